@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk
-from modular_kernel.profiling.stderr import without_own_lines
+from modular_kernel.profiling.stderr import suppress_profiler_lines
 
 
 def main(path: str = "layer.trace.json") -> None:
@@ -31,7 +31,7 @@ def main(path: str = "layer.trace.json") -> None:
     plan(*call)  # warm up, so that the profile does not include compilation
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with without_own_lines(), profile(activities=kinds) as profiler:
+    with suppress_profiler_lines(), profile(activities=kinds) as profiler:
         plan(*call)
     Path(path).parent.mkdir(parents=True, exist_ok=True)  # torch does not create the folder
     profiler.export_chrome_trace(path)

@@ -21,7 +21,7 @@ from experts.triton.aligned.staged import StagedTritonExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton_kernels import TritonKernelsExperts
-from modular_kernel.compatibility.support import Planned
+from modular_kernel.compatibility.support import PlannedPart
 
 # StagedTritonExperts is left out: calls reach it as the staged twin of TritonExperts.
 COMPONENTS = (
@@ -43,7 +43,7 @@ COMPONENTS = (
     FlashInferExperts,
 )
 
-PLANNED: tuple[Planned, ...] = ()
+PLANNED: tuple[PlannedPart, ...] = ()
 
 __all__ = [
     "COMPONENTS",

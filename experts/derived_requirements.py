@@ -6,7 +6,7 @@ from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.spec.problem import ActivationFormat, Reduce
 
 
-def of_batched_rows(requires: ExpertsRequirements) -> ExpertsRequirements:
+def batched_requirements(requires: ExpertsRequirements) -> ExpertsRequirements:
     """Return the requirements of a batched part, given those of its contiguous counterpart.
 
     Only the activation format, the reduction (delegated), `expert_map` and `chunking` (both off)

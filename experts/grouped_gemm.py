@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from experts.triton.base import OwnProductsExperts
-from experts.triton.configs.select import choose_config, kinds_up_to
+from experts.triton.base import TritonExpertsBase
+from experts.triton.configs.select import buffer_kinds_up_to, choose_config
 from experts.triton.grouped.segments import MGroupedGemms
-from experts.triton.path import PathCall, Rooms
+from experts.triton.path import PathCall, WorkspaceCache
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import Problem
@@ -26,13 +26,13 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
 # Weight-only schemes gain nothing from permuting the rows first; use TritonExperts for them.
 _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 
 
-class GroupedGemmExperts(OwnProductsExperts):
+class GroupedGemmExperts(TritonExpertsBase):
     """Permute contiguous tokens into expert order, run both GEMMs, weight and sum over top-k.
 
     The rows of each local expert form one segment, and segments follow each other without gaps.
@@ -41,23 +41,23 @@ class GroupedGemmExperts(OwnProductsExperts):
     """
 
     replayable = True
-    requires = replace(OwnProductsExperts.requires, schemes=_SCHEMES)
+    requires = replace(TritonExpertsBase.requires, schemes=_SCHEMES)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._products = MGroupedGemms(problem)
-        self._rooms = Rooms()
+        self._rooms = WorkspaceCache()
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         """Return the compile cases of experts.compat.ep_moe, which launches the same GEMMs."""
-        from experts.compat.ep_moe_compile_cases import FORMS, launch_all
+        from experts.compat.ep_moe_compile_cases import COMPILE_CASES, launch_all
 
         return {
             f"EPMoE {dtype}, {tokens} tokens, block {block}": partial(
                 launch_all, tokens, 2, dtype, block
             )
-            for tokens, dtype, block in FORMS
+            for tokens, dtype, block in COMPILE_CASES
         }
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -66,7 +66,7 @@ class GroupedGemmExperts(OwnProductsExperts):
         A smaller call can need more tiles than the largest one, because its tiles have fewer rows.
         """
         assert isinstance(shape, ContiguousShape)
-        kinds = tuple(kinds_up_to(self.problem, shape.tokens))
+        kinds = tuple(buffer_kinds_up_to(self.problem, shape.tokens))
         return self._rooms.of(self.problem, shape, kinds, self._specs)
 
     def _specs(self, kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
@@ -74,7 +74,7 @@ class GroupedGemmExperts(OwnProductsExperts):
         return self._products.specs(max_tokens, block_m)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+        return reducer_for(self.problem, TopKWeightAndReduceNoOp())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return Roundings()

@@ -17,7 +17,7 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceNaiveBatched, unless_kept
+from topk_reduce import TopKWeightAndReduceNaiveBatched, reducer_for
 
 
 class NaiveBatchedExperts(PermuteExpertsUnpermute):
@@ -42,7 +42,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceNaiveBatched())
+        return reducer_for(self.problem, TopKWeightAndReduceNaiveBatched())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return mlp_roundings(weights, self.problem, row_weights=False)

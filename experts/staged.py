@@ -24,10 +24,10 @@ from modular_kernel.runner import (
     RunnerInput,
     RunnerOutput,
     Stages,
+    check_stage_result,
     fused_op,
     keep_fused_part,
     keep_part,
-    of_backend,
     shown,
     stages_of,
 )
@@ -46,7 +46,7 @@ from topk_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNaiveBatched,
     TopKWeightAndReduceNoOp,
-    unless_kept,
+    reducer_for,
 )
 
 _REDUCERS: Mapping[Reduce, type[TopKWeightAndReduce]] = {
@@ -75,7 +75,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         return WorkspaceShapes(empty, empty, output, self._core.workspace_shapes(shape))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, _REDUCERS[self.requires.reduce]())
+        return reducer_for(self.problem, _REDUCERS[self.requires.reduce]())
 
     def apply(
         self,
@@ -96,10 +96,10 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         stages = self.stages
         with names.stage(names.PERMUTE):
             runner_input = stages.pre(call)
-        of_backend("pre-permute", runner_input, RunnerInput, stages)
+        check_stage_result("pre-permute", runner_input, RunnerInput, stages)
         with names.stage(_CORE):
             result = self._core.run(runner_input, call)
-        of_backend("core", result, RunnerOutput, stages)
+        check_stage_result("core", result, RunnerOutput, stages)
         with names.stage(names.UNPERMUTE):
             stages.post(result, call)
 
@@ -126,7 +126,7 @@ class FusedExperts(AssembledExperts):
 _ALL = names.fused(names.PERMUTE, names.GEMM1, names.GEMM2, names.UNPERMUTE)
 
 
-def experts_of(
+def make_experts(
     name: str, backend: str, format: str, **requires: Any
 ) -> type[PermuteExpertsUnpermute]:
     """Return the experts part `name`, assembled from the stages of `backend` and `format`.
@@ -153,11 +153,11 @@ def experts_of(
     return part
 
 
-def fused_experts_of(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
+def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
     """Return the experts part `name` of a fused function, with the requirements of its twin.
 
     Raises UnknownPartError if no operation is registered, and ConfigurationError if the registered
-    one is a part rather than a function, or if its twin was not made by `experts_of`.
+    one is a part rather than a function, or if its twin was not made by `make_experts`.
     """
     op = fused_op(a2a_backend, backend)
     check_name(name)

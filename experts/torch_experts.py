@@ -18,7 +18,7 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceContiguous, unless_kept
+from topk_reduce import TopKWeightAndReduceContiguous, reducer_for
 
 
 class TorchExperts(PermuteExpertsUnpermute):
@@ -45,7 +45,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceContiguous())
+        return reducer_for(self.problem, TopKWeightAndReduceContiguous())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return mlp_roundings(

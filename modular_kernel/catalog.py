@@ -16,7 +16,7 @@ from modular_kernel import process_status
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.compatibility.support import (
     ExpertsRequirements,
-    Planned,
+    PlannedPart,
     PrepareFinalizeRequirements,
     Verdict,
 )
@@ -35,19 +35,19 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
-from modular_kernel.runner import missing_halves
+from modular_kernel.runner import unused_registrations
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem, Reduce
 from modular_kernel.text import printable
 from modular_kernel.utils.argument_checks import check_fields, expect
 from modular_kernel.utils.optional_imports import (
     OWN_PACKAGES,
-    loaded_within,
-    reason,
-    require_own,
+    describe_error,
+    load_with_deadline,
+    require_own_package,
     shadow_of,
 )
-from modular_kernel.utils.package_probes import Provider
+from modular_kernel.utils.package_probes import PackageProbe
 
 GROUP = "modular_kernel.parts"
 PLANNED_GROUP = "modular_kernel.planned"
@@ -103,7 +103,7 @@ class Catalog:
 
     parts: tuple[Part, ...]
     broken: tuple[Broken, ...] = ()
-    planned: tuple[Planned, ...] = ()
+    planned: tuple[PlannedPart, ...] = ()
 
     def names(self, kind: Kind) -> tuple[str, ...]:
         """Return the unambiguous part names of one kind, in discovery order.
@@ -190,20 +190,20 @@ def build_catalog(offers: Iterable[Offer]) -> Catalog:
         try:
             classes = _classes(_loaded(offer))
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            broken.append(Broken(offer.name, offer.origin, reason(error)))
+            broken.append(Broken(offer.name, offer.origin, describe_error(error)))
             continue
         for cls in classes:
             try:
                 parts.append(_part(cls, offer))
             except Exception as error:  # noqa: BLE001  reading a declaration may run code
-                broken.append(Broken(_name(cls) or offer.name, offer.origin, reason(error)))
+                broken.append(Broken(_name(cls) or offer.name, offer.origin, describe_error(error)))
     return Catalog(tuple(parts), tuple(broken))
 
 
 def _loaded(offer: Offer) -> object:
     if offer.ours:
         return offer.load()
-    return loaded_within(offer.load, read_settings().import_deadline_s, offer.origin)
+    return load_with_deadline(offer.load, read_settings().import_deadline_s, offer.origin)
 
 
 def _classes(loaded: object) -> tuple[type, ...]:
@@ -249,21 +249,21 @@ def load_catalog() -> Catalog:
     # An editable and a regular install of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in entries}
     catalog = build_catalog(_offer(entry) for entry in unique.values())
-    broken = (*catalog.broken, *broken_halves())
+    broken = (*catalog.broken, *broken_stages())
     return replace(catalog, broken=broken, planned=_planned())
 
 
-def broken_halves() -> tuple[Broken, ...]:
+def broken_stages() -> tuple[Broken, ...]:
     """Return the backend stages that were registered without their counterparts."""
-    return tuple(Broken(half.name, half.origin, half.lacks) for half in missing_halves())
+    return tuple(Broken(half.name, half.origin, half.lacks) for half in unused_registrations())
 
 
-def _planned() -> tuple[Planned, ...]:
+def _planned() -> tuple[PlannedPart, ...]:
     """Return the parts this distribution plans but does not implement, ordered by name."""
     entries = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
     packages = {package for package in OWN_PACKAGES if shadow_of(package) is None}
     ours = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
-    return tuple(part for entry in ours for part in entry.load() if isinstance(part, Planned))
+    return tuple(part for entry in ours for part in entry.load() if isinstance(part, PlannedPart))
 
 
 def _offer(entry: EntryPoint) -> Offer:
@@ -272,7 +272,7 @@ def _offer(entry: EntryPoint) -> Offer:
 
     def load() -> object:
         if ours:
-            require_own(package)
+            require_own_package(package)
         return entry.load()
 
     distribution = entry.dist.name if entry.dist else "unknown"
@@ -286,7 +286,7 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
     return frozenset(p for requires in declared if requires for p in requires.packages)
 
 
-def providers_of(catalog: Catalog) -> tuple[Provider, ...]:
+def providers_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
     """Return the probes of all parts' packages that a name alone does not identify."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
@@ -365,7 +365,7 @@ def make_kernel(
     """
     expect("checked", checked, bool)
     expect("poison", poison, bool)
-    process_status.tell(process_status.without_compiling())
+    process_status.log_once(process_status.states_without_replay())
     machine = this_machine() if machine is None else machine
     verdict = check(prepare_finalize, experts, problem, machine)
     if not verdict.ok:  # before a constructor touches a vendor library

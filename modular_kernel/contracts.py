@@ -44,7 +44,7 @@ Choice = Hashable
 
 
 @dataclass(frozen=True)
-class Took:
+class StageTimes:
     """Time of one call and of its stages (those in `Tunable.stages`), in seconds."""
 
     seconds: float
@@ -52,7 +52,7 @@ class Took:
 
 
 @dataclass(frozen=True)
-class Best:
+class TunedChoice:
     """The fastest choice for one token count.
 
     untuned_seconds: time of the untuned choice; None if it could not be timed.
@@ -94,7 +94,7 @@ class Tunable(ABC):
         """Return distinct choices to try, most promising first."""
 
     @abstractmethod
-    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the few choices with the best measured times.
 
         took: times of the candidates and of the untuned choice. Candidates that failed or were
@@ -110,14 +110,14 @@ class Tunable(ABC):
         """Return `choice` as JSON-serializable data."""
 
     @abstractmethod
-    def saved(self, folder: Path) -> Mapping[int, Best]:
+    def saved(self, folder: Path) -> Mapping[int, TunedChoice]:
         """Read earlier results for this problem from `folder`, by token count; empty if none.
 
         Raises ConfigurationError if the stored results cannot be extended.
         """
 
     @abstractmethod
-    def save(self, best: Mapping[int, Best], folder: Path) -> Path:
+    def save(self, best: Mapping[int, TunedChoice], folder: Path) -> Path:
         """Write all of `best` atomically where the part will find it if `folder` is in use."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ class TopKWeightAndReduce(ABC):
         """
 
 
-class Judged:
+class PartDeclarations:
     """Declarations that both kinds of judged part share, available before construction."""
 
     replayable: ClassVar[bool] = False
@@ -173,7 +173,7 @@ class Judged:
         return {}
 
 
-class PrepareAndFinalize(Judged, ABC):
+class PrepareAndFinalize(PartDeclarations, ABC):
     """Quantizes and dispatches before the experts, and combines after them.
 
     problem: the problem of the layer. group: the process group of a multi-rank layer.
@@ -322,7 +322,7 @@ class PrepareAndFinalize(Judged, ABC):
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
-class PermuteExpertsUnpermute(Judged, ABC):
+class PermuteExpertsUnpermute(PartDeclarations, ABC):
     """Permute, GEMM 1, activation, GEMM 2, unpermute; optionally weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]

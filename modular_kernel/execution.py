@@ -36,7 +36,7 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.utils import forks
-from modular_kernel.utils.argument_checks import shown
+from modular_kernel.utils.argument_checks import format_value
 from modular_kernel.workspace import (
     EXPERT_OUTPUT,
     BufferSpec,
@@ -90,8 +90,8 @@ class Execution:
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
         self._told_invalid_ids = False
-        self.known_weights = recording.KnownWeights()
-        self._reader = prepared.reader(type(experts), self.problem)
+        self.known_weights = recording.CheckedWeightsCache()
+        self._reader = prepared.layout_key(type(experts), self.problem)
         forks.on_fork(self)
 
     def after_fork(self) -> None:
@@ -150,7 +150,7 @@ class Execution:
             specs = self.experts.prepared_specs()
             prepared.check_prepared(weights, specs, x_TH.device, self._reader)
             checked = self.known_weights.bind(
-                weights, prepared.sources(weights), prepared.made(weights)
+                weights, prepared.source_tensors(weights), prepared.prepared_tensors(weights)
             )
         return checked
 
@@ -170,13 +170,13 @@ class Execution:
         written = x_TH if self.problem.inplace else out
         if written is not None:
             inplace = self.problem.inplace
-            validate.check_apart(written, x_TH, weights, routing, inplace=inplace)
+            validate.check_no_overlap(written, x_TH, weights, routing, inplace=inplace)
         if self.checked:
             validate.check_ids(routing, self.problem)
             validate.check_adapter_slots(routing, self.problem)
             validate.check_expert_map(weights, self.problem)
             validate.check_order(weights, self.problem)
-            validate.check_given_scales(weights)
+            validate.check_static_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
         """Return every buffer, of both parts, that a call of `tokens` tokens needs.
@@ -184,7 +184,7 @@ class Execution:
         Raises ConfigurationError unless tokens is an int >= 0.
         """
         if type(tokens) is not int or tokens < 0:  # cheaper than `expect`; runs in every call
-            raise ConfigurationError("tokens", got=shown(tokens), need="an int >= 0")
+            raise ConfigurationError("tokens", got=format_value(tokens), need="an int >= 0")
         pf_specs = self.prepare_finalize.workspace_shapes(tokens)
         shape = self.prepare_finalize.dispatch_shape(tokens)
         chunk = self.problem.chunk_tokens
@@ -212,7 +212,7 @@ class Execution:
     def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
         """Return the counter tensor behind `invalid_ids`, allocating it on first use."""
         if self._invalid_ids is None:
-            with modes.kept():
+            with modes.outside_inference_mode():
                 counter = torch.zeros(1, dtype=torch.int32, device=device)
             # setdefault is atomic: first calls of two threads share one tensor.
             self._invalid_ids = self._counter.setdefault("invalid_ids", counter)

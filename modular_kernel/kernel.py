@@ -201,13 +201,13 @@ class FusedMoEModularKernel(Execution):
         if device.type != self.machine.device:
             need = f"a {self.machine.device} tensor for this kernel"
             raise DeviceError("w1", got=device, need=need)
-        weights, specs = prepared.plain(weights), self.experts.prepared_specs()
+        weights, specs = prepared.without_prepared(weights), self.experts.prepared_specs()
         self.check_weights(weights, torch.empty(0, problem.hidden, device=device))
         if not specs:
             return weights
-        prepared_tensors = prepared.allocated(weights, specs, self._reader)
+        prepared_tensors = prepared.allocate_prepared(weights, specs, self._reader)
         self.experts.prepare(weights, prepared_tensors)
-        prepared.finish(prepared_tensors)
+        prepared.mark_complete(prepared_tensors)
         return replace(weights, **prepared_tensors)
 
     def plan(self, problem: Problem | None = None) -> Plan:

@@ -11,7 +11,7 @@ import torch
 
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine
-from modular_kernel.utils.package_probes import Provider, sort_out
+from modular_kernel.utils.package_probes import PackageProbe, probe_all
 
 _torch_reference: ContextVar[bool] = ContextVar("torch_twins", default=False)
 
@@ -43,7 +43,7 @@ def current_machine(
     packages: Iterable[str] = (),
     *,
     device: Literal["cuda", "cpu"] | None = None,
-    providers: Iterable[Provider] = (),
+    providers: Iterable[PackageProbe] = (),
 ) -> Machine:
     """Describe this machine. `packages` are looked up in addition to triton and ml_dtypes.
 
@@ -51,7 +51,7 @@ def current_machine(
     device: "cpu" describes this machine's CPU even if a GPU is present; None prefers the GPU.
     """
     probed = tuple(providers)
-    confirmed, others = sort_out(probed)
+    confirmed, others = probe_all(probed)
     by_name = {"triton", "ml_dtypes", *packages} - {provider.name for provider in probed}
     available, mismatched = importable(by_name) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
@@ -74,7 +74,7 @@ def _cuda_version() -> tuple[int, int] | None:
 
 
 @contextmanager
-def torch_twins(*, wanted: bool = True) -> Iterator[None]:
+def prefer_torch_reference(*, wanted: bool = True) -> Iterator[None]:
     """Inside the block, run CPU operations by their torch references, even when interpreting.
 
     For timing plain-torch parts as a user runs them. wanted: False changes nothing.
@@ -86,6 +86,6 @@ def torch_twins(*, wanted: bool = True) -> Iterator[None]:
         _torch_reference.reset(before)
 
 
-def twins_are_wanted() -> bool:
-    """Return whether `torch_twins` is active in this context."""
+def torch_reference_preferred() -> bool:
+    """Return whether `prefer_torch_reference` is active in this context."""
     return _torch_reference.get()

@@ -1,6 +1,6 @@
 """Log of the paths that calls of an experts part take, for the test harness.
 
-A part that has several paths from tokens to output calls `entered` once it has chosen one.
+A part that has several paths from tokens to output calls `log_path` once it has chosen one.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ class EnteredPath:
 _log: ContextVar[list[EnteredPath] | None] = ContextVar("paths entered", default=None)
 
 
-def entered(path: str, problem: Problem, weights: ExpertWeights) -> None:
-    """Log that a call takes `path`, if `watched_paths` is active in this thread."""
+def log_path(path: str, problem: Problem, weights: ExpertWeights) -> None:
+    """Log that a call takes `path`, if `record_paths` is active in this thread."""
     log = _log.get()
     if log is not None:
         log.append(EnteredPath(path, problem, weights))
 
 
 @contextmanager
-def watched_paths() -> Iterator[list[EnteredPath]]:
+def record_paths() -> Iterator[list[EnteredPath]]:
     """Collect the paths that calls inside the block take, in this thread.
 
     A replayed call of a plan runs no host code of the part, so it is not logged.

@@ -76,7 +76,7 @@ class BoundCalls:
         """Run one call: replay its recording if possible, else check and run it."""
         try:
             validate.check_dense(x_TH, routing, out)
-            validate.check_adapters_given(routing, self.problem)
+            validate.check_adapters_present(routing, self.problem)
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
@@ -241,7 +241,7 @@ class Plan(BoundCalls):
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(kernel, problem, device)
         specs = kernel.workspace_specs(problem.tokens)
-        with modes.kept():
+        with modes.outside_inference_mode():
             self._workspace = Workspace(specs, device, poison=kernel.poison)
         rows = 0 if self._makes_output else problem.tokens
         shape = (rows, *problem.output_shape[1:])
@@ -260,8 +260,8 @@ class Plan(BoundCalls):
         if on_gpu or self.problem.parallel.world_size > 1:
             resource = "a CUDA context" if on_gpu else "a process group"
             need = f"a spawned process, with a plan of its own: {resource} does not survive a fork"
-            self._turn, self._index = forks.Barred("a plan", need), None
-        elif not forks.renew(self._turn):
+            self._turn, self._index = forks.UnusableLock("a plan", need), None
+        elif not forks.reset_lock(self._turn):
             self._busy = False
 
     def __repr__(self) -> str:
@@ -335,7 +335,7 @@ class _Outputs(threading.local):
     """The calling thread's output. whole: the full capacity; rows: views of it by x's shape."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        with modes.kept():
+        with modes.outside_inference_mode():
             self.whole = torch.empty(shape, dtype=dtype, device=device)
         self.rows: dict[torch.Size, torch.Tensor] = {}
         self._start, self._stop = span(self.whole)
@@ -363,20 +363,20 @@ def _current_stream(index: int | None) -> int:
     return stream
 
 
-SMALLEST_CAPACITY = 16
+MIN_CAPACITY = 16
 # At 1024 tokens Qwen3-30B's layer takes 0.35 ms on an H200; a call without a plan takes 0.3 to 1.1
 # ms on its host.
-LARGEST_PLANNED = 2048
+MAX_PLANNED_TOKENS = 2048
 _MAX_PLANS = 128  # per kernel
-_MOST_STREAMS = 8  # streams whose memory is kept
+_MAX_STREAMS = 8  # streams whose memory is kept
 _GRANULARITY = 1 << 21  # bytes, as torch's allocator rounds large blocks
 
 _C: Any = torch._C
 
 
-def capacity_of(tokens: int) -> int:
+def plan_capacity(tokens: int) -> int:
     """Return the plan capacity for a call of `tokens` tokens: a power of two, at least 16."""
-    return max(SMALLEST_CAPACITY, 1 << max(tokens - 1, 0).bit_length())
+    return max(MIN_CAPACITY, 1 << max(tokens - 1, 0).bit_length())
 
 
 class StreamMemory:
@@ -409,7 +409,7 @@ class StreamMemory:
         if memory is None or memory.nbytes < nbytes:
             self.release()
             size = -(-nbytes // _GRANULARITY) * _GRANULARITY
-            with modes.kept():
+            with modes.outside_inference_mode():
                 memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._memory = memory
             _memories.keep_few(self)
@@ -418,7 +418,7 @@ class StreamMemory:
 
     def after_fork(self) -> None:
         """In a forked child, end the unfinished call of a lost thread."""
-        if not forks.renew(self.lock):
+        if not forks.reset_lock(self.lock):
             self.busy = False
             self.release()
 
@@ -445,7 +445,7 @@ class StreamMemories:
 
     def after_fork(self) -> None:
         """In a forked child, release locks held by threads that no longer exist."""
-        forks.renew(self._lock)
+        forks.reset_lock(self._lock)
         for memory in self._memories.values():
             memory.after_fork()
 
@@ -467,7 +467,7 @@ class StreamMemories:
         """Free the memory of the earliest streams if more than eight hold some."""
         with self._lock:
             holders = [memory for memory in self._memories.values() if memory.nbytes]
-        for memory in holders[: max(len(holders) - _MOST_STREAMS, 0)]:
+        for memory in holders[: max(len(holders) - _MAX_STREAMS, 0)]:
             if memory is newest or not memory.lock.acquire(blocking=False):
                 continue
             try:
@@ -495,7 +495,7 @@ class CallPlans:
     """
 
     def __init__(self, most_tokens: int) -> None:
-        self._most_tokens = min(most_tokens, LARGEST_PLANNED)
+        self._most_tokens = min(most_tokens, MAX_PLANNED_TOKENS)
         self._plans: OrderedDict[tuple[int, int, int], _CallPlan] = OrderedDict()
         self._lock = threading.RLock()
         forks.on_fork(self)
@@ -505,7 +505,7 @@ class CallPlans:
 
     def after_fork(self) -> None:
         """In a forked child, renew the lock; drop GPU plans, whose context is the parent's."""
-        forks.renew(self._lock)
+        forks.reset_lock(self._lock)
         if any(index >= 0 for index, *_ in self._plans):
             self._plans.clear()
             self._most_tokens = 0
@@ -562,7 +562,7 @@ class CallPlans:
         if device.type != kernel.machine.device:  # the call's checks will refuse it
             return None
         index = _index_of(device)
-        capacity = min(capacity_of(tokens), kernel.problem.tokens)
+        capacity = min(plan_capacity(tokens), kernel.problem.tokens)
         with self._lock:
             candidates = (p for key, p in self._plans.items() if key[:2] == (index, stream))
             plan = next((p for p in candidates if p.problem.tokens == capacity), None)
@@ -587,7 +587,7 @@ class _CallPlan(BoundCalls):
         self._nbytes = workspace_bytes(self._specs)
         self._bound = False
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
-        with modes.kept():
+        with modes.outside_inference_mode():
             self._nothing = torch.empty(0, dtype=problem.dtype, device=device)
 
     def run(
@@ -630,7 +630,7 @@ class _CallPlan(BoundCalls):
             memory = self._memory.reserve(self._nbytes, self)
         except torch.OutOfMemoryError:  # the call on its own may need less
             return False
-        with modes.kept():
+        with modes.outside_inference_mode():
             self._workspace = Workspace(self._specs, self._device, memory=memory)
         self._bound = True
         return True

@@ -16,11 +16,11 @@ from modular_kernel.text import printable
 from modular_kernel.utils.optional_imports import OWN_PACKAGES, shadow_of
 
 _LOG = logging.getLogger("modular_kernel.process_status")
-_TOLD: set["State"] = set()
+_LOGGED: set["ProcessState"] = set()
 
 
 @dataclass(frozen=True)
-class State:
+class ProcessState:
     """One setting. word: its status. why: the reason if the status is not the best one, else "".
 
     loud: log it as a warning.
@@ -35,15 +35,19 @@ class State:
         return f"{self.word}: {self.why}" if self.why else self.word
 
 
-def replay() -> State:
+def replay() -> ProcessState:
     """Return whether plans replay their launches: "on" or "off"."""
     from modular_kernel.replay.launch.launch import why_not_replayed  # noqa: PLC0415  imports triton
 
     why = why_not_replayed()
-    return State("replay", "off", printable(why), _on_gpu()) if why else State("replay", "on")
+    return (
+        ProcessState("replay", "off", printable(why), _on_gpu())
+        if why
+        else ProcessState("replay", "on")
+    )
 
 
-def interpreter() -> State:
+def interpreter() -> ProcessState:
     """Return whether Triton kernels are interpreted on the CPU: "on" or "off"."""
     requested, imported = read_settings().triton_interpret, interpreted_since_import()
     missing = sorted({"triton", "ml_dtypes"} - importable(("triton", "ml_dtypes")))
@@ -54,63 +58,69 @@ def interpreter() -> State:
         why = "TRITON_INTERPRET was set after triton was imported: set it before"
     elif not requested and imported:
         why = "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
-        return State("interpreter", "on", why, loud=True)
+        return ProcessState("interpreter", "on", why, loud=True)
     if requested:
-        return State("interpreter", "off", why, loud=True) if why else State("interpreter", "on")
+        return (
+            ProcessState("interpreter", "off", why, loud=True)
+            if why
+            else ProcessState("interpreter", "on")
+        )
     if _on_gpu():
-        return State("interpreter", "off")
-    return State("interpreter", "off", "TRITON_INTERPRET is not set: Triton parts need a GPU then")
+        return ProcessState("interpreter", "off")
+    return ProcessState(
+        "interpreter", "off", "TRITON_INTERPRET is not set: Triton parts need a GPU then"
+    )
 
 
-def packages() -> State:
+def packages() -> ProcessState:
     """Return whether this distribution's own parts are the ones imported: "ours" or "shadowed"."""
     shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
     why = ", ".join(f"{package} by {path}" for package, path in shadows.items() if path is not None)
-    return State("packages", "shadowed", printable(why), loud=True) if why else _OURS
+    return ProcessState("packages", "shadowed", printable(why), loud=True) if why else _OURS
 
 
-def compiler() -> State:
+def compiler() -> ProcessState:
     """Return whether a C compiler, needed to build Triton launchers, is "found" or "missing"."""
     if c_compiler() is not None:
-        return State("C compiler", "found")
+        return ProcessState("C compiler", "found")
     why = "neither CC, nor gcc, nor clang: triton builds no launchers, and plans replay none"
-    return State("C compiler", "missing", why, loud=_on_gpu())
+    return ProcessState("C compiler", "missing", why, loud=_on_gpu())
 
 
-def caches() -> State:
+def caches() -> ProcessState:
     """Return whether measurements and compiled files are cached: "kept" or "off"."""
     if read_settings().cache_dir is not None:
-        return State("caches", "kept")
-    return State("caches", "off", "there is no home folder; set MK_CACHE_DIR")
+        return ProcessState("caches", "kept")
+    return ProcessState("caches", "off", "there is no home folder; set MK_CACHE_DIR")
 
 
-def variables() -> State:
+def variables() -> ProcessState:
     """Return whether all MK_ environment variables are recognized: "known" or "unknown"."""
     unknown = unknown_variables()
     if not unknown:
-        return State("variables", "known")
+        return ProcessState("variables", "known")
     why = ", ".join(
         f"{v} (did you mean {suggestion}?)" if suggestion else v
         for v, suggestion in unknown.items()
     )
-    return State("variables", "unknown", printable(why, most=500), loud=True)
+    return ProcessState("variables", "unknown", printable(why, most=500), loud=True)
 
 
-def states() -> tuple[State, ...]:
+def all_states() -> tuple[ProcessState, ...]:
     """Return all states of this process. Compiles cuda_replay.c if replay is possible."""
-    return replay(), *without_compiling()
+    return replay(), *states_without_replay()
 
 
-def without_compiling() -> tuple[State, ...]:
+def states_without_replay() -> tuple[ProcessState, ...]:
     """Return all states except replay, which is logged when a plan first records a launch."""
     return interpreter(), packages(), compiler(), caches(), variables()
 
 
-def tell(found: tuple[State, ...]) -> None:
+def log_once(found: tuple[ProcessState, ...]) -> None:
     """Log each state that has a reason, once per process."""
     for state in found:
-        if state.why and state not in _TOLD:
-            _TOLD.add(state)
+        if state.why and state not in _LOGGED:
+            _LOGGED.add(state)
             level = logging.WARNING if state.loud else logging.INFO
             _LOG.log(level, "%s %s", state.name, state)
 
@@ -119,4 +129,4 @@ def _on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-_OURS = State("packages", "ours")
+_OURS = ProcessState("packages", "ours")

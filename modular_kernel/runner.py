@@ -25,7 +25,7 @@ from modular_kernel.errors import ConfigurationError, DuplicatePartError, Unknow
 from modular_kernel.spec.problem import ActivationFormat, Problem
 from modular_kernel.tensors import Dispatched, DispatchShape, ExpertWeights
 from modular_kernel.utils.argument_checks import expect
-from modular_kernel.utils.argument_checks import shown as shown_value
+from modular_kernel.utils.argument_checks import format_value as shown_value
 from modular_kernel.workspace import BufferSpec, Workspace
 
 # SGLang's and vLLM's names of dispatch formats, and the matching activation formats.
@@ -131,7 +131,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Half:
+class UnusedRegistration:
     """A registration that no part can use: its name, its origin, and what is missing."""
 
     name: str
@@ -204,26 +204,32 @@ class PermuteMethodPool:
         core = self.cores.get((backend, "core"))
         return Stages(backend, format, pre, core, self.post.get((backend, format)))
 
-    def halves(self) -> Iterable[Half]:
+    def halves(self) -> Iterable[UnusedRegistration]:
         """Yield a Half for every stage whose counterparts are missing."""
         for format, backend in self.pre.found:
             name, origin = f"{backend} {format}", self.pre.origin((format, backend))
             if (backend, format) not in self.post.found:
-                yield Half(name, origin, f"a pre-permute without post-permute {backend, format}")
+                yield UnusedRegistration(
+                    name, origin, f"a pre-permute without post-permute {backend, format}"
+                )
             yield from self._without_core(name, origin, backend)
         for backend, format in self.post.found:
             name, origin = f"{backend} {format}", self.post.origin((backend, format))
             if (format, backend) not in self.pre.found:
-                yield Half(name, origin, f"a post-permute without pre-permute {format, backend}")
+                yield UnusedRegistration(
+                    name, origin, f"a post-permute without pre-permute {format, backend}"
+                )
                 yield from self._without_core(name, origin, backend)
         permuted = {backend for _, backend in self.pre.found} | {b for b, _ in self.post.found}
         for key in self.cores.found:
             if key[0] not in permuted:
-                yield Half(key[0], self.cores.origin(key), f"a core without permutes of {key[0]!r}")
+                yield UnusedRegistration(
+                    key[0], self.cores.origin(key), f"a core without permutes of {key[0]!r}"
+                )
 
-    def _without_core(self, name: str, origin: str, backend: str) -> Iterable[Half]:
+    def _without_core(self, name: str, origin: str, backend: str) -> Iterable[UnusedRegistration]:
         if (backend, "core") not in self.cores.found:
-            yield Half(name, origin, f"a permute without core {backend!r}")
+            yield UnusedRegistration(name, origin, f"a permute without core {backend!r}")
 
 
 FUSED = FusedOpPool()
@@ -334,7 +340,7 @@ def keep_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
     FUSED.parts[op.a2a_backend, op.runner_backend] = part
 
 
-def missing_halves() -> tuple[Half, ...]:
+def unused_registrations() -> tuple[UnusedRegistration, ...]:
     """Return every registration that no part can use, with what it lacks."""
     return tuple(dict.fromkeys(PERMUTES.halves()))
 
@@ -346,7 +352,7 @@ def check_format(format: object) -> None:
         raise ConfigurationError("format", got=repr(format), need=f"one of {', '.join(FORMATS)}")
 
 
-def of_backend(what: str, value: object, kind: type, stages: Stages) -> None:
+def check_stage_result(what: str, value: object, kind: type, stages: Stages) -> None:
     """Raise ConfigurationError unless a stage's result is a `kind` of the right backend."""
     if not isinstance(value, kind):
         got = type(value).__name__

@@ -46,9 +46,9 @@ def read_settings() -> Settings:
         triton_interpret=interpret,
         cache_dir=_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
         config_dir=_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
-        deadline_s=_seconds("MK_DEADLINE_S", 10.0),
+        deadline_s=_read_seconds("MK_DEADLINE_S", 10.0),
         host_id=os.environ.get("MK_HOST_ID", ""),
-        import_deadline_s=_seconds("MK_IMPORT_DEADLINE_S", 60.0),
+        import_deadline_s=_read_seconds("MK_IMPORT_DEADLINE_S", 60.0),
     )
 
 
@@ -91,18 +91,18 @@ def read_launcher() -> Launcher | None:
         got = f"no {', '.join(missing)}"
         need = f"{', '.join(_LAUNCHER)}, as a launcher sets them, or none of RANK and WORLD_SIZE"
         raise ConfigurationError("launcher's variables", got=got, need=need)
-    world_size = _number("WORLD_SIZE", 1, None)
-    rank = _number("RANK", 0, world_size)
+    world_size = _read_int("WORLD_SIZE", 1, None)
+    rank = _read_int("RANK", 0, world_size)
     # With port 0, rank 0 would bind an arbitrary free port that the other ranks cannot know.
-    address = f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 1, 1 << 16)}"
+    address = f"{os.environ['MASTER_ADDR']}:{_read_int('MASTER_PORT', 1, 1 << 16)}"
     variable = "LOCAL_WORLD_SIZE"
-    local_world_size = _number(variable, 1, world_size + 1) if os.environ.get(variable) else None
+    local_world_size = _read_int(variable, 1, world_size + 1) if os.environ.get(variable) else None
     end = local_world_size or world_size
-    local = _number("LOCAL_RANK", 0, end) if os.environ.get("LOCAL_RANK") else rank
+    local = _read_int("LOCAL_RANK", 0, end) if os.environ.get("LOCAL_RANK") else rank
     return Launcher(rank, world_size, local, local_world_size, address)
 
 
-def _number(name: str, least: int, end: int | None) -> int:
+def _read_int(name: str, least: int, end: int | None) -> int:
     """Read an integer variable; ConfigurationError unless it is in [least, end)."""
     text = os.environ[name]
     short = len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
@@ -142,7 +142,7 @@ def unknown_variables() -> dict[str, str]:
     return {v: names[0] if names else "" for v, names in matches.items()}
 
 
-def _seconds(name: str, default: float) -> float:
+def _read_seconds(name: str, default: float) -> float:
     """Read a number of seconds; ConfigurationError unless it is finite and above 0."""
     text = os.environ.get(name) or str(default)
     try:
@@ -154,7 +154,7 @@ def _seconds(name: str, default: float) -> float:
     return seconds
 
 
-def nvshmem_asks_for_ibgda() -> bool:
+def nvshmem_uses_ibgda() -> bool:
     """Return whether NVSHMEM is configured to reach peers over InfiniBand from the GPU (IBGDA).
 
     Libraries set the variable while they are in use, so it is read on every call.
@@ -168,21 +168,21 @@ def deepep_disables_gin() -> bool:
 
 
 @contextmanager
-def deadline(seconds: float) -> Iterator[None]:
+def use_deadline(seconds: float) -> Iterator[None]:
     """Set MK_DEADLINE_S to `seconds` inside the block, for managers that parts create."""
-    with _told("MK_DEADLINE_S", str(seconds)):
+    with _set_variable("MK_DEADLINE_S", str(seconds)):
         yield
 
 
 @contextmanager
-def host_called(name: str) -> Iterator[None]:
+def use_host_id(name: str) -> Iterator[None]:
     """Set MK_HOST_ID to `name` inside the block, for managers created there."""
-    with _told("MK_HOST_ID", name):
+    with _set_variable("MK_HOST_ID", name):
         yield
 
 
 @contextmanager
-def _told(variable: str, value: str) -> Iterator[None]:
+def _set_variable(variable: str, value: str) -> Iterator[None]:
     before = os.environ.get(variable)
     os.environ[variable] = value
     try:
@@ -211,7 +211,7 @@ def enable_interpreter() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def environment_of_child(*, interpreted: bool) -> dict[str, str]:
+def child_environment(*, interpreted: bool) -> dict[str, str]:
     """Return the environment for a child process with or without Triton's interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -219,7 +219,7 @@ def environment_of_child(*, interpreted: bool) -> dict[str, str]:
 
 
 @contextmanager
-def environment_kept() -> Iterator[None]:
+def preserve_environment() -> Iterator[None]:
     """Restore the environment after the block, for commands that change it."""
     before = dict(os.environ)
     try:

@@ -266,7 +266,7 @@ _UNLOADED_BYTE = 255  # NaN of E8M0 and of e4m3
 _UNLOADED_INDEX = -1
 
 
-def fill_unloaded(name: str, tensor: torch.Tensor) -> None:
+def fill_with_sentinel(name: str, tensor: torch.Tensor) -> None:
     """Fill a new parameter with the values that `check_loaded` treats as not loaded.
 
     NaN for floats of 16 bits or more and for one-byte scales; -1 for indices. Other integers and
@@ -282,7 +282,7 @@ def fill_unloaded(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError, with names, for tensors that still hold the values of `fill_unloaded`.
+    """Raise StateError, with names, for tensors that still hold the values of `fill_with_sentinel`.
 
     Reads the first and last value of each row of the first dimension (an expert); the row counts as
     loaded once both were written. Synchronizes once. Nothing is checked while a CUDA graph is

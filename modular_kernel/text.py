@@ -41,7 +41,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {plural(noun, number)}"
 
 
-def all_counted(numbers: Sequence[int], noun: str) -> str:
+def counted_list(numbers: Sequence[int], noun: str) -> str:
     """Return the numbers with one noun, singular only for a single 1: "1 case", "1, 2 cases"."""
     return f"{', '.join(map(str, numbers))} {noun if [*numbers] == [1] else plural(noun, 0)}"
 

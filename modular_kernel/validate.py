@@ -63,7 +63,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
         check_strided("out", out)
 
 
-def check_adapters_given(routing: Routing, problem: Problem) -> None:
+def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that a routing names adapters exactly if the problem has them.
 
     "none" must be explicit, so that adapters cannot be lost silently on the way.
@@ -87,16 +87,16 @@ def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None)
         check_held("out", out)
 
 
-def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
+def _check_shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
     if tensor.shape != need:
-        raise _unlike(what, tensor, need, legend)
+        raise _shape_error(what, tensor, need, legend)
 
 
-def _unlike(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> ShapeError:
+def _shape_error(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> ShapeError:
     return ShapeError(what, got=tuple(tensor.shape), need=f"{legend} = {need}")
 
 
-def _dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
+def _check_dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
     if tensor.dtype not in need:
         raise _dtype_error(what, tensor, *need)
 
@@ -106,12 +106,12 @@ def _dtype_error(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeEr
     return DtypeError(what, got=dtype_name(tensor.dtype), need=names)
 
 
-def _device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
+def _check_device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
     if tensor.device != need:
-        raise _elsewhere(what, tensor, need)
+        raise _device_error(what, tensor, need)
 
 
-def _elsewhere(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
+def _device_error(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
     return DeviceError(what, got=tensor.device, need=f"{need}, where x is")
 
 
@@ -124,7 +124,7 @@ def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
         raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {problem.hidden}")
     if x_TH.device.type != device_type:
         raise DeviceError("x", got=x_TH.device, need=f"a {device_type} tensor for this kernel")
-    _dtype("x", x_TH, problem.dtype)
+    _check_dtype("x", x_TH, problem.dtype)
     if x_TH.shape[0] > problem.tokens:
         raise CapacityError("tokens", got=x_TH.shape[0], need=f"<= problem.tokens {problem.tokens}")
     if x_TH.stride(1) != 1 and x_TH.shape[0] > 0 and problem.hidden > 1:
@@ -146,9 +146,9 @@ def check_routing(
         ("topk_ids", routing.topk_ids_TK),
     ):
         if tensor.shape != need:
-            raise _unlike(what, tensor, need, "(T, K)")
+            raise _shape_error(what, tensor, need, "(T, K)")
         if tensor.device != x_TH.device:
-            raise _elsewhere(what, tensor, x_TH.device)
+            raise _device_error(what, tensor, x_TH.device)
         if not tensor.is_contiguous():
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
     weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
@@ -158,11 +158,11 @@ def check_routing(
     allowed = _ID_DTYPES if required is None else (required,)
     if ids_TK.dtype not in allowed:
         raise _dtype_error("topk_ids", ids_TK, *allowed)
-    check_adapters_given(routing, problem)
+    check_adapters_present(routing, problem)
     if (slots_T := routing.slots_T) is not None:
-        _shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")
-        _dtype("adapters", slots_T, torch.int32)
-        _device("adapters", slots_T, x_TH.device)
+        _check_shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")
+        _check_dtype("adapters", slots_T, torch.int32)
+        _check_device("adapters", slots_T, x_TH.device)
         if not slots_T.is_contiguous():
             raise LayoutError("adapters", got=f"strides {slots_T.stride()}", need="contiguous (T,)")
 
@@ -173,7 +173,7 @@ def check_ids(routing: Routing, problem: Problem) -> None:
     For checked mode. Synchronizes with the device.
     """
     ids = routing.topk_ids_TK
-    if got := _outside(ids, -1, problem.experts, "id"):
+    if got := _describe_out_of_range(ids, -1, problem.experts, "id"):
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {problem.experts - 1}")
 
 
@@ -185,7 +185,7 @@ def check_adapter_slots(routing: Routing, problem: Problem) -> None:
     slots_T, spec = routing.slots_T, problem.adapters
     if slots_T is None or spec is None:
         return
-    if got := _outside(slots_T, -1, spec.adapters, "slot", "of token"):
+    if got := _describe_out_of_range(slots_T, -1, spec.adapters, "slot", "of token"):
         raise RoutingError("adapters", got=got, need=f"-1 or 0 to {spec.adapters - 1}")
 
 
@@ -197,7 +197,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
     expert_map_E = weights.expert_map
     if expert_map_E is None:
         return
-    if got := _outside(expert_map_E, -1, problem.e, "value"):
+    if got := _describe_out_of_range(expert_map_E, -1, problem.e, "value"):
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
@@ -209,11 +209,11 @@ def check_order(weights: ExpertWeights, problem: Problem) -> None:
     order_eH = weights.w1_order
     if order_eH is None:
         return
-    if got := _outside(order_eH, 0, problem.hidden, "value"):
+    if got := _describe_out_of_range(order_eH, 0, problem.hidden, "value"):
         raise WeightsError("w1_order", got=got, need=f"0 to {problem.hidden - 1}")
 
 
-def check_given_scales(weights: ExpertWeights) -> None:
+def check_static_scales(weights: ExpertWeights) -> None:
     """Raise WeightsError unless values can be divided by a1_scale and a2_scale.
 
     For checked mode. Synchronizes with the device.
@@ -224,7 +224,9 @@ def check_given_scales(weights: ExpertWeights) -> None:
             check_divisors(name, scale)
 
 
-def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "at") -> str:
+def _describe_out_of_range(
+    values: torch.Tensor, least: int, end: int, what: str, at: str = "at"
+) -> str:
     """Describe how many values are outside [least, end), and the first; "" if none is."""
     bad = (values < least) | (values >= end)
     if not bool(bad.any()):
@@ -253,10 +255,10 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
         check_weights_quantized(weights, problem, x_TH.device)
     else:
         rows = "2I" if problem.act.gated else "I"
-        _shape("w1", weights.w1, (e, n, h), f"(e, {rows}, H)")
-        _shape("w2", weights.w2, (e, h, i), "(e, H, I)")
-        _dtype("w1", weights.w1, problem.dtype)
-        _dtype("w2", weights.w2, problem.dtype)
+        _check_shape("w1", weights.w1, (e, n, h), f"(e, {rows}, H)")
+        _check_shape("w2", weights.w2, (e, h, i), "(e, H, I)")
+        _check_dtype("w1", weights.w1, problem.dtype)
+        _check_dtype("w2", weights.w2, problem.dtype)
         _check_no_scales(weights)
     _check_optional("b1", weights.b1, problem.bias, (e, n), x_TH, (torch.float32, problem.dtype))
     _check_optional("b2", weights.b2, problem.bias, (e, h), x_TH, (torch.float32, problem.dtype))
@@ -264,8 +266,8 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     _check_optional(
         "expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,)
     )
-    _device("w1", weights.w1, x_TH.device)
-    _device("w2", weights.w2, x_TH.device)
+    _check_device("w1", weights.w1, x_TH.device)
+    _check_device("w2", weights.w2, x_TH.device)
     _check_adapters(weights, x_TH, problem)
 
 
@@ -283,9 +285,9 @@ def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem
         tensor: torch.Tensor | None = getattr(weights, name)
         if tensor is None:
             raise WeightsError(name, got="None", need=f"{shape}, of lora={problem.lora}")
-        _shape(name, tensor, shape, ADAPTER_TENSORS[name])
-        _dtype(name, tensor, problem.dtype)
-        _device(name, tensor, x_TH.device)
+        _check_shape(name, tensor, shape, ADAPTER_TENSORS[name])
+        _check_dtype(name, tensor, problem.dtype)
+        _check_device(name, tensor, x_TH.device)
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             got = f"strides {tensor.stride()}"
             raise LayoutError(name, got=got, need="its last dimension contiguous")
@@ -312,9 +314,9 @@ def _check_optional(
         raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
     if tensor is None:
         return
-    _shape(what, tensor, shape, "shape")
-    _dtype(what, tensor, *dtypes)
-    _device(what, tensor, x_TH.device)
+    _check_shape(what, tensor, shape, "shape")
+    _check_dtype(what, tensor, *dtypes)
+    _check_device(what, tensor, x_TH.device)
     if not tensor.is_contiguous():
         raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
 
@@ -325,14 +327,14 @@ def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
         raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
     tokens = x_TH.shape[0]
     middle = () if problem.combine is Combine.SUM else (problem.top_k,)
-    _shape("out", out, (tokens, *middle, problem.hidden), "(T, [K,] H)")
-    _dtype("out", out, problem.dtype)
-    _device("out", out, x_TH.device)
+    _check_shape("out", out, (tokens, *middle, problem.hidden), "(T, [K,] H)")
+    _check_dtype("out", out, problem.dtype)
+    _check_device("out", out, x_TH.device)
     if not out.is_contiguous():
         raise LayoutError("out", got=f"strides {out.stride()}", need="contiguous")
 
 
-def check_apart(
+def check_no_overlap(
     written: torch.Tensor,
     x_TH: torch.Tensor,
     weights: ExpertWeights,

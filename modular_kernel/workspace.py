@@ -265,7 +265,7 @@ class _Shared:
         later = self._under.get(name)
         ends, begins = ((later,), self._over[later]) if later else (self._over[name], (name,))
         self._dead = (self._dead | set(ends)) - set(begins)
-        with recording.unrecorded():
+        with recording.pause_recording():
             for other in ends:
                 self._kept[other].copy_(self._gaps[other])
                 poison_tensor(self._buffers[other], self.fill)

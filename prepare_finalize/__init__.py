@@ -4,7 +4,7 @@ Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) hold the com
 process group. Create, keep and destroy each of them in one place.
 """
 
-from modular_kernel.compatibility.support import Planned
+from modular_kernel.compatibility.support import PlannedPart
 from prepare_finalize.collectives.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.collectives.all_to_all import TorchAll2AllPrepareAndFinalize
 from prepare_finalize.collectives.all_to_all_batched import TorchAll2AllBatchedPrepareAndFinalize
@@ -40,7 +40,7 @@ COMPONENTS = (
     FlashInferCutlassMoEPrepareAndFinalize,
 )
 
-PLANNED: tuple[Planned, ...] = ()
+PLANNED: tuple[PlannedPart, ...] = ()
 
 __all__ = [
     "COMPONENTS",

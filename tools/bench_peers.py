@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.bench.candidates import Layer
-from modular_kernel.measure.cases import quantized
+from modular_kernel.measure.cases import quantize
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization.utils"
@@ -49,7 +49,7 @@ class LayerPeer(Layer):
 
     def stored(self, problem, weights):
         """Return w1, w2 and their scales in the layer's scheme; channel scales are (e, rows, 1)."""
-        stored = quantized(weights, replace(problem, quant=self.quant))
+        stored = quantize(weights, replace(problem, quant=self.quant))
         if self.quant == "fp8_w8a8_channel":
             return stored.w1, stored.w2, stored.w1_scale[..., None], stored.w2_scale[..., None]
         return stored.w1, stored.w2, stored.w1_scale, stored.w2_scale
@@ -225,14 +225,14 @@ class TritonKernels(LayerPeer):
         specs = mm.FnSpecs("silu_and_multiply", _silu_and_multiply, ())
         self.act, self.experts = mm.FusedActivation(specs, (), 2), problem.experts
         if self.quant == "none":
-            self.w1 = in_turns(weights.w1).mT.contiguous()
+            self.w1 = interleave_gate_up(weights.w1).mT.contiguous()
             self.w2 = weights.w2.mT.contiguous()
             self.configs = mm.PrecisionConfig(), mm.PrecisionConfig()
             return
-        stored = quantized(weights, replace(problem, quant=self.quant))
+        stored = quantize(weights, replace(problem, quant=self.quant))
         swizzle = import_module(f"{_QUANT}.mxfp4_utils")
         scales = stored.w1_scale.view(torch.uint8), stored.w2_scale.view(torch.uint8)
-        one = swizzle._swizzle_mxfp4(in_turns(stored.w1), in_turns(scales[0]))
+        one = swizzle._swizzle_mxfp4(interleave_gate_up(stored.w1), interleave_gate_up(scales[0]))
         two = swizzle._swizzle_mxfp4(stored.w2, scales[1])
         self.w1, self.w2 = one[0], two[0]
         self.configs = [
@@ -254,7 +254,7 @@ class TritonKernels(LayerPeer):
         )  # fmt: skip
 
 
-def in_turns(rows_eNK):
+def interleave_gate_up(rows_eNK):
     """Interleave the gate and up rows of (e, 2I, K), which has gate rows first."""
     return rows_eNK.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
@@ -306,10 +306,10 @@ def layers():
         TritonKernels(),
         TritonKernels("mxfp4_w4a16"),
     ]
-    return offered(peers)
+    return installed_layers(peers)
 
 
-def offered(made):
+def installed_layers(made):
     """Return the layers whose packages are installed; list the others on stderr."""
     absent = {name for peer in made for name in peer.needs if find_spec(name) is None}
     for peer in made if absent else ():

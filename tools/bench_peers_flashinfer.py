@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench_peers import LayerPeer, Padded, offered
+from bench_peers import LayerPeer, Padded, installed_layers
 
 _CORE = "flashinfer.fused_moe"
 _BLOCK = 128
@@ -108,4 +108,4 @@ class Mxfp4(FlashInfer):
 
 def layers():
     """Return the layers whose packages are installed."""
-    return offered([Bf16(), Fp8Block(), Padded(Mxfp4(), _BLOCK, _BLOCK)])
+    return installed_layers([Bf16(), Fp8Block(), Padded(Mxfp4(), _BLOCK, _BLOCK)])

@@ -34,16 +34,16 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.cli.list_options import schemes, token_numbers
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.measure.timing import capture, clock_of, samples_ms, wiper_of
+from modular_kernel.measure.timing import capture, clock_of, l2_flusher, samples_ms
 from modular_kernel.select.autotune import BUDGET_S, Terms, compose
 from modular_kernel.select.budget import Budget
-from modular_kernel.select.inputs import make_weights, situation
-from modular_kernel.select.process_group import Alone
-from modular_kernel.select.record import named
+from modular_kernel.select.inputs import make_weights, make_workload
+from modular_kernel.select.process_group import SingleProcess
+from modular_kernel.select.record import pairing_name
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Problem
 
-HOPELESS = 1.5  # ratio to the default's time from which a pairing is not timed further
+MAX_SLOWDOWN = 1.5  # ratio to the default's time from which a pairing is not timed further
 OVERRUN_S = 1.0
 ROUNDS, TARGET_S = (9, 41), 0.06
 EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
@@ -148,7 +148,7 @@ def _composed(problem: Problem, tokens, seconds: float):
         "second_s": round(second, 3),
         "same_again": again.choice.segments == choice.segments and not again.choice.timed,
         "summary": choice.summary,
-        "segments": [[s.first, s.last, named(s.pair)] for s in choice.segments],
+        "segments": [[s.first, s.last, pairing_name(s.pair)] for s in choice.segments],
         "notes": list(choice.notes),
     }
 
@@ -166,12 +166,14 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
     for tokens in args.tokens:
         if time.monotonic() > args.end:
             break
-        inputs = situation(
+        inputs = make_workload(
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
-        budget = Budget(max(args.end - time.monotonic(), 0), Alone(), first_step=0)
+        budget = Budget(max(args.end - time.monotonic(), 0), SingleProcess(), first_step=0)
         order, graph = choice.options.ordered(tokens), choice.candidates.graph
-        watch = Stopwatch(inputs, order, graph, choice.machine, Alone(), budget, HOPELESS)
+        watch = Stopwatch(
+            inputs, order, graph, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
+        )
         bucket = watch.bucket(order[1:])
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
         if not ratios:  # no pairing could be timed, or time is up
@@ -189,15 +191,15 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
                     "quant": problem.quant,
                     "budget": seconds,
                     "tokens": tokens,
-                    "chosen": named(pair),
+                    "chosen": pairing_name(pair),
                     "by": kernel.choice.decided[tokens].source.value,
                     "us": us,
                     "x_default": ratio,
                     "noise": noise,
-                    "best": named(best),
+                    "best": pairing_name(best),
                     "x_best": ratio / ratios[best],
                     "outcomes": [
-                        [named(o.pair), o.us, o.ratio, o.rough, o.mode, o.why]
+                        [pairing_name(o.pair), o.us, o.ratio, o.rough, o.mode, o.why]
                         for o in bucket.outcomes
                     ],
                 }
@@ -208,7 +210,7 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
 
 def _beside(plan, default, given, device) -> tuple[float, float, float]:
     """Time a plan interleaved with the default's: microseconds, ratio to default, noise of it."""
-    clock, wipe = clock_of(device), wiper_of(device) if given.flush else None
+    clock, wipe = clock_of(device), l2_flusher(device) if given.flush else None
     both = [_runs(planned, given, device) for planned in (plan, default)]
 
     def once(runs) -> float:

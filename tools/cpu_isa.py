@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from modular_kernel.settings import environment_of_child
+from modular_kernel.settings import child_environment
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 # (value of ONEDNN_MAX_CPU_ISA, required flags in /proc/cpuinfo, value of ATEN_CPU_CAPABILITY).
@@ -55,7 +55,7 @@ def environment(name=None):
 
     name: entry of ISAS to limit it to; None means no limit.
     """
-    env = environment_of_child(interpreted=False)
+    env = child_environment(interpreted=False)
     capability = {isa: of_torch for isa, _, of_torch in ISAS}.get(name)
     if capability is None:
         return env

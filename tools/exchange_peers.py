@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.all2all.cases import Transport, dequantized
+from modular_kernel.bench.all2all.cases import Transport, dequantize
 from modular_kernel.ops.quantize import Quantized, quantize_rows
 
 BLOCK = 128  # columns per scale
@@ -86,7 +86,7 @@ class TransportPeer(Transport):
 
     def weighted(self, rows, ids_RK, weights_RK):
         """Store the rows multiplied by the sum of the router weights of their local pairs."""
-        x_RH = dequantized(*rows, BLOCK) if isinstance(rows, tuple) else rows
+        x_RH = dequantize(*rows, BLOCK) if isinstance(rows, tuple) else rows
         share = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
         self.keep((x_RH.float() * share).bfloat16())
 
@@ -143,7 +143,7 @@ class Nccl(TransportPeer):
             return
         rows = self.arrived[:, :hidden].contiguous().view(torch.float8_e4m3fn)
         scale = self.arrived[:, hidden:].contiguous().view(torch.float32)
-        self.y.copy_(dequantized(rows, scale, BLOCK))
+        self.y.copy_(dequantize(rows, scale, BLOCK))
 
     def combine(self):
         dist.all_to_all_single(self.back, self.y, self.sent, self.came, group=self.place.group)
@@ -260,7 +260,7 @@ class DeepEPLowLatency(DeepEPV1):
 
     def identity(self):
         rows = self.arrived[0]
-        self.keep(dequantized(*rows, BLOCK) if self.fp8 else rows.clone())
+        self.keep(dequantize(*rows, BLOCK) if self.fp8 else rows.clone())
 
     def combine(self):
         handle = self.arrived[2]
@@ -363,7 +363,7 @@ class Pplx(TransportPeer):
         )
 
     def identity(self):
-        self.keep(dequantized(self.there, self.scale, BLOCK) if self.fp8 else self.there.clone())
+        self.keep(dequantize(self.there, self.scale, BLOCK) if self.fp8 else self.there.clone())
 
     def combine(self):
         self.all2all.combine(

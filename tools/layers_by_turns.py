@@ -38,13 +38,13 @@ from modular_kernel import Problem
 from modular_kernel.bench.candidates import PairLayer, TorchGroupedMm
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.measure.cases import LayerCase, make_input, make_weights, quantized
+from modular_kernel.measure.cases import LayerCase, make_input, make_weights, quantize
 from modular_kernel.measure.environment import environment
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import capture
 
 PF = "MoEPrepareAndFinalizeNoEP"
-SHORT_GROUP = {"gptoss": 64}  # int4 group size of shapes that 128 does not divide
+INT4_GROUP = {"gptoss": 64}  # int4 group size of shapes that 128 does not divide
 ROUNDS = 11
 
 
@@ -57,7 +57,7 @@ class Pair(PairLayer):
 
     def setup(self, problem, weights):
         self.problem = replace(problem, quant=self.quant)
-        self.weights, self._plan = quantized(weights, self.problem), None
+        self.weights, self._plan = quantize(weights, self.problem), None
         if self.scales is not None:
             ours = self.weights
             scales = {n: getattr(ours, n).to(self.scales) for n in ("w1_scale", "w2_scale")}
@@ -68,7 +68,7 @@ class Pair(PairLayer):
 
 
 def int4(shape, points=False):
-    options = [f"group={SHORT_GROUP[shape]}"] if shape in SHORT_GROUP else []
+    options = [f"group={INT4_GROUP[shape]}"] if shape in INT4_GROUP else []
     options += ["zero_points=true"] if points else []
     return "int4_w4a16_group" + (":" + ",".join(options) if options else "")
 

@@ -29,14 +29,14 @@ import triton
 
 from experts.triton.configs.files import ConfigKey
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.lookup import PACKAGED, ConfigLookup, subfolder
+from experts.triton.configs.lookup import PACKAGED, ConfigLookup, triton_subfolder
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
-from modular_kernel.tuning.compilation import Compiler, Pair
+from modular_kernel.tuning.compilation import Compiler, TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
 
 BOUND = 1.20
@@ -113,14 +113,14 @@ def cells(
 def _of_layer(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
 ) -> list[TimedCell]:
-    files = sorted((configs / subfolder(TRITON)).glob("E=*.json"))
+    files = sorted((configs / triton_subfolder(TRITON)).glob("E=*.json"))
     key = ConfigKey.of(problem, H200.name)
     others = [path for path in files if ConfigKey.parse(path.name) != key]
     if len(others) == len(files):
         return []
     full = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
     with tempfile.TemporaryDirectory() as folder:
-        inner = Path(folder) / subfolder(TRITON)
+        inner = Path(folder) / triton_subfolder(TRITON)
         inner.mkdir()
         for path in others:
             (inner / path.name).symlink_to(path.resolve())
@@ -147,7 +147,7 @@ def time_cells(
     No layer is started after `deadline` seconds, and cells with tiles that compute wrong results
     are not timed. keep: called with all rows so far after each layer.
     """
-    pair, rows, untimed = Pair(*PAIR, this_machine()), list[Row](), 0
+    pair, rows, untimed = TunedPair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
         for cell in found:  # compile all layers ahead, in the order of timing
@@ -163,7 +163,7 @@ def time_cells(
     return untimed
 
 
-def _time_layer(of: Sequence[TimedCell], pair: Pair, compiler: Compiler) -> list[Row]:
+def _time_layer(of: Sequence[TimedCell], pair: TunedPair, compiler: Compiler) -> list[Row]:
     """Return the rows of one layer's cells, without cells in which tiles compute wrong results."""
     rows = [cell.record({}) for cell in of if not cell.differs]
     token_counts = [cell.problem.tokens for cell in of if cell.differs]

@@ -38,25 +38,30 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.case_runs import case_list
 from modular_kernel.testing.mutation.case_steps import run_cases
 from modular_kernel.testing.mutation.coverage import (
+    CaseCoverage,
     Coverage,
-    Covered,
     Lines,
     as_lists,
     cover,
-    joined,
-    united,
-    watched,
+    merge_coverage,
+    merge_lines,
+    trace_lines,
 )
-from modular_kernel.testing.mutation.cpu_undetectable import apart
-from modular_kernel.testing.mutation.forked_worker import Child, Tell
-from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWER, Fate
+from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWER, MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
-from modular_kernel.testing.mutation.patched_module import dependents, forget, reattach, serve
-from modular_kernel.testing.mutation.record import died, record_of
-from modular_kernel.testing.mutation.reviewed_equivalents import reviewed
-from modular_kernel.testing.mutation.run_mutant import Killers
+from modular_kernel.testing.mutation.patched_module import (
+    dependents,
+    patch_modules,
+    reattach,
+    unload,
+)
+from modular_kernel.testing.mutation.record import record_of, recorded_kills
+from modular_kernel.testing.mutation.reviewed_equivalents import find_equivalent
+from modular_kernel.testing.mutation.run_mutant import KillHistory
 from modular_kernel.testing.mutation.scope import file_of
-from modular_kernel.testing.mutation.score import SAMPLE, Score, Survey, drawn, release
+from modular_kernel.testing.mutation.score import SAMPLE, Score, Survey, default_seed, draw_sample
 from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
 
@@ -88,7 +93,7 @@ class Scope:
     tests: tuple[Test, ...]
     coverage: Coverage
 
-    def met(self, mutant: Mutant) -> tuple[list[Test], list[Covered]]:
+    def met(self, mutant: Mutant) -> tuple[list[Test], list[CaseCoverage]]:
         """Return the tests and cases that execute the mutant.
 
         If only the import of its module executes it, these are all tests and cases of the module.
@@ -100,7 +105,7 @@ class Scope:
         if not tests and not cases and self.coverage.loads(mutant):
             tests = [test for test in self.tests if file in test.lines]
             cases = [case for case in self.coverage.cases if file in case.lines]
-        return sorted(tests, key=lambda test: test.seconds), Killers().ordered(mutant, cases)
+        return sorted(tests, key=lambda test: test.seconds), KillHistory().ordered(mutant, cases)
 
 
 class Watch:
@@ -112,7 +117,7 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
-        with watched(self._files) as (lines, loaded):
+        with trace_lines(self._files) as (lines, loaded):
             result = yield
         self._tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
         return result
@@ -120,7 +125,7 @@ class Watch:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._failed, start = False, time.perf_counter()
-        with watched(self._files) as (lines, loaded):
+        with trace_lines(self._files) as (lines, loaded):
             result = yield
         coverage = {"lines": as_lists(lines), "loaded": as_lists(loaded), "failed": self._failed}
         self._tell({"test": item.nodeid, "seconds": time.perf_counter() - start, **coverage})
@@ -144,7 +149,7 @@ class Follow:
             self._tell({"failure": f"test: {report.nodeid}"})
 
 
-def fresh() -> Any:
+def reimport() -> Any:
     """Reimport the forgotten modules, packages of parts first; return the module `case_runs`."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
     runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
@@ -175,16 +180,16 @@ def cover_tests(
     """
 
     def work(tell: Tell) -> None:
-        forget(modules)
-        with watched(files) as (lines, loaded):
-            fresh()
+        unload(modules)
+        with trace_lines(files) as (lines, loaded):
+            reimport()
         tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
         deselected = [f"--deselect={name}" for name in but]
         status = run_tests([*deselected, *(str(ROOT / test) for test in tests)], Watch(files, tell))
         assert status in (0, 1), f"pytest ended with {status}"
 
     loading, covered, left_out = list[Lines](), list[Test](), list[str]()
-    child = Child(work, _PROOF_S)
+    child = ChildProcess(work, _PROOF_S)
     for message in child:
         loading.append(frozen(message["loaded"]))
         if "test" not in message:
@@ -198,7 +203,7 @@ def cover_tests(
         need = "tests that pass before anything is changed"
         raise ConfigurationError("tests", got=f"{child.ended.how}: {child.ended.detail}", need=need)
     print(f"{len(covered)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
-    return united(loading), tuple(covered)
+    return merge_lines(loading), tuple(covered)
 
 
 def frozen(lines: Mapping[str, list[int]]) -> Lines:
@@ -225,7 +230,7 @@ def cover_cases(
             need = "cases that pass before anything is changed"
             raise ConfigurationError(" x ".join(pair), got=coverages[-1].ended, need=need)
         print(" x ".join(pair), len(cases), "cases", flush=True)
-    return joined(coverages)
+    return merge_coverage(coverages)
 
 
 def read_scope(name: str) -> Scope:
@@ -248,25 +253,25 @@ def read_scope(name: str) -> Scope:
         files = {str(path) for path in modules.values()}
         loading, tests_found = cover_tests(files, set(modules), entry["tests"], entry["not"])
         coverage = cover_cases(name, modules, pairs, entry["cases"])
-        coverage = replace(coverage, loading=united((loading, coverage.loading)))
+        coverage = replace(coverage, loading=merge_lines((loading, coverage.loading)))
         CACHE.mkdir(exist_ok=True)
         cache_file.write_bytes(pickle.dumps((tests_found, coverage)))
     mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
     return Scope(name, pairs, mutants, tests_found, coverage)
 
 
-def put_in(mutant: Mutant, scope: Scope) -> Fate:
+def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
     """Run the tests and cases that execute the mutant in a child process, until one fails."""
     tests, cases = scope.met(mutant)
     dependents({mutant.module})
-    child = Child(lambda tell: _work(mutant, tests, cases, tell), 4 * GRACE_S)
+    child = ChildProcess(lambda tell: _work(mutant, tests, cases, tell), 4 * GRACE_S)
     seconds = {test.name: test.seconds for test in tests}
     ran, differing, start = 0, 0, time.perf_counter()
     case: int | None = None
 
-    def fate(how: str, by: str) -> Fate:
+    def fate(how: str, by: str) -> MutantOutcome:
         executed = cases[case].case if case is not None else None
-        return Fate(mutant, how, by, executed, ran, differing, time.perf_counter() - start)
+        return MutantOutcome(mutant, how, by, executed, ran, differing, time.perf_counter() - start)
 
     for message in child:
         if "failure" in message:
@@ -286,11 +291,11 @@ def put_in(mutant: Mutant, scope: Scope) -> Fate:
     return fate("survived", "")
 
 
-def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[Covered], tell: Tell) -> None:
+def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[CaseCoverage], tell: Tell) -> None:
     """Run in the child: apply the mutant, then run the tests and cases."""
     try:
-        serve(mutant)
-        runs: Any = fresh()
+        patch_modules(mutant)
+        runs: Any = reimport()
     # Any exception during import kills the mutant.
     except Exception as error:  # noqa: BLE001
         tell({"failure": f"import: raised {type(error).__name__}: {error}"})
@@ -308,24 +313,28 @@ def score_of(scope: Scope, only: Sequence[str], dead: Mapping[str, str], told: A
 
     dead: kills of an earlier run by mutant. told: called with the score so far after each mutant.
     """
-    executed = tuple(m for m in scope.mutants if apart(m) is None and any(scope.met(m)))
-    selected = drawn(executed, SAMPLE, release())
+    executed = tuple(
+        m for m in scope.mutants if undetectable_reason(m) is None and any(scope.met(m))
+    )
+    selected = draw_sample(executed, SAMPLE, default_seed())
     if only:
         selected = tuple(m for m in scope.mutants if m.ident in only)
     selected = tuple(sorted(selected, key=lambda m: m.ident not in dead and not _known(m, scope)))
     not_executed = set(scope.mutants) - set(executed)
-    by_module = Counter(m.module for m in not_executed if apart(m) is None)
-    reasons = Counter(reason for m in not_executed if (reason := apart(m)) is not None)
+    by_module = Counter(m.module for m in not_executed if undetectable_reason(m) is None)
+    reasons = Counter(
+        reason for m in not_executed if (reason := undetectable_reason(m)) is not None
+    )
     counts = dict(sorted(by_module.items())), dict(sorted(reasons.items()))
     survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage, OneProcess())
-    score = Score(survey, release(), (), len(executed), *counts)
+    score = Score(survey, default_seed(), (), len(executed), *counts)
     for mutant in selected:
         if not only and _known(mutant, scope):
-            fate = Fate(mutant, "equivalent")
+            fate = MutantOutcome(mutant, "equivalent")
         elif not only and mutant.ident in dead:
-            fate = Fate.before(mutant, dead[mutant.ident])
+            fate = MutantOutcome.before(mutant, dead[mutant.ident])
         else:
-            fate = put_in(mutant, scope)
+            fate = run_mutant(mutant, scope)
             print(f"{fate.how:9} {fate.seconds:5.1f} s {mutant.ident} {mutant.place} "
                   f"{fate.by[:90]}", flush=True)  # fmt: skip
             if fate.how == "survived":
@@ -336,7 +345,7 @@ def score_of(scope: Scope, only: Sequence[str], dead: Mapping[str, str], told: A
 
 
 def _known(mutant: Mutant, scope: Scope) -> bool:
-    return reviewed(mutant.ident, scope.name) is not None
+    return find_equivalent(mutant.ident, scope.name) is not None
 
 
 def record(score: Score, scope: Scope) -> dict[str, Any]:
@@ -361,7 +370,7 @@ def main() -> int:
     dead: Mapping[str, str] = {}
     if args.resume and path.exists():
         survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage)
-        dead = died(json.loads(path.read_text(encoding="utf-8")), survey)
+        dead = recorded_kills(json.loads(path.read_text(encoding="utf-8")), survey)
 
     def told(score: Score) -> None:
         if not only:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from modular_kernel.settings import hide_gpus
 from modular_kernel.testing.mutation import preload
 from modular_kernel.testing.stress import fault_matrix as faults
-from modular_kernel.testing.stress.faults import Scenario, Stage
+from modular_kernel.testing.stress.faults import FaultContext, Scenario
 
 WORLD = 2
 
@@ -67,7 +67,7 @@ class Start:
                 yield f"start {self.number}, {self.part}: rank {rank}: {code}: {text[-400:]}"
 
 
-def forked(start):
+def fork_ranks(start):
     """Fork the ranks of a start. Returns None in this process, and the rank in each child."""
     for rank in range(WORLD):
         pid = os.fork()
@@ -77,14 +77,14 @@ def forked(start):
     return None
 
 
-def live(start, rank):
+def run_rank(start, rank):
     """Run a rank up to its exit. Returns the kernel, which must stay alive until then."""
     file = os.open(start.said(rank), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     init_method = f"file://{start.folder}/store-{start.number}"
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=WORLD)
-    stage = Stage(Scenario(start.part, "raises"), rank, WORLD, None, str(start.folder), ())
+    stage = FaultContext(Scenario(start.part, "raises"), rank, WORLD, None, str(start.folder), ())
     problem = stage.problem()
     inputs = stage.inputs(problem, stage.tokens_W)
     kernel = stage.kernel(problem, stage.experts(problem))
@@ -119,10 +119,10 @@ while mine is None and (begun < args.starts or running):
         start = Start(begun, parts[begun % len(parts)], folder, time.monotonic() + args.seconds)
         running.append(start)
         begun += 1
-        mine = forked(start)
+        mine = fork_ranks(start)
     time.sleep(0.002)
 if mine is not None:
-    kept = live(start, mine)  # keep it alive until the interpreter exits
+    kept = run_rank(start, mine)  # keep it alive until the interpreter exits
 else:
     shutil.rmtree(folder)
     took = time.monotonic() - began

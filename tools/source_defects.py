@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.settings import environment_of_child
+from modular_kernel.settings import child_environment
 
 prepare_host()
 
@@ -31,7 +31,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.testing import pairings
 from modular_kernel.testing.mutation import cover, run_mutant
 from modular_kernel.testing.mutation.defects import Defect, read_defects
-from modular_kernel.testing.mutation.run_mutant import Killers
+from modular_kernel.testing.mutation.run_mutant import KillHistory
 from modular_kernel.testing.mutation.source import Mutant
 
 LIST = ROOT / "tools/source_defects.json"
@@ -65,7 +65,7 @@ def before_cases(
     Earlier kills in these pairings are discarded first.
     """
     modules = {d.mutant.module: d.mutant.path for d in defects}
-    killers = Killers()
+    killers = KillHistory()
     for results in record.values():
         if not names or results.get(level, "").rpartition(" x ")[2] in names:
             results.pop(level, None)
@@ -123,7 +123,7 @@ def by_tests(mutant: Mutant | None) -> str:
             (copy / mutant.path.relative_to(ROOT)).write_text(mutant.text(), encoding="utf-8")
         tests = sorted(str(path) for path in (copy / "tests/ops").glob("test_ops_*.py"))
         arguments = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
-        child = environment_of_child(interpreted=True) | {"PYTHONPATH": str(copy)}
+        child = child_environment(interpreted=True) | {"PYTHONPATH": str(copy)}
         process = subprocess.run(
             [sys.executable, *arguments],
             cwd=copy,

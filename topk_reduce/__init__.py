@@ -2,7 +2,7 @@
 
 from topk_reduce.contiguous import TopKWeightAndReduceContiguous
 from topk_reduce.delegate import TopKWeightAndReduceDelegate
-from topk_reduce.keep_topk import KeepTopK, unless_kept
+from topk_reduce.keep_topk import KeepTopK, reducer_for
 from topk_reduce.naive_batched import TopKWeightAndReduceNaiveBatched
 from topk_reduce.noop import TopKWeightAndReduceNoOp
 
@@ -21,5 +21,5 @@ __all__ = [
     "TopKWeightAndReduceDelegate",
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOp",
-    "unless_kept",
+    "reducer_for",
 ]

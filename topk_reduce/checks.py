@@ -7,7 +7,7 @@ import torch
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.tensors import DispatchedRouting, ExpertRows
-from modular_kernel.utils.argument_checks import MOST, Between, Count, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, expect
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
@@ -28,7 +28,7 @@ def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
     assert isinstance(given, ExpertRows)
     expect("rows: scale", given.scale, float)
     expect("rows: routing", given.routing, DispatchedRouting | None)
-    expect("rows: num_local", given.num_local, Annotated[int, Between(0, MOST)])
+    expect("rows: num_local", given.num_local, Annotated[int, Between(0, MAX_INT32)])
     expect("rows: checked", given.checked, bool)
     rows = check_tensor("rows", given.rows)
     device = rows.device

@@ -35,7 +35,7 @@ class KeepTopK(TopKWeightAndReduce):
             gather_rows(source, rows.row_of_pair_TK, weights_TK, scale=scale, out=out)
 
 
-def unless_kept(problem: Problem, reduce: TopKWeightAndReduce) -> TopKWeightAndReduce:
+def reducer_for(problem: Problem, reduce: TopKWeightAndReduce) -> TopKWeightAndReduce:
     """Return the reducer for finalize: `reduce` if the problem sums over top-k, else KeepTopK."""
     if problem.combine is Combine.SUM:
         return reduce

@@ -21,7 +21,7 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
+from topk_reduce import TopKWeightAndReduceDelegate, reducer_for
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -30,7 +30,7 @@ class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     """Base of parts that return GEMM 2's batched rows, neither weighted nor summed."""
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
+        return reducer_for(self.problem, TopKWeightAndReduceDelegate())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return ROUNDINGS

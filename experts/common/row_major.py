@@ -10,16 +10,16 @@ def is_aligned(w_eNK: torch.Tensor) -> bool:
     return w_eNK.data_ptr() % _ALIGNMENT == 0
 
 
-def lies_by_rows(w_eNK: torch.Tensor) -> bool:
+def is_row_major(w_eNK: torch.Tensor) -> bool:
     """Return whether a library can read these weights without a copy."""
     return w_eNK.is_contiguous() and is_aligned(w_eNK)
 
 
-def by_rows(w_eNK: torch.Tensor) -> torch.Tensor:
+def to_row_major(w_eNK: torch.Tensor) -> torch.Tensor:
     """Return the weights in row-major order: unchanged if they are already, else a copy."""
-    return w_eNK if lies_by_rows(w_eNK) else copied(w_eNK)
+    return w_eNK if is_row_major(w_eNK) else copy_row_major(w_eNK)
 
 
-def copied(w_eNK: torch.Tensor) -> torch.Tensor:
+def copy_row_major(w_eNK: torch.Tensor) -> torch.Tensor:
     """Return a row-major copy."""
     return w_eNK.clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from experts.common.activation_rows import ROUNDINGS, hidden_rows, hidden_specs
-from experts.triton.path import room_for
+from experts.triton.path import merged_workspace
 from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
@@ -33,7 +33,7 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
 _TILE_M = 128  # any value: sorting lists tiles, but libraries schedule their own
 
@@ -71,7 +71,7 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     )
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+        return reducer_for(self.problem, TopKWeightAndReduceNoOp())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return ROUNDINGS
@@ -154,7 +154,7 @@ class SortedRowsExperts(SummedRowsExperts):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        return room_for(self.problem, shape, [self._specs(shape)])
+        return merged_workspace(self.problem, shape, [self._specs(shape)])
 
     def _specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme

@@ -6,7 +6,7 @@ import torch
 
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import second_product, weight_rejections
+from experts.triton.operands import gemm2_operands, weight_rejections
 from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
@@ -106,7 +106,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
         capacity=capacity,
         num_m=num_m,
         stride_ase=0 if a_scale is None or a_scale.dim() == 1 else a_scale.stride(0),
-        **second_product(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
+        **gemm2_operands(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
     )
     return out
 

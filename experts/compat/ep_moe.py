@@ -23,10 +23,10 @@ from typing import Annotated
 import torch
 
 from experts.triton.configs.select import choose_config
-from experts.triton.grouped.base import Rows
+from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped.segments import m_grouped_gemm
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import scale_group, second_product
+from experts.triton.operands import gemm2_operands, scale_group
 from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
@@ -43,7 +43,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.utils.argument_checks import MOST, Between, Count, available_device, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, available_device, expect
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
@@ -52,7 +52,7 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 _FP8 = torch.float8_e4m3fn
-_LEAST_DEPTH = 32  # smallest K step of an 8-bit tl.dot
+_MIN_BLOCK_K = 32  # smallest K step of an 8-bit tl.dot
 
 
 def run_moe_ep_preproess(
@@ -194,7 +194,7 @@ def post_reorder(
     _check("src2dst", src2dst, (tokens * top_k,))
     _check("topk_weights", topk_weights, (tokens, top_k))
     _check_dtype("topk_weights", topk_weights, torch.float32)
-    is_local_TK = _here(topk_ids, start_expert_id, end_expert_id)
+    is_local_TK = _is_local(topk_ids, start_expert_id, end_expert_id)
     row_of_pair_TK = torch.where(is_local_TK, src2dst.view(tokens, top_k), -1).to(torch.int32)
     gather_weight_and_sum(down_output, row_of_pair_TK, topk_weights, scale=1.0, out=output)
 
@@ -228,7 +228,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
         raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
     optional = {"scale_a": scale_a, "scale_b": scale_b, "weight_indices": weight_indices}
     _check_call("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **optional)
-    expect("batch_size", batch_size, Annotated[int, Between(0, MOST)])
+    expect("batch_size", batch_size, Annotated[int, Between(0, MAX_INT32)])
     expect("block_shape", block_shape, list[int] | tuple[int, ...] | None)
     _check_rank(a=a, c=c)
     _check_rank(3, b=b)
@@ -256,9 +256,9 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     _require_triton(a)
     # GEMM 2's configuration: it has no activation epilogue.
     _, tile = choose_config(problem, rows).both(LaunchConfig)
-    tiles = _cut(seg_indptr, weight_indices, rows, tile.block_m)
-    product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
-    m_grouped_gemm(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
+    tiles = _tiles_of_segments(seg_indptr, weight_indices, rows, tile.block_m)
+    product = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
+    m_grouped_gemm(GemmRows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
     return c
 
 
@@ -311,8 +311,8 @@ def _row_scales(
         groups = -(-problem.intermediate // block_k)
         need_a, need_b = (rows, groups), (experts, -(-problem.hidden // block_n), groups)
         _, group_k = scale_group(scheme, problem.intermediate)
-        if group_k % _LEAST_DEPTH:
-            need = f"a multiple of {_LEAST_DEPTH}, or all of K={problem.intermediate}"
+        if group_k % _MIN_BLOCK_K:
+            need = f"a multiple of {_MIN_BLOCK_K}, or all of K={problem.intermediate}"
             raise ConfigurationError("block_shape[1]", got=block_k, need=need)
     for name, scale, need_shape in (("scale_a", scale_a, need_a), ("scale_b", scale_b, need_b)):
         if scale is None:
@@ -327,7 +327,7 @@ def _row_scales(
     return scale_a[segment.clamp(max=segments - 1)][:, None].contiguous()
 
 
-def _cut(
+def _tiles_of_segments(
     seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
 ) -> torch.Tensor:
     """Return tiles of at most block_m rows of one segment, laid out as in `ops.sort.Sorted`."""
@@ -342,7 +342,7 @@ def _cut(
     return torch.cat([column.to(torch.int32) for column in columns])
 
 
-def _here(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> torch.Tensor:
+def _is_local(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> torch.Tensor:
     return (ids >= start_expert_id) & (ids <= end_expert_id)
 
 
@@ -386,8 +386,8 @@ def _check_call(
 
 def _check_experts(first: int, last: int) -> None:
     """Check the ids of the first and the last local expert; the range may be empty."""
-    expect("start_expert_id", first, Annotated[int, Between(0, MOST)])
-    expect("end_expert_id", last, Annotated[int, Between(-1, MOST)])
+    expect("start_expert_id", first, Annotated[int, Between(0, MAX_INT32)])
+    expect("end_expert_id", last, Annotated[int, Between(-1, MAX_INT32)])
 
 
 def _check_rank(need: int = 2, /, **tensors: torch.Tensor) -> None:

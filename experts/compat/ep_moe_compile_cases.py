@@ -13,7 +13,7 @@ from experts.compat.ep_moe import (
 FP8 = torch.float8_e4m3fn
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 512, 256
 # (tokens, weight dtype, block shape of scales): each combination launches different kernels.
-FORMS: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
+COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
     (4, torch.bfloat16, None),
     (1024, torch.bfloat16, None),
     (1024, FP8, None),

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.replay.launch.compiled_files import find, keep, key_of
+from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
 from modular_kernel.text import printable
 
 _LOG = logging.getLogger("modular_kernel.cutlass")
@@ -37,7 +37,7 @@ class Kernel:
 
     def get(self) -> Callable[..., None]:
         """Load the kernel's object file, or compile the kernel if none is cached."""
-        path = find(self._stem(), _SUFFIX)
+        path = find_cached(self._stem(), _SUFFIX)
         function = None if path is None else self._loaded(path)
         return self.make(_OPTIONS) if function is None else function  # for the current GPU
 
@@ -60,7 +60,7 @@ class Kernel:
             compiled = self.make(f"{_OPTIONS} --gpu-arch {self.arch}")
             compiled.export_to_c(str(path), self.name)
 
-        return find(self._stem(), _SUFFIX) or keep(self._stem(), _SUFFIX, write)
+        return find_cached(self._stem(), _SUFFIX) or build_cached(self._stem(), _SUFFIX, write)
 
     def _stem(self) -> str:
         sources = tuple(sorted(Path(__file__).parent.rglob("*.py")))

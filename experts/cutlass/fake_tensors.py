@@ -5,7 +5,7 @@ from typing import Any
 from experts.triton.operands import TMA_BYTES
 
 
-def any_matrix(dtype: Any, rows: Any, columns: Any) -> Any:
+def fake_matrix(dtype: Any, rows: Any, columns: Any) -> Any:
     """Return a fake row-major matrix of dynamic size.
 
     Each row begins at a multiple of 16 bytes, or of 4 bytes for 32-bit values.

@@ -12,14 +12,14 @@ import torch
 
 from experts.common.batched_rows import UnweightedRowsExperts
 from experts.common.sorted_rows import SummedRowsExperts
-from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
+from experts.cutlass.fp4_mlp import launch_meta_tensors, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
-from experts.derived_requirements import of_batched_rows
-from experts.triton.path import room_for
+from experts.derived_requirements import batched_requirements
+from experts.triton.path import merged_workspace
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     batched_tile_specs,
-    name_batched_tiles,
+    make_batched_tiles,
     quantize_tiles,
     take_fp4,
 )
@@ -64,7 +64,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         """Return the compile case of the Triton kernels around the GEMM."""
-        return {"nvfp4 rows": launch_without_memory}
+        return {"nvfp4 rows": launch_meta_tensors}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
@@ -76,7 +76,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
             "workspace13": BufferSpec((rows, problem.w1_rows), problem.dtype),
             "workspace2": BufferSpec((rows, problem.hidden), problem.dtype, ("x_q", "workspace13")),
         }
-        return room_for(problem, shape, [specs])
+        return merged_workspace(problem, shape, [specs])
 
     def apply(
         self,
@@ -115,7 +115,7 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = of_batched_rows(CutlassExpertsFP4.requires)
+    requires = batched_requirements(CutlassExpertsFP4.requires)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
@@ -142,7 +142,7 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         problem, x_RH = self.problem, tokens.x_eCH.flatten(0, 1)
         rows, out_RH = len(x_RH), output.flatten(0, 1)
         with stages.stage(stages.SORT):
-            tiles = name_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
+            tiles = make_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
         with stages.stage(stages.QUANTIZE_INPUT):
             x = take_fp4(workspace, "x", rows, problem.hidden, tiles.numel() // 3)
             assert weights.a1_scale is not None

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from experts.common.row_major import by_rows
+from experts.common.row_major import to_row_major
 from experts.cutlass.fp4_product import Fp4Weights
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     Fp4Rows,
     batched_tile_specs,
     fp4_specs,
-    name_batched_tiles,
+    make_batched_tiles,
     quantize_tiles,
     take_fp4,
     tile_scales,
@@ -95,10 +95,10 @@ def _prepared(
     tile_scales(scale, tiled)
     factors = workspace.take(f"{name}_factors", tuple(global_scale.shape))
     torch.mul(global_scale, activation_scale[:, None], out=factors)
-    return Fp4Weights(by_rows(w), tiled, factors)
+    return Fp4Weights(to_row_major(w), tiled, factors)
 
 
-def launch_without_memory() -> None:
+def launch_meta_tensors() -> None:
     """Launch the Triton kernels around the GEMM on meta tensors, for `mk compile`."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -108,7 +108,7 @@ def launch_without_memory() -> None:
     rows, fp32 = experts * capacity, torch.float32
     specs = batched_tile_specs(experts, capacity) | fp4_specs("x", rows, columns, 2 * experts)
     workspace = Workspace(specs, torch.device("meta"))
-    tiles = name_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
+    tiles = make_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
     out = take_fp4(workspace, "x", rows, columns, 2 * experts)
     scale_e, source_R = empty(experts, dtype=fp32), empty(rows, dtype=torch.int32)
     quantize_tiles(empty(64, columns, dtype=bf16), tiles, scale_e, out=out, source_R=source_R)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from experts.cutlass.compiled_kernels import Kernel
-from experts.cutlass.fake_tensors import any_matrix
+from experts.cutlass.fake_tensors import fake_matrix
 from experts.triton.operands import TMA_BYTES
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
-from modular_kernel.ops.fp4_rows import TILE_M, Fp4Rows, named_tiles
+from modular_kernel.ops.fp4_rows import TILE_M, Fp4Rows, list_tiles
 from modular_kernel.quant import nvfp4
 from modular_kernel.quant.scale_layout import from_tiles, tiled_shape
 from modular_kernel.quant.scale_tiles import unpack_pairs
@@ -68,7 +68,7 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
         tiles.numel() // 3,
         rows_b,
         rows_b // b.factors.shape[1],
-        _programs(out.device.index),
+        num_blocks(out.device.index),
     )
 
 
@@ -114,7 +114,7 @@ def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tens
     unit_scale = torch.ones(1, device=out.device)
     w_scale = from_tiles(b.scale.view(experts, -1, b.scale.shape[1]), rows_b, groups)
     values: dict[int, torch.Tensor] = {}
-    for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
+    for tile, (expert, first, end) in enumerate(list_tiles(tiles)):
         if expert not in values:
             codes = unpack_pairs(b.w[expert], 1)
             values[expert] = nvfp4.dequantize(codes, w_scale[expert].view(_E4M3), unit_scale)
@@ -143,12 +143,12 @@ def _compile(options: str) -> Any:
     u8, fp32 = cutlass.Uint8, cutlass.Float32
     scales = size(divisibility=2048)
     arguments = (
-        any_matrix(u8, rows, half),
-        any_matrix(u8, size(), half),
-        any_matrix(u8, size(), scales),
-        any_matrix(u8, size(), scales),
-        any_matrix(fp32, size(), size()),
-        any_matrix(cutlass.BFloat16, rows, size(divisibility=MULTIPLE)),
+        fake_matrix(u8, rows, half),
+        fake_matrix(u8, size(), half),
+        fake_matrix(u8, size(), scales),
+        fake_matrix(u8, size(), scales),
+        fake_matrix(fp32, size(), size()),
+        fake_matrix(cutlass.BFloat16, rows, size(divisibility=MULTIPLE)),
         cute.runtime.make_fake_tensor(cutlass.Int32, (size(),), (1,), assumed_align=4),
         *(cutlass.Int32(0) for _ in range(4)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -166,6 +166,6 @@ def compiled() -> Callable[..., None]:
 
 
 @cache
-def _programs(device: int) -> int:
+def num_blocks(device: int) -> int:
     """Return the number of thread blocks: one per SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,13 +6,13 @@ Launches: count, scan, place; permute; GEMM 1 + activation + quantize; GEMM 2; s
 import torch
 
 from experts.cutlass.product import TILE_M, block_gemm
-from experts.triton.grouped.base import Rows
+from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product, first_product
+from experts.triton.operands import GemmOperands, gemm1_operands
 from experts.triton.path import PathCall
 from modular_kernel.ops.quantize import Quantized, take_quantized
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay import stages
 from modular_kernel.workspace import BufferSpec
 
@@ -28,21 +28,28 @@ class CutlassPath(GroupedTmaPath):
         aliases = tuple(name for name in rows.over if name in specs)
         return specs | {"workspace2": BufferSpec(rows.shape, rows.dtype, aliases)}
 
-    def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
+    def hidden_rows(
+        self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
+    ) -> GemmRows:
         shape = (order.row_of_pair_TK.numel(), self.problem.intermediate)
         h = take_quantized(call.workspace, "h", self.problem.scheme, shape)
         with stages.stage(stages.GEMM1):
-            product = first_product(call.weights, self.problem)
+            product = gemm1_operands(call.weights, self.problem)
             block_gemm(_quantized(x), product, self.problem, order, h)
-        return Rows(h.q_RK, h.scale)
+        return GemmRows(h.q_RK, h.scale)
 
     def multiply(
-        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+        self,
+        rows: GemmRows,
+        product: GemmOperands,
+        tile: LaunchConfig,
+        order: SortedPairs,
+        out: torch.Tensor,
     ) -> None:
         assert tile.block_m == TILE_M
         block_gemm(_quantized(rows), product, self.problem, order, out)
 
 
-def _quantized(rows: Rows) -> Quantized:
+def _quantized(rows: GemmRows) -> Quantized:
     assert rows.scale is not None
     return Quantized(rows.values, rows.scale)

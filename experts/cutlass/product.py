@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from experts.cutlass.compiled_kernels import Kernel
-from experts.cutlass.fake_tensors import any_matrix
-from experts.triton.operands import TMA_BYTES, Product
+from experts.cutlass.fake_tensors import fake_matrix
+from experts.triton.operands import TMA_BYTES, GemmOperands
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows_ref
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import Problem
 from modular_kernel.utils.matmul import matmul
@@ -29,7 +29,11 @@ _CLUSTER = 2  # neighboring column tiles that share the loads of rows
 
 
 def block_gemm(
-    a: Quantized, product: Product, problem: Problem, order: Sorted, out: Quantized | torch.Tensor
+    a: Quantized,
+    product: GemmOperands,
+    problem: Problem,
+    order: SortedPairs,
+    out: Quantized | torch.Tensor,
 ) -> None:
     """out[r] = a[r] @ w[expert of r]^T for every row r of every 128-row tile of `order`.
 
@@ -68,11 +72,11 @@ def block_gemm(
         rows_b,
         product.up_row,
         -(-columns // cluster_columns) * _CLUSTER,
-        _programs(rows.device.index),
+        num_blocks(rows.device.index),
     )
 
 
-def check(a: Quantized, product: Product, out: Quantized | torch.Tensor) -> None:
+def check(a: Quantized, product: GemmOperands, out: Quantized | torch.Tensor) -> None:
     """Raise ShapeError or LayoutError unless all tensors are as `block_gemm` requires."""
     depth, rows_b = a.q_RK.shape[1], product.w.shape[1]
     groups = depth // BLOCK
@@ -101,7 +105,11 @@ def check(a: Quantized, product: Product, out: Quantized | torch.Tensor) -> None
 
 
 def block_gemm_ref(
-    a: Quantized, product: Product, problem: Problem, order: Sorted, out: Quantized | torch.Tensor
+    a: Quantized,
+    product: GemmOperands,
+    problem: Problem,
+    order: SortedPairs,
+    out: Quantized | torch.Tensor,
 ) -> None:
     """Compute `block_gemm` in torch, one tile at a time, with float32 sums."""
     tiles = order.tiles[: 3 * order.max_tiles].view(3, -1)[:, : int(order.tiles[-1])]
@@ -139,12 +147,12 @@ def _compile(gated: bool, options: str) -> Any:
     depth, columns = cute.sym_int32(divisibility=BLOCK), cute.sym_int32(divisibility=BLOCK)
     u8, fp32 = cutlass.Uint8, cutlass.Float32
     arguments = (
-        any_matrix(u8, rows, depth),
-        any_matrix(u8, cute.sym_int32(), depth),
-        any_matrix(fp32, rows, groups),
-        any_matrix(fp32, cute.sym_int32(), groups),
-        any_matrix(u8 if gated else cutlass.BFloat16, rows, columns),
-        any_matrix(fp32, rows, cute.sym_int32()),
+        fake_matrix(u8, rows, depth),
+        fake_matrix(u8, cute.sym_int32(), depth),
+        fake_matrix(fp32, rows, groups),
+        fake_matrix(fp32, cute.sym_int32(), groups),
+        fake_matrix(u8 if gated else cutlass.BFloat16, rows, columns),
+        fake_matrix(fp32, rows, cute.sym_int32()),
         cute.runtime.make_fake_tensor(cutlass.Int32, (cute.sym_int32(),), (1,), assumed_align=4),
         *(cutlass.Int32(0) for _ in range(5)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -165,7 +173,7 @@ def compiled(gated: bool) -> Callable[..., None]:
 
 
 @cache
-def _programs(device: int) -> int:
+def num_blocks(device: int) -> int:
     """Return the number of thread blocks: one per SM, in whole clusters."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return count // _CLUSTER * _CLUSTER

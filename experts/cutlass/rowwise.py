@@ -8,13 +8,13 @@ from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.cutlass.scaled_mm import (
     ARCHS,
-    MOST_EXPERTS,
+    MAX_EXPERTS,
     MULTIPLE,
     SCHEMES,
     rows_product,
     scale_specs,
 )
-from experts.derived_requirements import of_batched_rows
+from experts.derived_requirements import batched_requirements
 from modular_kernel.tensors import BatchedShape
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -35,7 +35,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
         dtypes=frozenset({torch.bfloat16}),
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
-        max_experts=MOST_EXPERTS,
+        max_experts=MAX_EXPERTS,
         schemes=SCHEMES,
         library_allocates=True,
     )
@@ -61,7 +61,7 @@ class BatchedCutlassExpertsFP8(BatchedRowsExperts):
     """
 
     keeps_results = True
-    requires = of_batched_rows(CutlassRowwiseExpertsFP8.requires)
+    requires = batched_requirements(CutlassRowwiseExpertsFP8.requires)
 
     def product_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
         return dict(scale_specs(self.problem, shape.experts * shape.capacity))

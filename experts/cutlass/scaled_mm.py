@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
-from experts.common.row_major import by_rows
+from experts.common.row_major import to_row_major
 from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 ARCHS = frozenset({(9, 0), (10, 0)})
 MULTIPLE = 16  # N and K are multiples, so that rows begin on 16-byte addresses
-MOST_EXPERTS = 1023
+MAX_EXPERTS = 1023
 SCHEMES = frozenset({"fp8_w8a8_channel", "fp8_w8a8_tensor"})
 
 
@@ -45,16 +45,16 @@ def rows_product(
     experts, columns, _ = w.shape
     product: torch.Tensor = torch._scaled_grouped_mm(
         a,
-        by_rows(w).transpose(1, 2),
-        _each(a_scale.squeeze(-1), a.shape[:-1], workspace, "scale_of_rows"),
-        _each(w_scale.view(experts, -1), (experts, columns), workspace, "scale_of_columns"),
+        to_row_major(w).transpose(1, 2),
+        _expand_scale(a_scale.squeeze(-1), a.shape[:-1], workspace, "scale_of_rows"),
+        _expand_scale(w_scale.view(experts, -1), (experts, columns), workspace, "scale_of_columns"),
         offs=ends,
         out_dtype=torch.bfloat16,
     )
     return product
 
 
-def _each(
+def _expand_scale(
     scale: torch.Tensor, shape: tuple[int, ...], workspace: Workspace, name: str
 ) -> torch.Tensor:
     """Return one scale per row, contiguous: the operation rejects a broadcast scale."""

@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -57,7 +57,7 @@ def aligned_rows(
         BINS=counts.bins,
         TILE=tile,
         **id_arguments(routing, num_local),
-        **overlap(),
+        **pdl_arguments(),
     )
     return rows_TK, ends
 

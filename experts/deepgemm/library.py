@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from experts.common.row_major import by_rows
+from experts.common.row_major import to_row_major
 from modular_kernel.errors import StateError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.utils.package_probes import Provider, importing, module_of
+from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing
 
 TILE_M = 128  # rows of a tile in the contiguous layout; masked ones have 64 or 128
 BLOCK = 128  # elements along K, and weight rows along N, that share a scale
 _NAME = "experts.deepgemm.vendored"
 
-DEEP_GEMM = Provider(
+DEEP_GEMM = PackageProbe(
     name="deep_gemm",
     places=("deep_gemm", "vllm/third_party/deep_gemm"),
     signs=(
@@ -46,11 +46,11 @@ def load() -> Any:
     need = "a build for this torch and Python, and CUDA's folder (CUDA_HOME)"
     with importing(DEEP_GEMM, need=need) as folder:
         if folder.parent.name == "third_party":  # a plain import would load all of vLLM
-            return module_of(folder, _NAME)
+            return import_from_folder(folder, _NAME)
         return import_module("deep_gemm")
 
 
-def contiguous(
+def grouped_gemm_contiguous(
     library: Any,
     rows: tuple[torch.Tensor, torch.Tensor | None],
     weights: tuple[torch.Tensor, torch.Tensor | None],
@@ -71,8 +71,8 @@ def contiguous(
         need = f"{TILE_M}: somebody called set_mk_alignment_for_contiguous_layout"
         raise StateError("DeepGEMM's alignment of contiguous rows", got=tile, need=need)
     (a, a_scale), (w, w_scale) = rows, weights
-    w = by_rows(w)
-    expected = _expected(len(a) // w.shape[0], len(a))
+    w = to_row_major(w)
+    expected = _bucket_rows(len(a) // w.shape[0], len(a))
     options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
     if a_scale is None:
         library.m_grouped_bf16_gemm_nt_contiguous(a, w, out, ends, **options)
@@ -82,7 +82,7 @@ def contiguous(
     )
 
 
-def masked(
+def grouped_gemm_masked(
     library: Any,
     rows: tuple[torch.Tensor, torch.Tensor | None],
     weights: tuple[torch.Tensor, torch.Tensor | None],
@@ -94,10 +94,10 @@ def masked(
 
     C is a multiple of 128. The first counts_e[i] rows of expert i are valid; whole tiles are
     stored. expected: the expected number of rows per expert. For fp8, the scales of rows have a
-    stride of 1 along C; see `contiguous`.
+    stride of 1 along C; see `grouped_gemm_contiguous`.
     """
     (a, a_scale), (w, w_scale) = rows, weights
-    w, expected = by_rows(w), _expected(expected, a.shape[1])
+    w, expected = to_row_major(w), _bucket_rows(expected, a.shape[1])
     if a_scale is None:
         library.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_e, expected)
         return
@@ -106,6 +106,6 @@ def masked(
     )
 
 
-def _expected(rows: int, most: int) -> int:
+def _bucket_rows(rows: int, most: int) -> int:
     """Round up to a power of two, at most `most`: DeepGEMM may compile a kernel for each value."""
     return min(most, next_power_of_2(max(1, rows)))

@@ -9,8 +9,15 @@ import torch
 from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
-from experts.deepgemm.library import BLOCK, DEEP_GEMM, TILE_M, contiguous, load, masked
-from experts.derived_requirements import of_batched_rows
+from experts.deepgemm.library import (
+    BLOCK,
+    DEEP_GEMM,
+    TILE_M,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+    load,
+)
+from experts.derived_requirements import batched_requirements
 from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -69,7 +76,7 @@ class DeepGemmExperts(SortedRowsExperts):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert out is not None
-        contiguous(self._library, rows, weights, order.ends, out)
+        grouped_gemm_contiguous(self._library, rows, weights, order.ends, out)
         return out
 
 
@@ -81,7 +88,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
 
     load_library = staticmethod(load)
     scales_along_rows = True
-    requires = replace(of_batched_rows(DeepGemmExperts.requires), capacity_multiple=TILE_M)
+    requires = replace(batched_requirements(DeepGemmExperts.requires), capacity_multiple=TILE_M)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -108,7 +115,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
             scale_buffer = workspace.take(_SCALES, (experts, scale.shape[2], capacity))
             scale = scale_buffer.copy_(scale.mT).mT
         expected = capacity * problem.top_k // problem.experts
-        masked(self._library, (a, scale), weights, counts_e, expected, out)
+        grouped_gemm_masked(self._library, (a, scale), weights, counts_e, expected, out)
         return out
 
 

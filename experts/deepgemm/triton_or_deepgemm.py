@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from experts.common.row_major import lies_by_rows
+from experts.common.row_major import is_row_major
 from experts.deepgemm.library import BLOCK, TILE_M
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.triton.batched import BatchedTritonExperts
@@ -31,19 +31,19 @@ from modular_kernel.workspace import Workspace, WorkspaceShapes
 
 # Mean rows per expert from which DeepGEMM is used. With fewer, most of a tile is padding. On one
 # H200, DeepGEMM became faster than other Triton kernels at about this size.
-LEAST_ROWS = 128
-LEAST_BATCHED_ROWS = 64  # DeepGEMM's smallest masked tile
+MIN_ROWS = 128
+MIN_BATCHED_ROWS = 64  # DeepGEMM's smallest masked tile
 _X = "either_x"
 
 
-def fits(problem: Problem) -> bool:
+def deepgemm_supports(problem: Problem) -> bool:
     """Return whether DeepGEMM supports the problem's sizes and options."""
     divisible = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
     blocks = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
     return divisible and blocks and not problem.bias and not problem.apply_router_weight_on_input
 
 
-def least_tokens(problem: Problem, rows: int) -> int:
+def min_tokens(problem: Problem, rows: int) -> int:
     """Return the smallest number of tokens that gives an expert `rows` rows on average."""
     return -(-rows * problem.experts // problem.top_k)
 
@@ -62,7 +62,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._few = self.of_triton(problem)
-        self._many = self.with_library(problem) if fits(problem) else None
+        self._many = self.with_library(problem) if deepgemm_supports(problem) else None
 
     def is_overridden(self) -> bool:
         return self._few.is_overridden()
@@ -79,9 +79,9 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
         triton, library = cls.of_triton.__name__, cls.with_library.__name__
-        if not fits(problem):
+        if not deepgemm_supports(problem):
             return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
-        min_size = least_tokens(problem, cls.least_rows)
+        min_size = min_tokens(problem, cls.least_rows)
         few, many = (calls.format(least=min_size) for calls in (cls.few, cls.many))
         return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
 
@@ -90,7 +90,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     def _part(self, size: int) -> PermuteExpertsUnpermute:
         """Return the part for `size`: tokens of a call, or the capacity of an expert in a batch."""
-        enough = size >= least_tokens(self.problem, self.least_rows)
+        enough = size >= min_tokens(self.problem, self.least_rows)
         return self._few if self._many is None or not enough else self._many
 
     def _room(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
@@ -110,7 +110,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     of_triton = TritonExperts
     with_library: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
-    least_rows = LEAST_ROWS
+    least_rows = MIN_ROWS
     if_many = ", if weights lie row by row"
     requires = replace(
         DeepGemmExperts.requires,
@@ -122,7 +122,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     )
 
     def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
-        row_major = lies_by_rows(weights.w1) and lies_by_rows(weights.w2)
+        row_major = is_row_major(weights.w1) and is_row_major(weights.w2)
         return self._part(tokens) if row_major else self._few
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
@@ -175,7 +175,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     of_triton = BatchedTritonExperts
     with_library: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
-    least_rows = LEAST_BATCHED_ROWS
+    least_rows = MIN_BATCHED_ROWS
     few = "experts with room for fewer than {least} rows"
     many = "experts with room for {least} rows or more"
     requires = replace(

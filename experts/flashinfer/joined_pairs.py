@@ -14,7 +14,7 @@ from modular_kernel.tensors import DispatchedRouting
 _PAIRS = 128  # per program
 
 
-def joined_pairs(
+def merge_repeated_experts(
     routing: DispatchedRouting,
     num_local: int,
     *,
@@ -72,7 +72,7 @@ def joined_pairs_ref(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> None:
-    """Compute `joined_pairs` in torch."""
+    """Compute `merge_repeated_experts` in torch."""
     topk_ids_TK, topk_weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
     valid = (topk_ids_TK >= 0) & (topk_ids_TK < routing.num_experts)
     routing.invalid_ids.add_(((topk_ids_TK != -1) & ~valid).sum())

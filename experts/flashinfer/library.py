@@ -16,11 +16,11 @@ import torch
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.problem import Problem
-from modular_kernel.utils.package_probes import Provider, importing
+from modular_kernel.utils.package_probes import PackageProbe, importing
 
 ALIGNMENT = 16  # bytes, of rows and of tensors read by TMA
 
-FLASHINFER = Provider(
+FLASHINFER = PackageProbe(
     name="flashinfer",
     places=("flashinfer",),
     signs=(
@@ -48,7 +48,7 @@ ACTIVATIONS: Mapping[str, str] = {
 }
 
 # Activations clamped with CUTLASS's minimum and maximum, which turn a NaN into the limit.
-LOSE_NAN = frozenset({"swiglu_oai", "swiglu_clamp_before", "swiglu_clamp_after"})
+NAN_CLAMPING_ACTIVATIONS = frozenset({"swiglu_oai", "swiglu_clamp_before", "swiglu_clamp_after"})
 
 
 @cache
@@ -96,7 +96,7 @@ def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layer:
+class MoeArguments:
     """Tensors of one call, all contiguous and on 16-byte addresses.
 
     - x_TH: dtype as in `input_dtype`.
@@ -121,7 +121,7 @@ class Layer:
     output: torch.Tensor
 
 
-def run(library: Any, problem: Problem, layer: Layer) -> None:
+def run(library: Any, problem: Problem, layer: MoeArguments) -> None:
     """Write the weighted sums of the layer in a fixed order, without atomics."""
     library.cutlass_fused_moe(
         layer.x_TH,
@@ -140,7 +140,7 @@ def run(library: Any, problem: Problem, layer: Layer) -> None:
     )
 
 
-def activation_numbers(problem: Problem) -> tuple[float, ...]:
+def activation_parameters(problem: Problem) -> tuple[float, ...]:
     """Return (alpha, beta, limit) in the library's convention; () if the activation has none."""
     act = problem.act
     limit = act.limit or 0.0

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from experts.common.activation_rows import ROUNDINGS
-from experts.common.row_major import by_rows, lies_by_rows
-from experts.flashinfer.joined_pairs import joined_pairs
+from experts.common.row_major import is_row_major, to_row_major
+from experts.flashinfer.joined_pairs import merge_repeated_experts
 from experts.flashinfer.library import (
     ACTIVATIONS,
     ALIGNMENT,
     FLASHINFER,
-    LOSE_NAN,
-    Layer,
-    activation_numbers,
+    NAN_CLAMPING_ACTIVATIONS,
+    MoeArguments,
+    activation_parameters,
     activation_type,
     input_dtype,
     is_blockwise,
@@ -79,7 +79,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         whole_blocks=True,
         quantizes_input=True,
         library_allocates=True,
-        hides_nan=LOSE_NAN,
+        hides_nan=NAN_CLAMPING_ACTIVATIONS,
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -108,7 +108,9 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             "joined_ids": BufferSpec(pairs, torch.int32),
             "joined_weights": BufferSpec(pairs, torch.float32),
             "library": BufferSpec((self._library_bytes(shape.tokens) + _ALIGNMENT,), torch.uint8),
-            "act_numbers": BufferSpec((3 if activation_numbers(problem) else 0, problem.e), _FP32),
+            "act_numbers": BufferSpec(
+                (3 if activation_parameters(problem) else 0, problem.e), _FP32
+            ),
         }
         if input_dtype(problem) is problem.dtype:
             specs["x_by_rows"] = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
@@ -140,17 +142,17 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         with stages.stage(stages.SORT):
             factor = problem.routed_scaling_factor
             out = {"ids_TK": ids_TK, "weights_TK": weights_TK}
-            joined_pairs(routing, problem.e, factor=factor, **out)
-            if problem.act.kind in LOSE_NAN:
+            merge_repeated_experts(routing, problem.e, factor=factor, **out)
+            if problem.act.kind in NAN_CLAMPING_ACTIVATIONS:
                 mark_nan_rows(tokens.x_TH, **out)
         x_TH, scales = self._operand(tokens.x_TH, weights, workspace)
         with stages.stage(_WHOLE):
-            layer = Layer(
+            layer = MoeArguments(
                 x_TH,
                 ids_TK,
                 weights_TK,
-                by_rows(weights.w1),
-                by_rows(weights.w2),
+                to_row_major(weights.w1),
+                to_row_major(weights.w2),
                 scales,
                 self._numbers(workspace),
                 self._room(pairs[0], workspace),
@@ -177,7 +179,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         problem, shape = self.problem, tuple(x_TH.shape)
         if input_dtype(problem) is not problem.dtype:
             return self._quantized(x_TH, weights, workspace)
-        if not lies_by_rows(x_TH):  # FlashInfer ignores strides
+        if not is_row_major(x_TH):  # FlashInfer ignores strides
             x_TH = workspace.take("x_by_rows", shape).copy_(x_TH)
         if weights.w1_scale is None or weights.w2_scale is None:
             return x_TH, ()
@@ -208,7 +210,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         )
 
     def _numbers(self, workspace: Workspace) -> torch.Tensor | None:
-        numbers = activation_numbers(self.problem)
+        numbers = activation_parameters(self.problem)
         if not numbers:
             return None
         act_3e = workspace.take("act_numbers", (3, self.problem.e))
@@ -257,17 +259,22 @@ def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[R
 
 
 def _join_meta_tensors() -> None:
-    ids_TK, weights_TK = _room(64, 8), _room(64, 8, dtype=_FP32)
-    router = _room(64, 8, dtype=_FP32), _room(64, 8)
-    routing = DispatchedRouting(*router, IdSpace.GLOBAL, 32, _room(32), _room(1))
-    joined_pairs(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
+    ids_TK, weights_TK = _aligned_workspace(64, 8), _aligned_workspace(64, 8, dtype=_FP32)
+    router = _aligned_workspace(64, 8, dtype=_FP32), _aligned_workspace(64, 8)
+    routing = DispatchedRouting(
+        *router, IdSpace.GLOBAL, 32, _aligned_workspace(32), _aligned_workspace(1)
+    )
+    merge_repeated_experts(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 
 
 def _mark_meta_tensors() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        x_TH, weights_TK = _room(64, 2880, dtype=dtype), _room(64, 8, dtype=_FP32)
-        mark_nan_rows(x_TH, ids_TK=_room(64, 8), weights_TK=weights_TK)
+        x_TH, weights_TK = (
+            _aligned_workspace(64, 2880, dtype=dtype),
+            _aligned_workspace(64, 8, dtype=_FP32),
+        )
+        mark_nan_rows(x_TH, ids_TK=_aligned_workspace(64, 8), weights_TK=weights_TK)
 
 
-def _room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def _aligned_workspace(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -13,10 +13,10 @@ import torch
 from experts.triton.path import PathCall
 from modular_kernel.ops.align import Aligned
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -36,7 +36,7 @@ Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B, both stac
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class ShrinkOutput:
     """The shrink output u of one GEMM, and what the GEMM needs to add B u.
 
     slots: adapter slot of each token, or of each row. up: column offset from gate's u to up's,
@@ -69,10 +69,10 @@ class Shrunk:
 
 
 @dataclass(frozen=True)
-class TileShrunk:
+class TileShrinkOutput:
     """The shrink output with the slots of a tile side by side; see grouped_tma.adapters.
 
-    u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as in `Shrunk`.
+    u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as in `ShrinkOutput`.
     """
 
     u: torch.Tensor
@@ -87,12 +87,12 @@ def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
     if spec is None:
         return {}
     return {
-        "lora_u13": BufferSpec((rows, rows_of_a13(problem)), problem.dtype),
+        "lora_u13": BufferSpec((rows, u13_columns(problem)), problem.dtype),
         "lora_u2": BufferSpec((rows, spec.rank), problem.dtype),
     }
 
 
-class PairAdapters:
+class PairShrink:
     """Shrink launches of one call over aligned pairs, in blocks of block_m.
 
     With few pairs each pair gets its own program, which launches more programs. A batch-invariant
@@ -106,19 +106,19 @@ class PairAdapters:
         self._aligned, self._block_m = aligned, call.config.gemm1.block_m
         self._pairs = len(slots_T) * problem.top_k
 
-    def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
+    def of_w1(self, x_TH: torch.Tensor) -> ShrinkOutput:
         """Launch A x over the tokens (T, H), for GEMM 1."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
-    def of_w2(self, h_PI: torch.Tensor) -> Shrunk:
+    def of_w2(self, h_PI: torch.Tensor) -> ShrinkOutput:
         """Launch A h over the pairs (P, I), for GEMM 2."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
 
-    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> Shrunk:
+    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> ShrinkOutput:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
         a, b = matrices
@@ -149,10 +149,10 @@ class PairAdapters:
             X_TOP_K=pairs // len(x),
             **launch_args,
         )
-        return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
+        return ShrinkOutput(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
 
-class SegmentAdapters:
+class SegmentShrink:
     """Shrink launches of one call over expert-sorted rows, in tiles of block_m."""
 
     def __init__(
@@ -160,23 +160,25 @@ class SegmentAdapters:
         slots_T: torch.Tensor,
         problem: Problem,
         workspace: Workspace,
-        order: Sorted,
+        order: SortedPairs,
         block_m: int,
     ) -> None:
         self._slots_T, self._problem = slots_T, problem
         self._workspace, self._order, self._block_m = workspace, order, block_m
 
-    def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Shrunk:
+    def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch A x over the tokens (T, H) of the rows, for GEMM 1."""
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
-    def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> Shrunk:
+    def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
         """Launch A h over the rows (P, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
-    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool) -> Shrunk:
+    def _shrunk(
+        self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
+    ) -> ShrinkOutput:
         from experts.triton.kernels.shrink import shrink_segments_kernel
 
         a, b = matrices
@@ -199,7 +201,7 @@ class SegmentAdapters:
             GATHER=gather,
             **launch_args,
         )
-        return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
+        return ShrinkOutput(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
 
 def shrink_batched(
@@ -210,7 +212,7 @@ def shrink_batched(
     matrices: tuple[torch.Tensor, torch.Tensor],
     problem: Problem,
     block_m: int,
-) -> Shrunk:
+) -> ShrinkOutput:
     """Launch u = A x over batched rows (e, C, K); matrices: A and B, stacked over slots."""
     from experts.triton.kernels.shrink import shrink_batched_kernel
 
@@ -228,12 +230,12 @@ def shrink_batched(
         capacity=capacity,
         **launch_args,
     )
-    return Shrunk(u_eCR, slots_eC, b, a.shape[2] - b.shape[3])
+    return ShrinkOutput(u_eCR, slots_eC, b, a.shape[2] - b.shape[3])
 
 
 def shrink_few(
     call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
-) -> Shrunk:
+) -> ShrinkOutput:
     """Launch A x with one program per routed pair; x has one row per token or per pair."""
     from experts.triton.kernels.shrink import shrink_few_kernel
 
@@ -244,7 +246,7 @@ def shrink_few(
     assert b is not None  # validated with the weights
     pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
     u = call.workspace.take(name, (pairs, a.shape[2]))
-    rows, block_k, warps = few_blocks(depth, pairs, x.device)
+    rows, block_k, warps = shrink_few_blocks(depth, pairs, x.device)
     launch(
         shrink_few_kernel,
         (pairs, -(-a.shape[2] // rows)),
@@ -261,12 +263,12 @@ def shrink_few(
         num_warps=warps,
         **_matrix_arguments(a, depth),
         **id_arguments(routing, problem.e),
-        **overlap(),
+        **pdl_arguments(),
     )
-    return Shrunk(u, slots_T, b, a.shape[2] - b.shape[3])
+    return ShrinkOutput(u, slots_T, b, a.shape[2] - b.shape[3])
 
 
-def few_blocks(depth: int, pairs: int, device: torch.device) -> tuple[int, int, int]:
+def shrink_few_blocks(depth: int, pairs: int, device: torch.device) -> tuple[int, int, int]:
     """Return (rows of A, K per step, warps) of a program of `shrink_few_kernel`."""
     full_depth, is_underfilled = next_power_of_2(depth), pairs <= _FEW_PAIRS
     if device.type == "cpu":
@@ -311,7 +313,7 @@ def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int
 
 
 # Columns of u for GEMM 1: R, or 2R if gate and up have separate A.
-def rows_of_a13(problem: Problem) -> int:
+def u13_columns(problem: Problem) -> int:
     spec = problem.adapters
     assert spec is not None
     return spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)[

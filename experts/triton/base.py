@@ -8,7 +8,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce
 
 
-class OwnProductsExperts(PickledByProblem, PermuteExpertsUnpermute):
+class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
     """An experts part on the Triton GEMMs, for any scheme. `requires` is for contiguous tokens."""
 
     requires = ExpertsRequirements(
@@ -28,7 +28,7 @@ class OwnProductsExperts(PickledByProblem, PermuteExpertsUnpermute):
     )
 
     def is_overridden(self) -> bool:
-        return select.is_contextual()
+        return select.is_context_active()
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experts.derived_requirements import of_batched_rows
-from experts.triton.adapters import Shrunk, adapter_specs, shrink_batched
-from experts.triton.base import OwnProductsExperts
+from experts.derived_requirements import batched_requirements
+from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_batched
+from experts.triton.base import TritonExpertsBase
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product, first_product, second_product
+from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
@@ -25,17 +25,17 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
+from topk_reduce import TopKWeightAndReduceDelegate, reducer_for
 
 
-class BatchedTritonExperts(OwnProductsExperts):
+class BatchedTritonExperts(TritonExpertsBase):
     """Two batched GEMM launches; the output rows are not multiplied by router weights.
 
     Only the first counts_e[i] rows of expert i are read or written.
     """
 
     replayable = True
-    requires = replace(of_batched_rows(OwnProductsExperts.requires), weight_on_input=False)
+    requires = replace(batched_requirements(TritonExpertsBase.requires), weight_on_input=False)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -60,7 +60,7 @@ class BatchedTritonExperts(OwnProductsExperts):
         )
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
+        return reducer_for(self.problem, TopKWeightAndReduceDelegate())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return Roundings()
@@ -84,7 +84,7 @@ class BatchedTritonExperts(OwnProductsExperts):
         with stages.stage(stages.GEMM1):
             if adapters is not None:
                 shrunk = adapters.of_w1()
-            product = first_product(weights, problem)
+            product = gemm1_operands(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
             self._multiply(rows, product, one, tokens.counts_e, h_eCI, shrunk)
         h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
@@ -93,7 +93,7 @@ class BatchedTritonExperts(OwnProductsExperts):
         with stages.stage(stages.GEMM2):
             if adapters is not None:
                 shrunk = adapters.of_w2(h_eCI)
-            product = second_product(weights, problem)
+            product = gemm2_operands(weights, problem)
             self._multiply(h_rows, product, two, tokens.counts_e, output, shrunk)
 
     def _quantized(
@@ -121,11 +121,11 @@ class BatchedTritonExperts(OwnProductsExperts):
     def _multiply(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: Product,
+        product: GemmOperands,
         tile: LaunchConfig,
         counts_e: torch.Tensor,
         out: torch.Tensor,
-        shrunk: Shrunk | None,
+        shrunk: ShrinkOutput | None,
     ) -> None:
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
@@ -155,16 +155,16 @@ class _Adapters:
     workspace: Workspace
     block_m: int
 
-    def of_w1(self) -> Shrunk:
+    def of_w1(self) -> ShrinkOutput:
         matrices = self.weights.lora_a13, self.weights.lora_b13
         return self._shrunk("lora_u13", self.tokens.plain_eCH, *matrices)
 
-    def of_w2(self, h_eCI: torch.Tensor) -> Shrunk:
+    def of_w2(self, h_eCI: torch.Tensor) -> ShrinkOutput:
         return self._shrunk("lora_u2", h_eCI, self.weights.lora_a2, self.weights.lora_b2)
 
     def _shrunk(
         self, name: str, x_eCK: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
-    ) -> Shrunk:
+    ) -> ShrinkOutput:
         slots_eC, counts_e = self.tokens.adapters_eC, self.tokens.counts_e
         assert slots_eC is not None
         assert a is not None

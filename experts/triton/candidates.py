@@ -12,16 +12,16 @@ from modular_kernel.spec.problem import Problem
 
 Entry = tuple[int, ...]
 ByBlock = Mapping[int, Sequence[Entry]]  # by block_m
-Rows = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows per expert
+RowRange = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows per expert
 # block_m, which both GEMMs share -> launches of GEMM 1 and of GEMM 2.
 Groups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 
-FEW_TRIED = 2  # small-M paths are tried up to this multiple of their untuned token limit
+SMALL_M_MARGIN = 2  # small-M paths are tried up to this multiple of their untuned token limit
 _GROUP_M = 16  # default swizzle group above _SHORT
 _SHORT = 32  # block_m up to which swizzling does not pay
 
 
-def worth(rows: Rows, problem: Problem, tokens: int) -> list[int]:
+def blocks_worth_timing(rows: RowRange, problem: Problem, tokens: int) -> list[int]:
     """Return the values of block_m worth timing for `tokens` tokens."""
     mean = tokens * problem.top_k / problem.experts
     return [
@@ -29,19 +29,21 @@ def worth(rows: Rows, problem: Problem, tokens: int) -> list[int]:
     ]
 
 
-def groups(blocks: Iterable[int], entries: tuple[ByBlock, ByBlock], problem: Problem) -> Groups:
+def launches_by_block(
+    blocks: Iterable[int], entries: tuple[ByBlock, ByBlock], problem: Problem
+) -> Groups:
     """Return the launches for each block_m; entries: the tables of GEMM 1 and of GEMM 2."""
     result = {}
     for block_m in blocks:
         one, two = (
-            [launch_of(entry, block_m, gemm) for entry in table.get(block_m, ())]
+            [launch_from_entry(entry, block_m, gemm) for entry in table.get(block_m, ())]
             for table, gemm in zip(entries, gemms(problem), strict=True)
         )
         result[block_m] = (one, two)
     return result
 
 
-def launch_of(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
+def launch_from_entry(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
     """Convert a table entry to the launch of one GEMM."""
     columns, block_k, warps, num_stages, *group = entry
     group_m = group[0] if group else 1 if block_m <= _SHORT else _GROUP_M

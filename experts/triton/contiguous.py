@@ -8,16 +8,16 @@ from itertools import combinations
 
 import torch
 
-from experts.triton.base import OwnProductsExperts
+from experts.triton.base import TritonExpertsBase
 from experts.triton.configs.select import (
+    buffer_kinds_up_to,
     choose_config,
-    kinds_up_to,
+    current_lookup,
+    is_overridden,
     on_device,
-    overridden,
-    this_store,
 )
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.path import Path, PathCall, Rooms
+from experts.triton.path import Path, PathCall, WorkspaceCache
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import path_log
@@ -32,10 +32,10 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
 
-class TritonExperts(OwnProductsExperts):
+class TritonExperts(TritonExpertsBase):
     """Experts over contiguous tokens, including the router weights and the sum over top-k.
 
     The configuration of a call names its path (experts.triton.paths). If top-k is kept, GEMM 2
@@ -47,11 +47,11 @@ class TritonExperts(OwnProductsExperts):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
-        self._choices = _choices(tuple(self._paths))
+        self._paths = {name: BY_NAME[name](problem) for name in supported_paths(problem)}
+        self._choices = _path_sets(tuple(self._paths))
         prepares = any(BY_NAME[name].turns_of_prepared(problem) for name in self._paths)
         self._with_and_without = (False, True) if prepares else (False,)  # values of `prepared`
-        self._rooms = Rooms()
+        self._rooms = WorkspaceCache()
         # Calls without adapters use the paths and launches of the same problem without LoRA.
         without_lora = None if problem.adapters is None else replace(problem, lora="none")
         self._without = None if without_lora is None else TritonExperts(without_lora)
@@ -85,9 +85,9 @@ class TritonExperts(OwnProductsExperts):
         kinds = self._kinds_of_calls(shape.tokens)
         return self._rooms.of(self.problem, shape, kinds, lambda kind: kind.specs())
 
-    def _kinds_of_calls(self, tokens: int) -> tuple["_Kind", ...]:
+    def _kinds_of_calls(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
-            _Kind(self._paths[path], block_m, max_tokens, prepared)
+            _CallGroup(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._with_and_without
             for (path, block_m), max_tokens in self._kinds(tokens, prepared).items()
         )
@@ -100,7 +100,7 @@ class TritonExperts(OwnProductsExperts):
         """Return the largest call for each (path, block_m), over every possible tensor layout."""
         result: dict[tuple[str, int], int] = {}
         for paths in self._choices:
-            kinds = kinds_up_to(self.problem, tokens, paths, prepared=prepared)
+            kinds = buffer_kinds_up_to(self.problem, tokens, paths, prepared=prepared)
             for max_tokens, path, block_m in kinds:
                 result[path, block_m] = max(max_tokens, result.get((path, block_m), 0))
         return result
@@ -119,7 +119,7 @@ class TritonExperts(OwnProductsExperts):
             self._without.prepare(weights, out)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+        return reducer_for(self.problem, TopKWeightAndReduceNoOp())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         return self._paths[self._config(x_TH, weights).path].roundings
@@ -140,12 +140,12 @@ class TritonExperts(OwnProductsExperts):
             self._without.apply(tokens, weights=weights, workspace=workspace, output=output)
             return
         config = self._config(tokens.x_TH, weights)
-        path_log.entered(config.path, self.problem, weights)
+        path_log.log_path(config.path, self.problem, weights)
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
     @cached_property
     def _tuned_prepared(self) -> bool:
-        return this_store().source(self.problem, prepared=True).prepared
+        return current_lookup().source(self.problem, prepared=True).prepared
 
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether a call uses the prepared weights.
@@ -154,7 +154,7 @@ class TritonExperts(OwnProductsExperts):
         """
         if weights.w1_tiles is None or len(self._with_and_without) == 1:
             return False
-        if overridden() or self._tuned_prepared:
+        if is_overridden() or self._tuned_prepared:
             return True
         return all(path.reads_prepared(weights, tokens) for path in self._paths.values())
 
@@ -169,7 +169,7 @@ class TritonExperts(OwnProductsExperts):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _CallGroup:
     """A group of calls with the same buffers: at most `most` tokens, in blocks of block_m rows.
 
     prepared: the calls use prepared weights, which are not part of the workspace.
@@ -185,13 +185,13 @@ class _Kind:
         return specs(self.most, self.block_m)
 
 
-def paths_of(problem: Problem) -> tuple[str, ...]:
+def supported_paths(problem: Problem) -> tuple[str, ...]:
     """Return the names of the paths that support `problem` on this device, or on `on_device`'s."""
-    device = this_store().device
+    device = current_lookup().device
     return tuple(path.name for path in PATHS if path.serves(problem, device))
 
 
-def _choices(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return every set of paths that can remain after some reject the tensors of a call."""
     selective = [name for name in paths if BY_NAME[name].refuses]
     rejected = (

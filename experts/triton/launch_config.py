@@ -33,8 +33,8 @@ _MIN_SHARED = 101_376  # minimum over all supported devices
 _HOPPER = re.compile(r"(?<![^\W_])(GH200|H[128]00|H20)(?![^\W_])")
 
 # `Violation.what` of the limits that a smaller tile can satisfy.
-GROUP = "block_k within a group"
-SHARED = "bytes of shared memory"
+GROUP_LIMIT = "block_k within a group"
+SHARED_LIMIT = "bytes of shared memory"
 
 
 class Launch(Protocol):
@@ -198,7 +198,7 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
     return gemm(1, problem.hidden, 2 if problem.act.gated else 1), gemm(2, problem.intermediate, 1)
 
 
-def starts_on_16(problem: Problem) -> bool:
+def rows_aligned_to_16(problem: Problem) -> bool:
     """Return whether the rows of both GEMMs start at a multiple of 16 elements."""
     return problem.hidden % 16 == 0 and problem.intermediate % 16 == 0
 
@@ -241,11 +241,11 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
         return
     if gemm.group_k and gemm.group_k % tile.block_k:
         need = f"a divisor of {gemm.group_k}: a step has one scale"
-        yield Violation(GROUP, tile.block_k, need)
+        yield Violation(GROUP_LIMIT, tile.block_k, need)
     shared = shared_bytes(tile, gemm, device)
     if shared > device.shared:
         need = f"<= {device.shared} on {device.name or 'this device'}"
-        yield Violation(SHARED, shared, need)
+        yield Violation(SHARED_LIMIT, shared, need)
 
 
 def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
@@ -277,7 +277,7 @@ def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> Laun
     return tile
 
 
-def clamped(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
+def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
     """Shrink `tile` until it fits: block_k to a divisor of the group, fewer stages, smaller blocks.
 
     The fields of `tile` must be valid. If nothing fits, return the smallest tile tried; `require`

@@ -35,12 +35,12 @@ SCHEMES = frozenset(
     }
 )
 TMA_BYTES = 16  # alignment of the rows that TMA loads
-MIDDLE = {"uint8": 128, "uint4": 8}  # default zero point of unsigned weights
+DEFAULT_ZERO_POINT = {"uint8": 128, "uint4": 8}  # default zero point of unsigned weights
 _FLOAT8_ARCH = (8, 9)
 _MIN_BLOCK_K = 32  # 8-bit MMA needs K = 32; packed weights take two MMAs of K = 16
 
 
-def fed_by_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
+def supports_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
     """Return whether TMA kernels for these schemes run on `device` for `problem`.
 
     They need 16-bit rows and do not support batch invariance.
@@ -50,7 +50,7 @@ def fed_by_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bo
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmOperands:
     """The operands of one of the two GEMMs: weights, scales, bias, output width and activation.
 
     w: (e, rows, depth), any strides, two values per byte if packed. global_scale: (e, 2) for gate
@@ -119,7 +119,7 @@ class Product:
             "GROUP_K": group_k,
             # All gate rows of a tile share one scale, and so do all its up rows.
             "ONE_SCALE": group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < step),
-            "MIDDLE": MIDDLE.get(scheme.weight, 0),
+            "MIDDLE": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
             "PACKED": scheme.packed,
             "EVEN_K": depth % block_k == 0,
@@ -204,11 +204,11 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
     return tuple(rejections)
 
 
-def first_product(weights: ExpertWeights, problem: Problem) -> Product:
+def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
     """Return the operands of GEMM 1: act(x W1^T), H in, I out."""
     spec = problem.act
     step, up_row = up_rows(spec, problem.intermediate)
-    return Product(
+    return GemmOperands(
         w=weights.w1,
         scale=weights.w1_scale,
         zero_point=weights.w1_zero_point,
@@ -225,9 +225,9 @@ def first_product(weights: ExpertWeights, problem: Problem) -> Product:
     )
 
 
-def second_product(weights: ExpertWeights, problem: Problem) -> Product:
+def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
     """Return the operands of GEMM 2: h W2^T, I in, H out, no activation."""
-    return Product(
+    return GemmOperands(
         w=weights.w2,
         scale=weights.w2_scale,
         zero_point=weights.w2_zero_point,
@@ -244,7 +244,7 @@ def second_product(weights: ExpertWeights, problem: Problem) -> Product:
     )
 
 
-def row_scale(scheme: QuantScheme, depth: int) -> str:
+def activation_scale_kind(scheme: QuantScheme, depth: int) -> str:
     """Return the granularity of the activation scales, as the kernels name it."""
     if scheme.static:
         return "static"
@@ -258,7 +258,7 @@ def input_scales(
     tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
     """Return QUANT, which tells GEMM 1 where the scales of x come from, and the scale arguments."""
-    scale, quant = tokens.scale, row_scale(problem.scheme, problem.hidden)
+    scale, quant = tokens.scale, activation_scale_kind(problem.scheme, problem.hidden)
     if scale is None:
         scale = tokens.x_TH if static is None else static
         return quant, {"x_scale_ptr": scale, "stride_xsm": 0, "stride_xsk": 0}

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from experts.triton.operands import Product, scale_group, word_format
+from experts.triton.operands import GemmOperands, scale_group, word_format
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -14,7 +14,7 @@ WARP_K = 128  # default K per warp and step
 _LEAST_DEPTH = 32  # four lanes with one 32-bit word (eight weights) each
 
 
-def fills_words(problem: Problem) -> bool:
+def supports_w4(problem: Problem) -> bool:
     """Return whether `problem` has 16-bit rows and 4-bit weights with K divisible into words."""
     scheme = problem.scheme
     if not scheme.packed or scheme.act_order:
@@ -22,12 +22,12 @@ def fills_words(problem: Problem) -> bool:
     if problem.dtype is torch.float32:
         return False
     return all(
-        k % _LEAST_DEPTH == 0 and product_depth(scheme, k) >= _LEAST_DEPTH
+        k % _LEAST_DEPTH == 0 and mma_depth(scheme, k) >= _LEAST_DEPTH
         for k in (problem.hidden, problem.intermediate)
     )
 
 
-def product_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
+def mma_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
     """Return the K elements of one MMA, at most `most`, for a GEMM with reduction depth k.
 
     The result divides the scale group, unless one group covers all of k or the scheme is NVFP4,
@@ -38,7 +38,7 @@ def product_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
     return math.gcd(group, most)
 
 
-def lie_ready(weights: ExpertWeights) -> bool:
+def allows_vector_loads(weights: ExpertWeights) -> bool:
     """Return whether the rows of the byte tensors w1 and w2 allow 16-byte vector loads."""
     return all(
         w.stride(2) == 1
@@ -47,7 +47,7 @@ def lie_ready(weights: ExpertWeights) -> bool:
     )
 
 
-def w4_arguments(product: Product) -> dict[str, object]:
+def w4_arguments(product: GemmOperands) -> dict[str, object]:
     """Return the weight, scale, zero-point and bias arguments of the 4-bit kernels."""
     w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
     assert scale is not None

@@ -20,7 +20,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-ENDLESS = 1 << 62  # larger than the token count of any call
+UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
 _MOST_ROOMS = 64
 K = TypeVar("K", bound=Hashable)
 
@@ -157,7 +157,7 @@ class Path(ABC):
         """Write every element of call.output."""
 
 
-class Rooms:
+class WorkspaceCache:
     """A cache of workspace shapes, keyed by the shape of a call and its kinds.
 
     A configuration override can add kinds. Only the first _MOST_ROOMS entries are kept, because
@@ -177,13 +177,13 @@ class Rooms:
         """Return a workspace that fits any of `kinds`; specs(kind) returns its buffers."""
         shapes = self._known.get((shape, kinds))
         if shapes is None:
-            shapes = room_for(problem, shape, map(specs, kinds))
+            shapes = merged_workspace(problem, shape, map(specs, kinds))
             if len(self._known) < _MOST_ROOMS:
                 self._known[shape, kinds] = shapes
         return shapes
 
 
-def room_for(
+def merged_workspace(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
     """Return a workspace that fits any kind of call, taking the largest buffer of each name.

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from experts.common.row_major import by_rows, copied, is_aligned
+from experts.common.row_major import copy_row_major, is_aligned, to_row_major
 from experts.triton_kernels.tile_maps import SIZES, TileMaps
-from modular_kernel.utils.package_probes import Provider, forget, importing, module_of
+from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing, unload
 
 _NAME = "triton_kernels"  # the package imports its own modules by this name
 
-TRITON_KERNELS = Provider(
+TRITON_KERNELS = PackageProbe(
     name=_NAME,
     places=(_NAME, "vllm/third_party/triton_kernels"),
     signs=(
@@ -63,15 +63,15 @@ def _from(folder: Path) -> Iterator[None]:
             raise ImportError(f"{_NAME} of {imported_folder} is imported already")
         yield
         return
-    module_of(folder, _NAME)
+    import_from_folder(folder, _NAME)
     try:
         yield
     except BaseException:
-        forget(_NAME)
+        unload(_NAME)
         raise
 
 
-def ragged(
+def ragged_matmul(
     library: Any,
     rows: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor | None],
@@ -94,10 +94,10 @@ def ragged(
     precision = None
     if scale is not None:
         # The library infers the packed dimension from the strides: that along K must be 1.
-        w = by_rows(w)
+        w = to_row_major(w)
         precision = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
     elif 1 not in w.stride()[1:] or not is_aligned(w):
-        w = copied(w)
+        w = copy_row_major(w)
     experts = tiles.counts.numel()
     data = library.ExptData(
         tiles.counts,

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
-from experts.triton_kernels.library import TRITON_KERNELS, load, ragged
+from experts.triton_kernels.library import TRITON_KERNELS, load, ragged_matmul
 from experts.triton_kernels.tile_maps import (
     SIZES,
     TileMaps,
-    most_tiles,
+    max_num_tiles,
     tile_maps,
     tile_specs,
     write_tile_maps,
@@ -113,10 +113,10 @@ class TritonKernelsExperts(SortedRowsExperts):
     ) -> torch.Tensor:
         assert out is not None
         assert isinstance(order, TiledOrder)
-        return ragged(self._library, rows[0], weights, order.starts, order.tiles, out)
+        return ragged_matmul(self._library, rows[0], weights, order.starts, order.tiles, out)
 
 
 def _map_meta_tensors() -> None:
-    shapes = ((33,), (32,), (len(SIZES), 33), (len(SIZES), most_tiles(512, 32)))
+    shapes = ((33,), (32,), (len(SIZES), 33), (len(SIZES), max_num_tiles(512, 32)))
     starts, *buffers = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
     write_tile_maps(starts, TileMaps(*buffers))

@@ -28,7 +28,7 @@ class TileMaps:
     maps: torch.Tensor
 
 
-def most_tiles(rows: int, experts: int) -> int:
+def max_num_tiles(rows: int, experts: int) -> int:
     """Return the library's bound of the number of tiles of the smallest size."""
     if rows <= experts:
         return rows
@@ -40,7 +40,7 @@ def tile_specs(rows: int, experts: int) -> Mapping[str, BufferSpec]:
     return {
         "tile_counts": BufferSpec((experts,), torch.int32),
         "tile_ends": BufferSpec((len(SIZES), experts + 1), torch.int32),
-        "tile_maps": BufferSpec((len(SIZES), most_tiles(rows, experts)), torch.int32),
+        "tile_maps": BufferSpec((len(SIZES), max_num_tiles(rows, experts)), torch.int32),
     }
 
 

@@ -44,9 +44,9 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, needs_trito
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
-from modular_kernel.machine import torch_twins
-from modular_kernel.measure.cases import quantized
-from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
+from modular_kernel.machine import prefer_torch_reference
+from modular_kernel.measure.cases import quantize
+from modular_kernel.measure.prepared_weights import declared_bytes, prepared_specs_of
 from modular_kernel.measure.records import BASELINE, OURS, PEER
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -128,16 +128,16 @@ class PairLayer(Layer):
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)
         self.graph = check(*self.pair, replace(self.problem, graph=True), self.machine).ok
-        self.weights = quantized(weights, self.problem)
+        self.weights = quantize(weights, self.problem)
         if self.prepared:
             kernel = make_kernel(*self.pair, self.problem, machine=self.machine)
-            with torch_twins(wanted=self._as_torch):
+            with prefer_torch_reference(wanted=self._as_torch):
                 self.weights = kernel.prepare_weights(self.weights)
         self._plan: Plan | None = None
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         if self._as_torch:
-            with torch_twins():
+            with prefer_torch_reference():
                 return self._called(x_TH, routing)
         return self._called(x_TH, routing)
 
@@ -233,7 +233,7 @@ def pair_offers(
                 continue
             if (pf, ex, problem.quant) not in valid:
                 valid.append((pf, ex, problem.quant))
-            if prepared and (ex, problem.quant) not in preparing and declared_specs(ex, problem):
+            if prepared and (ex, problem.quant) not in preparing and prepared_specs_of(ex, problem):
                 preparing.add((ex, problem.quant))
     if prepare_finalize is not None and experts is not None and not valid and refused:
         raise IncompatibleError(refused[0].pairing, refused[0].rejections)

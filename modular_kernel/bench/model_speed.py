@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import IncompatibleError
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.timing import clock_of
 
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
@@ -114,9 +114,9 @@ def _prompt(model: Any, workload: Workload) -> torch.Tensor:
 
 
 def _known(model: Any, ids: torch.Tensor) -> _RecordedCall:
-    from modular_kernel.integrations.transformers.modules import dispatched
+    from modular_kernel.integrations.transformers.modules import is_dispatched
 
-    module = next(submodule for submodule in model.modules() if dispatched(submodule))
+    module = next(submodule for submodule in model.modules() if is_dispatched(submodule))
     calls: list[_RecordedCall] = []
 
     def keep(_: object, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ def _row(
 ) -> SpeedRow:
     model.set_experts_implementation(each.registered)
     with ExitStack() as stack:
-        stack.enter_context(torch_twins(wanted=each.twins))
+        stack.enter_context(prefer_torch_reference(wanted=each.twins))
         error, bound = known.error(), known.bound
         row = SpeedRow(each.name, OK, error=error, bound=bound)
         if not error <= bound:

@@ -103,9 +103,9 @@ def random_model(
 
 
 def _dispatched(module: torch.nn.Module) -> bool:
-    from modular_kernel.integrations.transformers.modules import dispatched
+    from modular_kernel.integrations.transformers.modules import is_dispatched
 
-    return dispatched(module)
+    return is_dispatched(module)
 
 
 def _values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:

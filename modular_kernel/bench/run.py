@@ -15,21 +15,21 @@ from modular_kernel.measure import records as status
 from modular_kernel.measure.adapter_roofline import adapter_bytes
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operands
 from modular_kernel.measure.check import (
-    Answer,
-    answer_to,
-    check_again,
+    ExpectedOutput,
     check_calls,
+    check_unchanged,
+    expected_output,
     inputs_to_check,
 )
 from modular_kernel.measure.environment import environment
-from modular_kernel.measure.records import Report, Row, ranked
+from modular_kernel.measure.records import Report, Row, with_best_peer
 from modular_kernel.measure.roofline import (
     Peaks,
     Work,
     expert_bytes,
-    floor_of,
     measure_peaks,
     operand_type,
+    roofline_of,
     work_of,
 )
 from modular_kernel.measure.routing_patterns import Load, load_of
@@ -153,7 +153,7 @@ class _Trial:
     layer: Layer
     turns: Rotation
     loads: tuple[Load, ...]
-    checks: tuple[tuple[Call, Answer], ...]
+    checks: tuple[tuple[Call, ExpectedOutput], ...]
 
 
 class _Run:
@@ -171,7 +171,7 @@ class _Run:
         self.peaks: Peaks = measure_peaks(self.device, types, bandwidth=job.bandwidth)
         self.environment = environment(self.device, job.command)
         self.rows: list[Row] = []
-        self.answers: dict[tuple[LayerCase, int, int, str], Answer] = {}
+        self.answers: dict[tuple[LayerCase, int, int, str], ExpectedOutput] = {}
         self.stopped = ""
 
     def report(self) -> Report:
@@ -185,7 +185,7 @@ class _Run:
 
     def _tell(self) -> Report:
         peaks = asdict(self.peaks)
-        report = Report(self.environment, peaks, ranked(self.rows), self.stopped)
+        report = Report(self.environment, peaks, with_best_peer(self.rows), self.stopped)
         self.tell(report)
         return report
 
@@ -283,19 +283,19 @@ class _Run:
 
     def _answer(
         self, cell: LayerCase, team: _OfferLayers, given: Input, at: tuple[int, int]
-    ) -> Answer:
+    ) -> ExpectedOutput:
         """Return the cached reference result. at: (index of the input, index of the weights)."""
         key = (cell, *at, team.offer.quant)
         if key not in self.answers:
             scheme = QuantScheme.parse(team.offer.quant)
-            self.answers[key] = answer_to(cell, given, team.stock.weights(at[1]), scheme)
+            self.answers[key] = expected_output(cell, given, team.stock.weights(at[1]), scheme)
         return self.answers[key]
 
     def _measured(self, row: Row, cell: LayerCase, team: _OfferLayers) -> Row:
         """Verify the row and, if it is correct, time it."""
         scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
         work = work_of(cell.problem, scheme, trial.loads)
-        floor = floor_of(work, cell.problem, scheme, self.peaks)
+        floor = roofline_of(work, cell.problem, scheme, self.peaks)
         checked = check_calls(trial.checks, cell.problem)
         finding = checked.finding
         row = replace(
@@ -320,7 +320,7 @@ class _Run:
             flush=trial.turns.flush,
             target_ms=self.job.target_ms,
         )
-        finding = check_again(timing.last, trial.checks[-1][1], checked, cell.problem)
+        finding = check_unchanged(timing.last, trial.checks[-1][1], checked, cell.problem)
         if finding.wrong:
             note = f"after {timing.mode} calls: {finding.wrong}"
             return replace(row, status=status.WRONG, note=note, error=finding.error)

@@ -50,7 +50,7 @@ def text_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
-        row.shape, str(row.tokens), row.routing, label(row), time_or_fate(row),
+        row.shape, str(row.tokens), row.routing, label(row), time_or_status(row),
         _number(row.floor_us, 1), _number(row.over_floor, 2), _number(row.over_best_peer, 2),
         "" if row.error is None else f"{row.error:.1e}",
         _number(row.eager_us, 1), "" if row.launches is None else str(row.launches),
@@ -58,7 +58,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def time_or_fate(row: Row) -> str:
+def time_or_status(row: Row) -> str:
     """Format the time in microseconds, or the status of an untimed row (WRONG in capitals)."""
     if row.timed:
         return _number(row.us, 1)
@@ -69,7 +69,7 @@ def one_line(row: Row) -> str:
     """Format a row as a log line."""
     head = f"{row.shape} T={row.tokens} {row.routing} {label(row)}:"
     if not row.timed:
-        return f"{head} {time_or_fate(row)}, {row.note}"
+        return f"{head} {time_or_status(row)}, {row.note}"
     ratio = "" if row.over_floor is None else f" {row.over_floor:.2f} x the floor,"
     return f"{head} {row.us:.1f} us,{ratio} {row.mode}"
 
@@ -120,7 +120,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        cells = {label(row): time_or_fate(row) for row in members if row.status != status.REFUSED}
+        cells = {label(row): time_or_status(row) for row in members if row.status != status.REFUSED}
         # Within a group the floors differ only by the bytes of a scheme's scales.
         floors = [row.floor_us for row in members if row.floor_us]
         floor = min(floors, default=None)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from modular_kernel.checkpoints.matrix_layout import Range, Stored
+from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ProjectionPlace:
     transposed: bool
     flat: bool
 
-    def keys(self, stored: Stored) -> Iterator[str]:
+    def keys(self, stored: StoredTensor) -> Iterator[str]:
         """Yield the names that a stored tensor may have in the file, the usual one first."""
         for name in (stored.name, *stored.also):
             if not self.bare:
@@ -73,11 +73,11 @@ class ProjectionPlace:
                 if name.startswith("weight_"):
                     yield f"{self.base}_{name}"
 
-    def is_one(self, stored: Stored, shape: tuple[int, ...]) -> bool:
+    def is_one(self, stored: StoredTensor, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape is a single number for a whole stack of experts."""
         return self.bare and stored.is_number and prod(shape) == 1
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensor) -> tuple[int, ...]:
         """Return the shape of a stored tensor in the file, unless it is a single number."""
         shape = stored.shape(self.rows, self.depth)
         if self.transposed and len(shape) > 1:
@@ -86,7 +86,7 @@ class ProjectionPlace:
             return shape
         return (self.experts * shape[0], *shape[1:]) if self.flat else (self.experts, *shape)
 
-    def box(self, stored: Stored, rows: Range, columns: Range) -> tuple[slice, ...]:
+    def box(self, stored: StoredTensor, rows: Range, columns: Range) -> tuple[slice, ...]:
         """Return the slices that cover rows [a, b) and columns [c, d) of this expert's matrix."""
         box, sizes = stored.box(rows, columns), stored.shape(self.rows, self.depth)
         if self.transposed and len(box) > 1:

@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from modular_kernel.checkpoints.gptq_awq import fit_group
-from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, Stored
+from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_config import gptq_version, quantizes_inputs, scheme_of
 from modular_kernel.quant.nvfp4 import GROUP
@@ -40,7 +40,7 @@ class Format:
     quantizes_inputs: bool = False
 
     @cached_property
-    def stored(self) -> tuple[Stored, ...]:
+    def stored(self) -> tuple[StoredTensor, ...]:
         """The tensors of one matrix."""
         return _STORED[self.method](self.scheme)
 
@@ -144,108 +144,110 @@ def _fit_blocks(scheme: QuantScheme, share: int, *, cut: bool, gated: bool) -> Q
 # ------------------------------------------------------------------------- stored tensors
 
 
-def _plain(scheme: QuantScheme) -> tuple[Stored, ...]:
-    return (Stored("weight", "w", (_N, _K), FLOATS),)
+def _plain(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    return (StoredTensor("weight", "w", (_N, _K), FLOATS),)
 
 
 def _scaled(
     scheme: QuantScheme, names: tuple[str, ...], a_names: tuple[str, ...]
-) -> tuple[Stored, ...]:
+) -> tuple[StoredTensor, ...]:
     """Return the tensors of 8-bit weights with per-tensor, per-channel or per-block scales."""
     weight = torch.int8 if scheme.weight == "int8" else _FP8
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
     if scheme.granularity == "block":
         dims["block"] = (Dim("N", scheme.group[0]), Dim("K", scheme.group[1]))
     floats = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
-    scale = Stored(names[0], "scale", dims[scheme.granularity], floats, names[1:])
-    tensors = [Stored("weight", "w", (_N, _K), (weight,)), scale]
+    scale = StoredTensor(names[0], "scale", dims[scheme.granularity], floats, names[1:])
+    tensors = [StoredTensor("weight", "w", (_N, _K), (weight,)), scale]
     if scheme.static:
-        tensors.append(Stored(a_names[0], "a_scale", (), _SCALES, a_names[1:]))
+        tensors.append(StoredTensor(a_names[0], "a_scale", (), _SCALES, a_names[1:]))
     return tuple(tensors)
 
 
-def _fp8(scheme: QuantScheme) -> tuple[Stored, ...]:
+def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     names = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity == "tensor":
         names = ("weight_scale", "weight_scale_inv", "scale")
     return _scaled(scheme, names, ("input_scale", "activation_scale"))
 
 
-def _modelopt(scheme: QuantScheme) -> tuple[Stored, ...]:
+def _modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
         return _nvfp4(scheme, "weight", "weight_scale_2", "input_scale")
     return _scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _nvfp4(scheme: QuantScheme, weight: str, whole: str, inputs: str) -> tuple[Stored, ...]:
+def _nvfp4(scheme: QuantScheme, weight: str, whole: str, inputs: str) -> tuple[StoredTensor, ...]:
     """Return the tensors of nvfp4: two codes per byte, scales of 16 columns, a scale of the matrix.
 
     The scale of its inputs is read if the scheme has one.
     """
     float32 = (torch.float32,)
     return (
-        Stored(weight, "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
-        Stored("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
-        Stored(whole, "global_scale", (), float32),
-        Stored(inputs, "a_scale", (), float32)
+        StoredTensor(weight, "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+        StoredTensor("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
+        StoredTensor(whole, "global_scale", (), float32),
+        StoredTensor(inputs, "a_scale", (), float32)
         if scheme.static
-        else Stored(inputs, "unused", (), float32, optional=True),
+        else StoredTensor(inputs, "unused", (), float32, optional=True),
     )
 
 
-def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
+def _compressed(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
         return _nvfp4(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
     if scheme.weight == "float4_e2m1":
         return (
-            Stored("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
-            Stored("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
+            StoredTensor("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
         )
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _modelopt(scheme)
     per_word = 8 if scheme.weight == "uint4" else 4
-    shape = Stored("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
-    packed = Stored("weight_packed", "w", (_N, Dim("K", per_word, whole=True)), (_INT32,))
+    shape = StoredTensor("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
+    packed = StoredTensor("weight_packed", "w", (_N, Dim("K", per_word, whole=True)), (_INT32,))
     if scheme.granularity == "channel":
-        return (packed, Stored("weight_scale", "scale", (_N,), _SCALES), shape)
+        return (packed, StoredTensor("weight_scale", "scale", (_N,), _SCALES), shape)
     groups = Dim("K", scheme.group[0])
-    tensors = [packed, Stored("weight_scale", "scale", (_N, groups), _SCALES), shape]
+    tensors = [packed, StoredTensor("weight_scale", "scale", (_N, groups), _SCALES), shape]
     if scheme.zero_points:
         zeros = (Dim("N", per_word, whole=True), groups)
-        tensors.append(Stored("weight_zero_point", "zero_point", zeros, (_INT32,)))
+        tensors.append(StoredTensor("weight_zero_point", "zero_point", zeros, (_INT32,)))
     optional = not scheme.act_order
-    return (*tensors, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
+    return (*tensors, StoredTensor("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
-def _awq(scheme: QuantScheme) -> tuple[Stored, ...]:
+def _awq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     word, groups = Dim("N", 8, whole=True), Dim("K", scheme.group[0])
     return (
-        Stored("qweight", "w", (_K, word), (_INT32,)),
-        Stored("scales", "scale", (groups, _N), _SCALES),
-        Stored("qzeros", "zero_point", (groups, word), (_INT32,), optional=not scheme.zero_points),
+        StoredTensor("qweight", "w", (_K, word), (_INT32,)),
+        StoredTensor("scales", "scale", (groups, _N), _SCALES),
+        StoredTensor(
+            "qzeros", "zero_point", (groups, word), (_INT32,), optional=not scheme.zero_points
+        ),
     )
 
 
-def _gptq(scheme: QuantScheme) -> tuple[Stored, ...]:
+def _gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     per_word, groups = 8 if scheme.weight == "uint4" else 4, Dim("K", scheme.group[0])
     zeros = (groups, Dim("N", per_word, whole=True))
     return (
-        Stored("qweight", "w", (Dim("K", per_word, whole=True), _N), (_INT32,)),
-        Stored("scales", "scale", (groups, _N), _SCALES),
-        Stored("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
-        Stored("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
+        StoredTensor("qweight", "w", (Dim("K", per_word, whole=True), _N), (_INT32,)),
+        StoredTensor("scales", "scale", (groups, _N), _SCALES),
+        StoredTensor("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
+        StoredTensor("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
     )
 
 
-def _mxfp4(scheme: QuantScheme) -> tuple[Stored, ...]:
+def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     groups = Dim("K", 32, whole=True)
     return (
-        Stored("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
-        Stored("scales", "scale", (_N, groups), (torch.uint8,)),
+        StoredTensor("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
+        StoredTensor("scales", "scale", (_N, groups), (torch.uint8,)),
     )
 
 
-_STORED: dict[str, Callable[[QuantScheme], tuple[Stored, ...]]] = {
+_STORED: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
     "none": _plain,
     "fp8": _fp8,
     "modelopt": _modelopt,

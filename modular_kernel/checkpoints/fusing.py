@@ -88,11 +88,11 @@ def merge(
     parts = []
     for tensors in expect_each("projections", projections, Mapping):
         (rows, depth), checked = check_tensors(format, tensors)
-        parts.append(piece(format, fine, checked, (0, rows), (0, depth)))
+        parts.append(convert_share(format, fine, checked, (0, rows), (0, depth)))
     if not parts:
         raise ConfigurationError("projections", got="none", need="one or more")
     _check_leads(fine, parts)
-    return stack(fine, parts, dtype)
+    return fuse(fine, parts, dtype)
 
 
 def _check_leads(format: Format, parts: Sequence[Tensors]) -> None:
@@ -105,7 +105,7 @@ def _check_leads(format: Format, parts: Sequence[Tensors]) -> None:
             raise ShapeError(f"{stored.name}: leading dimensions", got=lead, need=need)
 
 
-def piece(
+def convert_share(
     coarse: Format, fine: Format, tensors: Tensors, rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a share of a matrix in the tiles of `fine`.
@@ -123,8 +123,8 @@ def piece(
     return refine(coarse.stored, fine.stored, kept, rows, columns)
 
 
-def stack(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
-    """Fuse projections that are in the format's own tiles, as `piece` returns them."""
+def fuse(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
+    """Fuse projections that are in the format's own tiles, as `convert_share` returns them."""
     matrices = [_READ[format.method](format, tensors, dtype) for tensors in parts]
     if format.scheme.granularity == "tensor":
         return _fuse_scales(matrices)

@@ -14,7 +14,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
-from modular_kernel.utils.argument_checks import MOST, Between, Count, OneOf, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, OneOf, expect
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 _WORD = 32  # bits of a packed integer
@@ -240,7 +240,7 @@ def _share(what: str, size: int, rank: int, world: int) -> int:
 
 def checked_group(group: int, depth: int) -> int:
     """Return the columns per group, where -1 means all `depth`."""
-    expect("group", group, Annotated[int, Between(-1, MOST)])
+    expect("group", group, Annotated[int, Between(-1, MAX_INT32)])
     if group == -1:
         return depth
     if group < 2 or group % 2:

@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel.checkpoints.expert_names import LAYOUTS, ExpertLayout
 from modular_kernel.checkpoints.formats import Format, fit, format_of
-from modular_kernel.checkpoints.safetensors_files import Tensors, has_tensors, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles, has_tensors, open_tensors
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.errors import (
     ConfigurationError,
@@ -22,7 +22,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.models.config_file import config_of_file, facts_of_config
+from modular_kernel.models.config_file import config_of_file, problem_fields_of_config
 from modular_kernel.models.router_config import router_of_config
 from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.spec.router import RouterSpec
@@ -30,13 +30,13 @@ from modular_kernel.utils.argument_checks import expect
 
 
 @dataclass(frozen=True)
-class Examined:
+class CheckpointInfo:
     """A checkpoint's sizes, format and layers with experts, before any check of tensors.
 
     config: path of the config.json, and its object that describes the layers.
     """
 
-    files: Tensors
+    files: TensorFiles
     facts: dict[str, Any]
     format: Format
     layers: dict[int, list[tuple[ExpertLayout, str]]]
@@ -69,22 +69,22 @@ class Examined:
         return facts | {"quant": str(scheme), "activation": act, "intermediate": share}
 
 
-def examine(
-    files: Tensors, config: str | Path | None = None, prefix: str | None = None
-) -> Examined:
+def read_checkpoint_info(
+    files: TensorFiles, config: str | Path | None = None, prefix: str | None = None
+) -> CheckpointInfo:
     """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
     folder = files.path if files.path.is_dir() else files.path.parent
     path, config_object = config_of_file(str(folder / "config.json" if config is None else config))
-    facts: dict[str, Any] = facts_of_config(path, config_object)
+    facts: dict[str, Any] = problem_fields_of_config(path, config_object)
     quantization = config_object.get("quantization_config", config_object.get("compression_config"))
     _, layers = find_layers(files, LAYOUTS[config_object["model_type"]], prefix)
     depth = max(facts["hidden"], facts["intermediate"])
     format = format_of(quantization, path=str(path), depth=depth)
-    return Examined(files, facts, format, layers, (path, config_object))
+    return CheckpointInfo(files, facts, format, layers, (path, config_object))
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectionReport:
     """The checked contents of all layers with experts in a checkpoint.
 
     layers: their numbers. nbytes: of all their experts' tensors. problem_fields: fields of Problem
@@ -107,7 +107,7 @@ class Inspected:
         return f"experts of {numbers} {_ranges(self.layers)} {stored}, {size}"
 
 
-def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
+def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionReport:
     """Check every layer with experts against the config.json, reading only headers.
 
     checkpoint, dtype: as for `load_experts`. Raises what `load_experts` would raise, and DtypeError
@@ -116,7 +116,7 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
     expect("checkpoint", checkpoint, str | Path)
     expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
-        examined = examine(files)
+        examined = read_checkpoint_info(files)
         fields, nbytes, layer_of_dtype = dict[str, Any](), 0, dict[str | None, int]()
         stored = set[str]()
         for layer in sorted(examined.layers):
@@ -133,7 +133,9 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
         dtype_from_files = "dtype" in fields and dtype is None and "dtype" not in examined.facts
         converted = tuple(sorted(stored - {fields.get("dtype", "bfloat16")}))
         layers = tuple(sorted(examined.layers))
-        return Inspected(layers, examined.format, nbytes, fields, dtype_from_files, converted)
+        return InspectionReport(
+            layers, examined.format, nbytes, fields, dtype_from_files, converted
+        )
 
 
 @dataclass(frozen=True)
@@ -162,12 +164,12 @@ def layer_config(
     checkpoint_path = Path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
-            examined = examine(files)
+            examined = read_checkpoint_info(files)
             fields = examined.problem_fields(examined.source(layer), tp, dtype=dtype)
             (path, config), facts = examined.config, examined.facts
     else:
         path, config = config_of_file(str(checkpoint_path))
-        facts = facts_of_config(path, config)
+        facts = problem_fields_of_config(path, config)
         act = ActivationSpec.parse(str(facts["activation"]))
         quantization = config.get("quantization_config", config.get("compression_config"))
         depth = max(facts["hidden"], facts["intermediate"])  # type: ignore[call-overload]
@@ -191,14 +193,14 @@ def dtype_of_files(checkpoint: str | Path) -> str | None:
         return None
     try:
         with open_tensors(Path(checkpoint)) as files:
-            examined = examine(files)
+            examined = read_checkpoint_info(files)
             stored = examined.source(min(examined.layers)).dtype()
     except InputError:
         return None
     return None if stored is None else dtype_name(stored)
 
 
-def raise_what_headers_tell(checkpoint: Path, error: Exception) -> None:
+def raise_header_error(checkpoint: Path, error: Exception) -> None:
     """Raise the error that a checkpoint's headers explain, after another loader has failed.
 
     error: of that loader, which names no tensor. Returns if the headers show no error, or the model

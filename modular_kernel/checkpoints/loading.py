@@ -18,8 +18,8 @@ import torch
 from modular_kernel.checkpoints.expert_names import ProjectionPlace
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
-from modular_kernel.checkpoints.fusing import Matrix, same_order, sort_rows, stack
-from modular_kernel.checkpoints.inspection import Examined, examine
+from modular_kernel.checkpoints.fusing import Matrix, fuse, same_order, sort_rows
+from modular_kernel.checkpoints.inspection import CheckpointInfo, read_checkpoint_info
 from modular_kernel.checkpoints.matrix_layout import Range
 from modular_kernel.checkpoints.safetensors_files import open_tensors
 from modular_kernel.checkpoints.slices import LayerSource
@@ -101,7 +101,7 @@ class LoadedExperts:
         return "linear" if self.placement.is_linear else self.placement
 
 
-@modes.kept()
+@modes.outside_inference_mode()
 def load_experts(  # noqa: PLR0913 (each is one question)
     checkpoint: str | Path,
     layer: int,
@@ -140,7 +140,7 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     expect("quantize_inputs", quantize_inputs, bool)
     torch_device = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
-        examined = examine(files, config, prefix)
+        examined = read_checkpoint_info(files, config, prefix)
         if quantize_inputs:
             examined = replace(examined, format=examined.format.with_inputs())
         source = examined.source(request.layer)
@@ -170,7 +170,7 @@ class _LoadRequest:
 
 def _load(
     source: LayerSource,
-    found: Examined,
+    found: CheckpointInfo,
     asked: _LoadRequest,
     placement: Literal["linear"] | Placement,
     device: torch.device,
@@ -181,7 +181,7 @@ def _load(
     fields["dtype"] = parse_dtype(fields.get("dtype", "bfloat16"))
     placed = Parallel(asked.ep[1], placement, asked.ep[0]).place(fields["experts"])
     problem = Problem(tokens=1, local_experts=len(placed.slots[asked.ep[0]]), **fields)
-    share = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
+    share = _ShareReader(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
     share.check_cut()
     weights = share.read(placed.slots[asked.ep[0]], _allocated(problem, stored, device))
     bytes_read = source.files.bytes_read
@@ -198,7 +198,7 @@ def _load(
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ShareReader:
     """One rank's part of a layer's matrices. fine: the format with the layer's tiles."""
 
     source: LayerSource
@@ -294,8 +294,8 @@ class _Share:
         """
         dtype = self.problem.dtype
         if self.fine.scheme.granularity != "tensor":
-            return [stack(self.fine, [each], dtype) for each in read]
-        matrix = stack(self.fine, read, dtype)  # their scales become one
+            return [fuse(self.fine, [each], dtype) for each in read]
+        matrix = fuse(self.fine, read, dtype)  # their scales become one
         return [replace(matrix, w=rows) for rows in matrix.w.chunk(len(read))]
 
     def _put_biases(

@@ -42,7 +42,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor that a checkpoint stores for a matrix.
 
     name: suffix after the matrix's name. also: alternative names. dims: () is a single number,
@@ -98,7 +98,7 @@ class Stored:
 
 
 def cut(
-    stored: Sequence[Stored], tensors: Mapping[str, torch.Tensor], rows: Range, columns: Range
+    stored: Sequence[StoredTensor], tensors: Mapping[str, torch.Tensor], rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:
     """Return views of a matrix's tensors that cover rows [a, b) and columns [c, d).
 
@@ -116,8 +116,8 @@ def cut(
 
 
 def refine(
-    coarse: Sequence[Stored],
-    fine: Sequence[Stored],
+    coarse: Sequence[StoredTensor],
+    fine: Sequence[StoredTensor],
     tensors: Mapping[str, torch.Tensor],
     rows: Range,
     columns: Range,

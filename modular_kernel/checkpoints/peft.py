@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from modular_kernel.checkpoints.peft_config import PeftConfig, read_config
-from modular_kernel.checkpoints.safetensors_files import Tensors, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.replay import modes
 from modular_kernel.spec.lora import Adapter, AdapterSpec
@@ -48,7 +48,7 @@ _Factors = tuple[torch.Tensor, torch.Tensor]  # (experts, r, depth), (experts, r
 _Part = tuple[str, torch.Tensor, torch.Tensor]  # "gate" or "up", and its factors
 
 
-@modes.kept()
+@modes.outside_inference_mode()
 def load_adapter(
     folder: str | Path,
     layer: int,
@@ -86,7 +86,7 @@ def load_adapter(
     expect("elsewhere", elsewhere, list | tuple)
     for each in elsewhere:
         expect("name of elsewhere", each, str)
-    local = _local(problem, ep)
+    local = _local_experts(problem, ep)
     path = Path(folder)
     config = read_config(path / CONFIG_FILE)
     with open_tensors(path / TENSORS_FILE) as files:
@@ -94,7 +94,7 @@ def load_adapter(
         return _assemble(source, source.projections(tuple(elsewhere)), spec, local)
 
 
-def _local(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
+def _local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
     """Return the global ids of this rank's experts, in the order of its weights."""
     parallel = problem.parallel
     if ep is not None:
@@ -108,7 +108,7 @@ def _local(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _FactorPair:
     """A and B of one projection, of one or all experts. module: the name that patterns match."""
 
     module: str
@@ -122,15 +122,15 @@ class _Pair:
 class _Source:
     """The tensors of one layer in a PEFT file."""
 
-    files: Tensors
+    files: TensorFiles
     config: PeftConfig
     problem: Problem
     layer: int
 
-    def projections(self, elsewhere: tuple[str, ...]) -> dict[_Role, dict[int | None, _Pair]]:
+    def projections(self, elsewhere: tuple[str, ...]) -> dict[_Role, dict[int | None, _FactorPair]]:
         """Return each projection's A and B by expert, or by None if one pair holds all experts."""
         sides = self._sides(elsewhere)
-        pairs = dict[_Role, dict[int | None, _Pair]]()
+        pairs = dict[_Role, dict[int | None, _FactorPair]]()
         for (block, expert, name), keys in sides.items():
             what = f"{self.files.path.name}: {block}"
             if len(keys) < 2:
@@ -228,7 +228,9 @@ class _Source:
             raise ShapeError(self.files.where(key), got=shape, need="two dimensions")
         return shape
 
-    def _pair(self, role: _Role, module: str, expert: int | None, keys: Mapping[str, str]) -> _Pair:
+    def _pair(
+        self, role: _Role, module: str, expert: int | None, keys: Mapping[str, str]
+    ) -> _FactorPair:
         rank, scaling = self.config.rank_and_scaling(module)
         all_ranks = rank * (self.problem.experts if expert is None else 1)
         rows, depth = self._sizes(role)
@@ -237,9 +239,9 @@ class _Source:
             if got != need:
                 requirement = f"{need}, by {CONFIG_FILE} and the problem"
                 raise ShapeError(self.files.where(keys[side]), got=got, need=requirement)
-        return _Pair(module, keys["A"], keys["B"], rank, scaling)
+        return _FactorPair(module, keys["A"], keys["B"], rank, scaling)
 
-    def _check_whole(self, found: Mapping[_Role, Mapping[int | None, _Pair]]) -> None:
+    def _check_whole(self, found: Mapping[_Role, Mapping[int | None, _FactorPair]]) -> None:
         """Check that projections have all experts, and that all targets of the config exist."""
         what = f"{self.files.path}: layer {self.layer}"
         all_experts = set(range(self.problem.experts))
@@ -260,7 +262,7 @@ class _Source:
             if target in named and named[target] not in present:
                 raise WeightsError(what, got=f"no {target}", need=f"what {CONFIG_FILE} targets")
 
-    def read(self, pairs: Mapping[int | None, _Pair], wanted: Sequence[int]) -> _Factors:
+    def read(self, pairs: Mapping[int | None, _FactorPair], wanted: Sequence[int]) -> _Factors:
         """Read A and B of some experts, with B scaled, and pad their ranks to the maximum."""
         if None in pairs:
             pair, count = pairs[None], self.problem.experts
@@ -276,7 +278,7 @@ class _Source:
         a = torch.stack([_pad(a, 0, rank) for a, _ in factors])
         return a, torch.stack([_pad(b, 1, rank) for _, b in factors])
 
-    def _cast(self, pair: _Pair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
+    def _cast(self, pair: _FactorPair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
         """Scale B in float64 and round once; WeightsError if the problem's dtype overflows."""
         dtype = self.problem.dtype
         scaled = a.to(dtype), (b.double() * pair.scaling).to(dtype)
@@ -289,7 +291,7 @@ class _Source:
 
 def _assemble(
     source: _Source,
-    found: Mapping[_Role, Mapping[int | None, _Pair]],
+    found: Mapping[_Role, Mapping[int | None, _FactorPair]],
     spec: AdapterSpec,
     local: list[int],
 ) -> Adapter:
@@ -297,7 +299,7 @@ def _assemble(
     problem = source.problem
     experts = list(range(problem.experts)) if spec.outer_shared else local
     factors = {role: source.read(pairs, experts) for role, pairs in found.items()}
-    first = _first(problem, factors)
+    first = _w1_parts(problem, factors)
     if spec.a13_shared:
         first = _share_a(first)
     second = [("", *factors["down"])] if "down" in factors else []
@@ -318,7 +320,7 @@ def _assemble(
         tensors["lora_b2"][:, :, : b.shape[2]] = b
     if spec.outer_shared:
         for name in ("lora_a13", "lora_b2"):
-            tensors[name] = _one(str(source.files.path), name, tensors[name])
+            tensors[name] = _shared_matrix(str(source.files.path), name, tensors[name])
         for name in ("lora_b13", "lora_a2"):
             tensors[name] = tensors[name][local]
     return Adapter(**tensors)
@@ -334,7 +336,7 @@ def _rows(problem: Problem, part: str) -> slice:
     return slice(rows // 2) if part == "gate" else slice(rows // 2, rows)
 
 
-def _first(problem: Problem, read: Mapping[_Role, _Factors]) -> list[_Part]:
+def _w1_parts(problem: Problem, read: Mapping[_Role, _Factors]) -> list[_Part]:
     """Return the parts of w1 with their A and B. Fused gate and up have the same A."""
     if "gate_up" in read:
         a, b = read["gate_up"]
@@ -361,7 +363,7 @@ def _pad(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
     return torch.cat([values, values.new_zeros(shape)], dimension)
 
 
-def _one(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
+def _shared_matrix(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
     """Return the matrix that all experts share, as (1, ...); raise WeightsError if they differ."""
     if not torch.equal(values, values[:1].expand_as(values)):
         raise WeightsError(

@@ -9,26 +9,26 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils import json_files
-from modular_kernel.utils.argument_checks import MOST, Between, Count, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, expect
 
 _V = TypeVar("_V")
 _MOST_BYTES = 1 << 20
 _MAX_PATTERN_LENGTH = 256
 # Ignored fields, about training, origin and target modules: they do not change the result.
-_IDLE = frozenset((
+_IGNORED = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_core", "qalora_group_size", "revision",
     "runtime_config", "task_type",
 ))  # fmt: skip
-_READ = frozenset((
+_USED = frozenset((
     "alpha_pattern", "bias", "init_lora_weights", "layers_to_transform", "lora_alpha",
     "peft_type", "peft_version", "r", "rank_pattern", "target_modules", "target_parameters",
     "use_rslora",
 ))  # fmt: skip
 # Initializations that leave the base model unchanged; others, such as pissa, modify it.
 _Initialization = bool | Literal["gaussian", "eva", "orthogonal"] | None
-_Layer = Annotated[int, Between(0, MOST)]
+_Layer = Annotated[int, Between(0, MAX_INT32)]
 _FIELDS: tuple[tuple[str, Any], ...] = (
     ("exclude_modules", str | list[str] | None),
     ("init_lora_weights", _Initialization),
@@ -79,7 +79,7 @@ def read_config(path: Path) -> PeftConfig:
     """Read an adapter_config.json; raise ConfigurationError unless it is plain LoRA."""
     what = str(path)
     try:
-        config = json_files.parse(json_files.content(path, _MOST_BYTES))
+        config = json_files.parse(json_files.read_file(path, _MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigurationError(what, got=reason[:200], need="a config of PEFT, JSON") from None
@@ -112,7 +112,7 @@ def _check_plain_lora(what: str, found: Mapping[str, Any]) -> None:
     if found.get("bias", "none") != "none":
         raise ConfigurationError(f"{what}: bias", got=_short(found["bias"]), need="none")
     for name, value in found.items():
-        if value and name not in _IDLE | _READ:
+        if value and name not in _IGNORED | _USED:
             need = "it left out, or off: plain LoRA is read"
             raise ConfigurationError(f"{what}: {name[:80]}", got=_short(value), need=need)
 

@@ -41,7 +41,7 @@ _DTYPES = {
 }
 
 
-class Tensors:
+class TensorFiles:
     """The tensors of a set of safetensors files, which are opened on first use.
 
     path: the folder or file, for messages. files: the file of each tensor, according to the index.
@@ -87,7 +87,7 @@ class Tensors:
     def _slice(self, name: str) -> Any:
         path = self.files[name]
         if path not in self._open:
-            self._open[path] = opened(path)
+            self._open[path] = open_file(path)
             self._held[path] = frozenset(self._open[path].keys())
         if name not in self._held[path]:
             got, need = f"no {name}", "what the index says is there"
@@ -102,13 +102,13 @@ class Tensors:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Tensors]:
+def open_tensors(path: Path) -> Iterator[TensorFiles]:
     """Open a safetensors file, or a folder with an index or with files that need none.
 
     Raises ConfigurationError for another file or folder, WeightsError for an invalid index or
     header.
     """
-    tensors = Tensors(path, _files(path))
+    tensors = TensorFiles(path, _files(path))
     try:
         yield tensors
     finally:
@@ -118,12 +118,12 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
 def has_tensors(path: Path) -> bool:
     """Return whether a folder contains safetensors, or a file is one by its name."""
     try:
-        return bool(_found(path)) if path.is_dir() else path.name.endswith(_SUFFIX)
+        return bool(_index_or_files(path)) if path.is_dir() else path.name.endswith(_SUFFIX)
     except OSError:
         return False
 
 
-def opened(path: Path) -> Any:
+def open_file(path: Path) -> Any:
     """Open a regular safetensors file, and convert the library's errors to ours."""
     try:
         from safetensors import safe_open  # noqa: PLC0415 (a missing one is an error of ours)
@@ -158,8 +158,8 @@ def _files(path: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
     try:
         if not path.is_dir():
-            return dict.fromkeys(opened(path).keys(), path)
-        candidates = _found(path)
+            return dict.fromkeys(open_file(path).keys(), path)
+        candidates = _index_or_files(path)
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError | ConfigurationError):
             raise
@@ -171,7 +171,7 @@ def _files(path: Path) -> dict[str, Path]:
         return _read_index(candidates[0])
     files: dict[str, Path] = {}
     for each in candidates:
-        for name in opened(each).keys():  # noqa: SIM118 (it is no mapping)
+        for name in open_file(each).keys():  # noqa: SIM118 (it is no mapping)
             if name in files:
                 got = f"{name}, which is in {files[name].name} too"
                 raise WeightsError(str(each), got=got, need="each tensor once, or an index")
@@ -179,7 +179,7 @@ def _files(path: Path) -> dict[str, Path]:
     return files
 
 
-def _found(path: Path) -> list[Path]:
+def _index_or_files(path: Path) -> list[Path]:
     """Return the single index of a folder, or else its safetensors files."""
     names = sorted(each.name for each in path.iterdir())
     indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
@@ -192,7 +192,7 @@ def _found(path: Path) -> list[Path]:
 def _read_index(index: Path) -> dict[str, Path]:
     """Return the file of each tensor in an index; all files must be in the index's folder."""
     try:
-        content = json_files.parse(json_files.content(index, _MAX_INDEX_BYTES))
+        content = json_files.parse(json_files.read_file(index, _MAX_INDEX_BYTES))
     except (OSError, ValueError) as error:
         got = f"no JSON: {str(error)[:100]}"
         raise WeightsError(str(index), got=got, need="an index of safetensors") from None

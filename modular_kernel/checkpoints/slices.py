@@ -14,9 +14,9 @@ import torch
 from modular_kernel.checkpoints.expert_names import ExpertLayout, LayerPlaces, ProjectionPlace
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import usable_inputs
-from modular_kernel.checkpoints.fusing import piece
-from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Range, Stored
-from modular_kernel.checkpoints.safetensors_files import Tensors
+from modular_kernel.checkpoints.fusing import convert_share
+from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Range, StoredTensor
+from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.spec.problem import DTYPES, dtype_name
 from modular_kernel.text import counted
@@ -25,8 +25,8 @@ from modular_kernel.text import counted
 ONE_DTYPE = "one dtype, or one that config.json states or is asked for (dtype=, --dtype)"
 _MAX_MISSING = 10_000  # stop looking for missing tensors after this many
 # Suffixes of tensors beside the experts that are no expert weights.
-_OTHERS = ("e_score_correction_bias",)
-_BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
+_NOT_EXPERT_WEIGHTS = ("e_score_correction_bias",)
+_BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
 # Prefixes of the layers' names. If several match, the language model's comes first.
 _PREFIXES = (
     "model.",
@@ -46,7 +46,7 @@ _LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|h)\.(?P<layer>\d+)\."
 class LayerSource:
     """The experts of one layer in a checkpoint's files."""
 
-    files: Tensors
+    files: TensorFiles
     format: Format
     layer: LayerPlaces
     bias: bool
@@ -56,7 +56,7 @@ class LayerSource:
         """The name of the layer, for messages."""
         return f"{self.files.path}: {self.layer.prefix.rstrip('.')}"
 
-    def stored(self) -> tuple[Stored, ...]:
+    def stored(self) -> tuple[StoredTensor, ...]:
         """Return the tensors that each matrix has."""
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))
 
@@ -66,7 +66,7 @@ class LayerSource:
             first, second = self.layer.projections(expert)
             yield from (*first, *second)
 
-    def key(self, place: ProjectionPlace, stored: Stored) -> str | None:
+    def key(self, place: ProjectionPlace, stored: StoredTensor) -> str | None:
         """Return the name of a tensor in the files, or None if there is none."""
         return next((key for key in place.keys(stored) if key in self.files.names), None)
 
@@ -136,7 +136,7 @@ class LayerSource:
             name
             for name in self.files.names - seen
             if name.startswith(self.layer.prefix)
-            and not name.endswith(_OTHERS)
+            and not name.endswith(_NOT_EXPERT_WEIGHTS)
             and (expert_name.match(name) or any(_belongs_to(name, base, bare) for base in bases))
         )
         if extra:
@@ -165,7 +165,7 @@ class LayerSource:
             key = None if skipped else self.key(place, stored)
             if key is not None:
                 tensors[stored.name] = self._read(key, place, stored, rows, columns)
-        return piece(self.format, fine, tensors, rows, columns)
+        return convert_share(self.format, fine, tensors, rows, columns)
 
     def bias_of(self, place: ProjectionPlace, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
@@ -194,7 +194,7 @@ class LayerSource:
         return 1 / scales if inverse else scales
 
     def _read(
-        self, key: str, place: ProjectionPlace, stored: Stored, rows: Range, columns: Range
+        self, key: str, place: ProjectionPlace, stored: StoredTensor, rows: Range, columns: Range
     ) -> torch.Tensor:
         single = stored.is_number and place.is_one(stored, self.files.facts(key)[0])
         tensor = self.files.read(key, () if single else place.box(stored, rows, columns))
@@ -215,7 +215,7 @@ def _more(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------ locating layers
 
 
-def blocks_of(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, int], str]:
+def find_blocks(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, int], str]:
     """Return the name up to the experts' own names, by (prefix of the layers, layer number)."""
     names_pattern = "|".join(re.escape(name) for name in layout.names)
     names_pattern = (
@@ -229,7 +229,7 @@ def blocks_of(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, in
 
 
 def find_layers(
-    files: Tensors, layouts: Sequence[ExpertLayout], prefix: str | None
+    files: TensorFiles, layouts: Sequence[ExpertLayout], prefix: str | None
 ) -> tuple[str, dict[int, list[tuple[ExpertLayout, str]]]]:
     """Return the prefix of the layers, and for each layer with experts its possible layouts.
 
@@ -238,7 +238,7 @@ def find_layers(
     """
     by_prefix: dict[str, dict[int, list[tuple[ExpertLayout, str]]]] = {}
     for layout in layouts:
-        for (front, layer), block in blocks_of(files.names, layout).items():
+        for (front, layer), block in find_blocks(files.names, layout).items():
             by_prefix.setdefault(front, {}).setdefault(layer, []).append((layout, block))
     if prefix is not None:
         by_prefix = {front: layers for front, layers in by_prefix.items() if front == prefix}
@@ -254,7 +254,7 @@ def find_layers(
 
 
 def find_source(
-    files: Tensors,
+    files: TensorFiles,
     format: Format,
     candidates: Sequence[tuple[ExpertLayout, str]],
     sizes: tuple[int, int, int],

@@ -20,12 +20,19 @@ from modular_kernel.cli.options import (
     PfType,
     Prepared,
     ProblemOptions,
-    nothing_prepared,
-    refuse_beside,
+    not_prepared_error,
+    refuse_combination,
 )
-from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
-from modular_kernel.cli.ranks import ranks_asked
-from modular_kernel.cli.record_files import loaded
+from modular_kernel.cli.presets import (
+    BASELINE_SHAPES,
+    SHAPES,
+    display_name,
+    facts,
+    known,
+    unknown_model_error,
+)
+from modular_kernel.cli.ranks import resolve_world_size
+from modular_kernel.cli.record_files import load_record
 from modular_kernel.cli.report_files import ReportFiles
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
@@ -138,12 +145,12 @@ def bench(
     Exits with 1 if a row is wrong or failed, or if the named pair is refused, and with 2 on bad
     usage.
     """
-    if ranks_asked(None) > 1:
-        got, need = f"a launcher's world of {ranks_asked(None)} ranks", "one process"
+    if resolve_world_size(None) > 1:
+        got, need = f"a launcher's world of {resolve_world_size(None)} ranks", "one process"
         raise ConfigurationError("mk bench", got=got, need=f"{need}: ranks have mk exchange")
     whole.check_alone()
     if whole.hf is not None:
-        refuse_beside("--hf", (options, method, files), ("dtype", "as_json"))
+        refuse_combination("--hf", (options, method, files), ("dtype", "as_json"))
         bench_model(
             whole,
             dtype=options.dtype,
@@ -153,7 +160,7 @@ def bench(
         )
         return
     if files.load is not None:
-        refuse_beside("--load", (options, method, _Named(pf_type, experts_type)))
+        refuse_combination("--load", (options, method, _Named(pf_type, experts_type)))
     cells_of = _Cells(options, method)
     _check_plot(files)
     if files.load is not None:
@@ -208,7 +215,7 @@ class _Cells:
         names: list[str] = []
         for name in self.options.model.split(","):
             if name != BASELINE and not known(name) and not is_file(name):
-                raise unknown(name, BASELINE)
+                raise unknown_model_error(name, BASELINE)
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
 
@@ -242,7 +249,7 @@ class _Cells:
             problem = self.problem(name)
             check_distinct(problem)
             sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
-            shape = shown(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
+            shape = display_name(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             if problem.adapters is not None:
                 shape += f" lora:{problem.lora}"
             for kind in dict.fromkeys(kinds):
@@ -294,7 +301,7 @@ def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
 
     prepared_names = {(offer.name, offer.quant) for offer in pairs if offer.prepared}
     if not prepared_names:
-        raise nothing_prepared(", ".join(quants), "any pair here")
+        raise not_prepared_error(", ".join(quants), "any pair here")
     without = [
         f"{offer.name} {offer.quant}"
         for offer in pairs
@@ -314,7 +321,7 @@ def _check_plot(files: BenchFiles) -> None:
 def _loaded(path: Path) -> "Report":
     from modular_kernel.measure.records import Report
 
-    return loaded("--load", path, Report.from_json)
+    return load_record("--load", path, Report.from_json)
 
 
 def _teller(files: BenchFiles) -> Any:
@@ -340,7 +347,7 @@ def _finish(report: "Report", files: BenchFiles) -> None:
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
-        with output.writing(files.plot), json_files.replacing(files.plot) as unfinished:
+        with output.writing(files.plot), json_files.atomic_write(files.plot) as unfinished:
             plot(report, unfinished)
     for path in (files.record, files.markdown, files.plot):
         if path is not None:
@@ -355,7 +362,7 @@ def _print_text(report: "Report") -> None:
     routings = {row.routing for row in report.rows}  # if several, the column must stay
     fixed = {"routing"} if len(routings) > 1 else set[str]()
     output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in fixed])
-    output.interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)
+    output.note_interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)
     for text in tables.summary(report):
         output.line(text)
     if report.stopped:

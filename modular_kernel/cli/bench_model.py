@@ -10,7 +10,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.presets import known, unknown
+from modular_kernel.cli.presets import known, unknown_model_error
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 from modular_kernel.text import counted
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _NAME = "mk bench"
-_USUAL = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
+_DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
 _ON_CPU = "no GPU: Triton kernels are interpreted here, and no time says anything of a GPU"
 
@@ -85,7 +85,7 @@ def bench_model(
     """
     assert whole.hf is not None
     if not is_file(whole.hf) and not known(whole.hf):
-        raise unknown(whole.hf)
+        raise unknown_model_error(whole.hf)
     workload = whole.workload()
     prepare_host()
     import torch
@@ -96,7 +96,7 @@ def bench_model(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transformers().logging.set_verbosity_error()
-    pair = pf_type or _NO_EP, experts_type or _USUAL[device.type]
+    pair = pf_type or _NO_EP, experts_type or _DEFAULT_EXPERTS[device.type]
     implementations = _implementations(device.type, *pair)
     built = random_model(whole.hf, device, dtype=dtype, layers=whole.layers)
     rows = measure(built.model, workload, implementations)
@@ -115,7 +115,7 @@ def bench_model(
         "environment": environment(device, shlex.join(["mk", *sys.argv[1:]])),
     }
     notes = [*built.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
-    output.answer(record, as_json, lambda: _print(record, notes, rows))
+    output.print_result(record, as_json, lambda: _print(record, notes, rows))
     if any(row.status != OK for row in rows):
         raise typer.Exit(1)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 
 
-def put_into_calls(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
+def run_input_mutations(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
     """Run every input and output mutation on every pair and return which check killed each."""
     kills: list[Kill] = []
     with output.progress(len(pairs), "pairs") as advance:

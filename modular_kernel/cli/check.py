@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.machine_setup import chosen_machine
+from modular_kernel.cli.machine_setup import select_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.ranks import launched
+from modular_kernel.cli.ranks import with_launcher
 from modular_kernel.cli.tables import layout
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
-    from modular_kernel.checkpoints.inspection import Inspected
+    from modular_kernel.checkpoints.inspection import InspectionReport
     from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
     from modular_kernel.spec.problem import Machine, Problem
 
@@ -47,17 +47,17 @@ def check(
     Exits with 0 if the pair is valid (without a pair: if any pair is), with 1 if it is refused,
     listing every reason, and with 2 on bad usage.
     """
-    options = launched(options)
+    options = with_launcher(options)
     problem = options.problem()
     checkpoint = _checkpoint(options)
     if checkpoint is not None:
         problem = _as_stored(problem, options, checkpoint)
     _warn(problem)
-    machine = chosen_machine(arch, device, packages)
+    machine = select_machine(arch, device, packages)
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
-    verdicts = judged(catalog, pf_type, experts_type, problem, machine)
+    verdicts = judge_pairs(catalog, pf_type, experts_type, problem, machine)
     single = pf_type is not None and experts_type is not None
     record = _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
     if checkpoint is not None:
@@ -65,7 +65,7 @@ def check(
 
     def show() -> None:
         if checkpoint is not None:
-            source = f"as its config.json says{_told(checkpoint)}"
+            source = f"as its config.json says{_describe_source(checkpoint)}"
             output.line(f"{options.model}: {checkpoint}, {source}")
         if single:
             _print_verdict(verdicts[0])
@@ -76,12 +76,12 @@ def check(
         for name, origins in catalog.duplicates().items():
             output.note(f"not judged: {name}, claimed by {' and '.join(origins)}")
 
-    output.answer(record, as_json, show)
+    output.print_result(record, as_json, show)
     if not any(verdict.ok for verdict in verdicts):
         raise typer.Exit(1)
 
 
-def _checkpoint(options: ProblemOptions) -> "Inspected | None":
+def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """Inspect the headers of the safetensors files in the --model folder.
 
     Returns None if --model is not a folder with a config.json and tensors.
@@ -97,7 +97,7 @@ def _checkpoint(options: ProblemOptions) -> "Inspected | None":
     return inspect(options.model, options.dtype) if with_tensors else None
 
 
-def _told(checkpoint: "Inspected") -> str:
+def _describe_source(checkpoint: "InspectionReport") -> str:
     """Describe what the tensor files add to config.json: converted dtypes, or a missing dtype."""
     if checkpoint.converted:
         stored, dtype = " and ".join(checkpoint.converted), checkpoint.problem_fields["dtype"]
@@ -107,14 +107,16 @@ def _told(checkpoint: "Inspected") -> str:
     return f"; {checkpoint.problem_fields['dtype']}, of which it says nothing, is the files'"
 
 
-def _as_stored(problem: "Problem", options: ProblemOptions, checkpoint: "Inspected") -> "Problem":
+def _as_stored(
+    problem: "Problem", options: ProblemOptions, checkpoint: "InspectionReport"
+) -> "Problem":
     """Return the problem with the checkpoint's quant and activation, unless options set them."""
     fields = {name: checkpoint.problem_fields[name] for name in ("quant", "activation")}
     explicit = {name for name in fields if getattr(options, name) is not None}
     return replace(problem, **{n: value for n, value in fields.items() if n not in explicit})
 
 
-def _checkpoint_record(checkpoint: "Inspected") -> dict[str, object]:
+def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
     return {
         "layers": checkpoint.layers,
         "format": str(checkpoint.format),
@@ -133,7 +135,7 @@ def _warn(problem: "Problem") -> None:
         output.note("warning: tokens=0: every call is empty")
 
 
-def judged(
+def judge_pairs(
     catalog: "Catalog",
     pf_type: str | None,
     experts_type: str | None,
@@ -160,7 +162,7 @@ def judged(
     return results
 
 
-def explained(verdict: "Verdict") -> tuple[str, ...]:
+def explain_pair(verdict: "Verdict") -> tuple[str, ...]:
     """Return notes on a valid pair: the code path of its calls, and NaN the experts may hide."""
     from modular_kernel.catalog import load_catalog
 
@@ -182,7 +184,7 @@ def _record(verdict: "Verdict") -> dict[str, object]:
         "experts": verdict.experts,
         "ok": verdict.ok,
         "rejections": verdict.rejections,
-        "explained": explained(verdict) if verdict.ok else (),
+        "explained": explain_pair(verdict) if verdict.ok else (),
         "problem": verdict.problem,
         "machine": verdict.machine,
     }
@@ -202,7 +204,7 @@ def _print_verdict(verdict: "Verdict") -> None:
     subject = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
         output.line(f"{verdict.pairing}: valid for {subject}")
-        for line in explained(verdict):
+        for line in explain_pair(verdict):
             output.line(f"  {line}")
         return
     count = counted(len(verdict.rejections), "reason")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.machine_setup import workers_of
+from modular_kernel.cli.machine_setup import limit_workers
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.compile.cases import Compiled, CompiledRow
+    from modular_kernel.testing.compile.cases import CompiledRow, CompileResult
 
 
 def compile_kernels(
@@ -45,7 +45,7 @@ def compile_kernels(
     """
     if re.fullmatch(r"sm_\d{2,3}", target) is None:
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
-    workers = workers_of(workers)
+    workers = limit_workers(workers)
     # The first import after installation is slow.
     with output.waiting(lambda: "loading torch, triton and the parts"):
         kernels = _kernels()
@@ -59,7 +59,7 @@ def compile_kernels(
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
     rows = [_record(row) for row in compiled.rows]
     record = {"kernels": rows, "left_out": compiled.left_out, "only": only}
-    output.answer(record, as_json, lambda: _print_text(compiled, check=check, only=only))
+    output.print_result(record, as_json, lambda: _print_text(compiled, check=check, only=only))
     missing = any(not kernel.reason for kernel in compiled.left_out)
     if check and not compiled.rows:
         output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
@@ -94,7 +94,7 @@ def _record(row: "CompiledRow") -> dict[str, object]:
     return {"case": row.case, "record": row.record, "violations": row.violations}
 
 
-def _print_text(done: "Compiled", *, check: bool, only: str) -> None:
+def _print_text(done: "CompileResult", *, check: bool, only: str) -> None:
     rows = done.rows
     counts = [_instructions(row, check=check) for row in rows]
     columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")

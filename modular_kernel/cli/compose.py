@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.compose_output import explain_text, print_text, record, teller
+from modular_kernel.cli.compose_output import explain_text, print_text, progress_notes, record
 from modular_kernel.cli.list_options import token_numbers
 from modular_kernel.cli.options import AsJson, ProblemOptions
-from modular_kernel.cli.ranks import Backend, host_of, launched
+from modular_kernel.cli.ranks import Backend, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _AFTER_BUDGET_S = 300  # extra time for ranks to start, create weights and finis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing:
+class ComposeOptions:
     """Token counts, routing and time budget of the measurement."""
 
     tokens_list: Annotated[
@@ -71,7 +71,7 @@ class Choosing:
 def compose(
     *,
     options: ProblemOptions,
-    choosing: Choosing,
+    choosing: ComposeOptions,
     explain: Annotated[
         bool, typer.Option("--explain", help="Every pairing: its times, or why it has none.")
     ] = False,
@@ -99,7 +99,7 @@ def compose(
 
     Exits with 1 if every pairing is refused, and with 2 on bad usage.
     """
-    options = launched(options)
+    options = with_launcher(options)
     if choosing.replicated and (options.world_size or 1) == 1:
         raise ConfigurationError("--replicated", got="one rank", need="--world-size N beside it")
     terms = choosing.terms()
@@ -109,7 +109,7 @@ def compose(
         problem = options.problem()
         if host.pool is None:
             if as_json != output.STDOUT:
-                terms = replace(terms, tell=teller(problem))
+                terms = replace(terms, tell=progress_notes(problem))
             from modular_kernel.select.autotune import choose
 
             choice = choose(problem, host.machine, terms=terms)
@@ -126,7 +126,7 @@ def compose(
         if explain:
             explain_text(choice)
 
-    output.answer(record(choice), as_json, show)
+    output.print_result(record(choice), as_json, show)
 
 
 def _on_rank(

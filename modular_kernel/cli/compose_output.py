@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.select.record import Pair, named
+from modular_kernel.select.record import Pair, pairing_name
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machine only
 
 
-def teller(problem: "Problem") -> "Callable[[Bucket], None]":
+def progress_notes(problem: "Problem") -> "Callable[[Bucket], None]":
     """Make a callback that notes the fastest times of each measured token count on stderr."""
 
     def tell(bucket: "Bucket") -> None:
@@ -86,7 +86,7 @@ def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
     picks = [p for t, p in choice.decided.items() if segment.first <= t <= segment.last]
     by = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
-    return tokens, named(segment.pair), times or "not measured", ratios or "-", by
+    return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", by
 
 
 def _ends(shown: Iterable[str]) -> str:
@@ -132,7 +132,7 @@ def _untimed_text(choice: "Choice") -> None:
     for pair, texts in reasons.items():
         others = len(set(texts)) - 1
         more = f" (at {counted(others, 'other token count')} otherwise)" if others else ""
-        output.line(f"{named(pair)}: {texts[0]}{more}")
+        output.line(f"{pairing_name(pair)}: {texts[0]}{more}")
 
 
 def _time(outcome: "TimedOutcome") -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.check import judged, matrix_record
+from modular_kernel.cli.check import judge_pairs, matrix_record
 from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
@@ -130,7 +130,7 @@ def demo(
         nullcontext() if sys.stderr.isatty() else status,
         nullcontext(_ignore_message)
         if as_json == output.STDOUT
-        else output.steps_told(runs, "runs") as report,
+        else output.step_lines(runs, "runs") as report,
     ):
         for row in _rows(machine, pairings, dtypes, report):
             rows.append(row)
@@ -140,7 +140,7 @@ def demo(
     rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
 
-    verdicts = judged(load_catalog(), None, None, problem, machine)
+    verdicts = judge_pairs(load_catalog(), None, None, problem, machine)
     record = {
         "machine": machine,
         "rows": [_record(row) for row in rows],
@@ -149,14 +149,16 @@ def demo(
         "matrix": matrix_record(verdicts, problem, machine),
     }
     slow = _interpreted(pairings, machine)
-    output.answer(record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts, slow))
+    output.print_result(
+        record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts, slow)
+    )
     passed = [row.ok for row in rows] + [row.ok for row in packed]
     if not rows or not packed or not all(passed):
         raise typer.Exit(1)
 
 
 def _record(row: DemoRow | CheckpointRow) -> dict[str, object]:
-    return {**output.plain(row), "ok": row.ok}  # type: ignore[dict-item]
+    return {**output.to_json_types(row), "ok": row.ok}  # type: ignore[dict-item]
 
 
 def _machine(device: str | None) -> "Machine":
@@ -217,7 +219,7 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     import torch
 
     from modular_kernel.integrations.transformers import register
-    from modular_kernel.machine import torch_twins
+    from modular_kernel.machine import prefer_torch_reference
     from modular_kernel.measure.timing import clock_of
 
     on_gpu = machine.device == "cuda"
@@ -228,7 +230,7 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     for name in (EAGER, register(*pair, name=" x ".join(pair))):
         model.set_experts_implementation(name)
         times = []
-        with torch.inference_mode(), torch_twins(wanted=not on_gpu):
+        with torch.inference_mode(), prefer_torch_reference(wanted=not on_gpu):
             for _ in range(6):
                 start = clock.mark()
                 model(input_ids=ids, use_cache=False)

@@ -109,7 +109,7 @@ def print_demo(
         output.line(f"tokens per second of a small mixtral: {speeds}")
         if any("TorchExperts" in name for name in rates):
             output.line("TorchExperts is the reference in plain torch")
-    output.interpreted(interpreted)
+    output.note_interpreted(interpreted)
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
     output.line(f"\nnext{_where()}:")

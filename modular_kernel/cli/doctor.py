@@ -14,7 +14,7 @@ from modular_kernel.utils.package_probes import version_of
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
     from modular_kernel.compatibility.support import Requirements
-    from modular_kernel.process_status import State
+    from modular_kernel.process_status import ProcessState
 
 # Import name -> what the package enables, for optional packages that no part requires.
 _EXTRAS = {
@@ -23,7 +23,7 @@ _EXTRAS = {
     "matplotlib": "plots of benchmarks",
 }
 # (name, value) of a process setting in its normal state -> explanation of the value.
-_MEANS = {
+_EXPLANATIONS = {
     ("replay", "on"): "plans repeat their launches without the parts' host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
     ("interpreter", "off"): "Triton kernels are compiled",
@@ -77,7 +77,7 @@ class DoctorReport:
     packages: list[Package]
     interpreter: bool
     broken: "tuple[Broken, ...]"
-    states: "tuple[State, ...]"
+    states: "tuple[ProcessState, ...]"
 
 
 def doctor(as_json: AsJson = None) -> None:
@@ -86,7 +86,7 @@ def doctor(as_json: AsJson = None) -> None:
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
     from modular_kernel.measure.environment import nvidia_smi
-    from modular_kernel.process_status import states
+    from modular_kernel.process_status import all_states
 
     report = DoctorReport(
         versions=_versions(),
@@ -96,9 +96,9 @@ def doctor(as_json: AsJson = None) -> None:
         packages=_packages(),
         interpreter=this_machine().interpreter,
         broken=load_catalog().broken,
-        states=states(),
+        states=all_states(),
     )
-    output.answer(report, as_json, lambda: _print_text(report))
+    output.print_result(report, as_json, lambda: _print_text(report))
     try:
         load_catalog().require_parts()
     except ConfigurationError as error:
@@ -199,7 +199,9 @@ def _print_text(report: DoctorReport) -> None:
     output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
     if not gpus:
         output.line("No CUDA device.")
-    states = [(s.name, s.word, s.why or _MEANS.get((s.name, s.word), "")) for s in report.states]
+    states = [
+        (s.name, s.word, s.why or _EXPLANATIONS.get((s.name, s.word), "")) for s in report.states
+    ]
     output.table(("state", "", "which means, or why"), states)
     links = report.peer_access
     rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]

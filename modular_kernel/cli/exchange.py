@@ -13,8 +13,8 @@ from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.list_options import schemes, token_numbers
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.ranks import Backend, pool_of, ranks_asked
-from modular_kernel.cli.record_files import loaded
+from modular_kernel.cli.ranks import Backend, pool_of, resolve_world_size
+from modular_kernel.cli.record_files import load_record
 from modular_kernel.cli.report_files import ReportFiles
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _LINK_OF_A_GPU = 393  # GB/s
-_FEW = 128  # token counts up to this share one set of buffers; larger ones share another
+_SMALL_BATCH = 128  # token counts up to this share one set of buffers; larger ones share another
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
     "times are microseconds: for each rank the median of {rounds} rounds of {replays}, of which "
@@ -58,15 +58,15 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _usual(text: str, name: str) -> Any:
+def _device_option(text: str, name: str) -> Any:
     default = f"[default: {_GPU_DEFAULTS[name]}; on a CPU {_CPU_DEFAULTS[name]}]"
     return typer.Option(help=f"{text}  {default}", show_default=False)
 
 
-G = TypeVar("G", "Sizes", "ExchangeManner")
+G = TypeVar("G", "ExchangeSizes", "ExchangeOptions")
 
 
-def _filled(options: G, device: str) -> G:
+def _fill_defaults(options: G, device: str) -> G:
     """Replace options that are None by the defaults of the device."""
     defaults = _GPU_DEFAULTS if device == "cuda" else _CPU_DEFAULTS
     names = {f.name for f in fields(options)} & defaults.keys()
@@ -74,28 +74,28 @@ def _filled(options: G, device: str) -> G:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ExchangeSizes:
     """Options for the number of ranks and the sizes of the exchanged rows."""
 
     world_size: Annotated[
         int | None,
         typer.Option(help="Ranks, 2 or more.  [default: 2, or a launcher's]", show_default=False),
     ] = None
-    tokens_list: Annotated[str | None, _usual("Tokens of each rank.", "tokens_list")] = None
-    hidden: Annotated[int | None, _usual("Hidden size.", "hidden")] = None
-    experts: Annotated[int | None, _usual("Experts of the model.", "experts")] = None
-    top_k: Annotated[int | None, _usual("Experts of one token.", "top_k")] = None
+    tokens_list: Annotated[str | None, _device_option("Tokens of each rank.", "tokens_list")] = None
+    hidden: Annotated[int | None, _device_option("Hidden size.", "hidden")] = None
+    experts: Annotated[int | None, _device_option("Experts of the model.", "experts")] = None
+    top_k: Annotated[int | None, _device_option("Experts of one token.", "top_k")] = None
     quant: Annotated[str, typer.Option(help="How rows travel.")] = "none,fp8_w8a8_block"
 
     @property
     def ranks(self) -> int:
         """Number of ranks: --world-size, else that of the launcher, else 2."""
         explicit = self.world_size is not None or read_launcher() is not None
-        return ranks_asked(self.world_size) if explicit else 2
+        return resolve_world_size(self.world_size) if explicit else 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeManner:
+class ExchangeOptions:
     """Options for the measurement and for the parameters of the roofline."""
 
     backend: Backend = None
@@ -108,9 +108,9 @@ class ExchangeManner:
         typer.Option(help="A file with transports() to measure beside; may be repeated."),
         FileUse.READ,
     ] = None
-    replays: Annotated[int | None, _usual("Calls of a round.", "replays")] = None
+    replays: Annotated[int | None, _device_option("Calls of a round.", "replays")] = None
     rounds: Annotated[
-        int | None, _usual("Rounds; the median of their medians counts.", "rounds")
+        int | None, _device_option("Rounds; the median of their medians counts.", "rounds")
     ] = None
     link: Annotated[
         float,
@@ -138,7 +138,7 @@ class ExchangeFiles(ReportFiles):
     ] = None
 
 
-def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> None:
+def exchange(*, sizes: ExchangeSizes, manner: ExchangeOptions, files: ExchangeFiles) -> None:
     """Time only dispatch and combine, for every part that can run over N ranks and for peers.
 
     Experts are the identity and router weights sum to 1, so each row is verified by comparing the
@@ -163,7 +163,7 @@ def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> N
         raise typer.Exit(1)
 
 
-def _check(sizes: Sizes, manner: ExchangeManner) -> None:
+def _check(sizes: ExchangeSizes, manner: ExchangeOptions) -> None:
     if sizes.ranks < 2:
         raise ConfigurationError("--world-size", got=sizes.ranks, need=">= 2")
     for name in ("replays", "rounds", "link"):
@@ -178,7 +178,7 @@ def _check(sizes: Sizes, manner: ExchangeManner) -> None:
 
 
 def _measured(
-    sizes: Sizes, manner: ExchangeManner, link: "TransportLink", files: ExchangeFiles
+    sizes: ExchangeSizes, manner: ExchangeOptions, link: "TransportLink", files: ExchangeFiles
 ) -> "ExchangeReport":
     from modular_kernel.bench.all2all import run
     from modular_kernel.bench.all2all.records import ExchangeReport
@@ -196,11 +196,14 @@ def _measured(
 
     try:
         machine = machine_of(first)
-        sizes, manner = _filled(sizes, machine.device), _filled(manner, machine.device)
+        sizes, manner = (
+            _fill_defaults(sizes, machine.device),
+            _fill_defaults(manner, machine.device),
+        )
         offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
         if not offers:
             raise ConfigurationError("--only", got=repr(manner.only), need="a word in some name")
-        gap = first.run(run.gap, timeout=120)[0]
+        gap = first.run(run.event_gap, timeout=120)[0]
         report = ExchangeReport(_facts(sizes, manner, machine, gap))
         assert manner.replays is not None and manner.rounds is not None  # noqa: PT018
         repeats = Repeats(manner.replays, manner.rounds)
@@ -209,7 +212,7 @@ def _measured(
         ):
             _tell(rows)
             report = replace(report, rows=(*report.rows, *rows))
-            if files.record is not None and output.reports():
+            if files.record is not None and output.is_reporting_rank():
                 with output.writing(files.record):
                     report.write(files.record)
         return report
@@ -218,7 +221,7 @@ def _measured(
 
 
 def _facts(
-    sizes: Sizes, manner: ExchangeManner, machine: "Machine", gap: float | None
+    sizes: ExchangeSizes, manner: ExchangeOptions, machine: "Machine", gap: float | None
 ) -> dict[str, Any]:
     """Return the environment and the method of the measurement, for the record."""
     import torch
@@ -236,21 +239,21 @@ def _facts(
     }
 
 
-def _cells(sizes: Sizes) -> "Iterator[ExchangeCase]":
+def _cells(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
     """Yield the cases grouped by quant and capacity; cases of one group share buffers."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(token_numbers(str(sizes.tokens_list)))
-    few = [tokens for tokens in numbers if tokens <= _FEW]
+    few = [tokens for tokens in numbers if tokens <= _SMALL_BATCH]
     shape: dict[str, Any] = {name: getattr(sizes, name) for name in ("hidden", "experts", "top_k")}
     for quant in schemes(sizes.quant):
         for tokens in numbers:
-            capacity = max(few) if tokens <= _FEW else max(numbers)
+            capacity = max(few) if tokens <= _SMALL_BATCH else max(numbers)
             yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
 
 
 def _offers(
-    cells: "tuple[ExchangeCase, ...]", manner: ExchangeManner, machine: "Machine"
+    cells: "tuple[ExchangeCase, ...]", manner: ExchangeOptions, machine: "Machine"
 ) -> "Iterator[ExchangeOffer]":
     from modular_kernel.bench.all2all.parts import PartTransport
     from modular_kernel.bench.all2all.peers import load_peers
@@ -277,7 +280,7 @@ def _over_ranks(catalog: Any, name: str) -> bool:
 def _joined(paths: Sequence[Path]) -> "ExchangeReport":
     from modular_kernel.bench.all2all.records import ExchangeReport
 
-    reports = [loaded("--load", path, ExchangeReport.from_json) for path in paths]
+    reports = [load_record("--load", path, ExchangeReport.from_json) for path in paths]
     return reports[0].with_rows_of(reports[1:])
 
 
@@ -296,7 +299,7 @@ def _tell(rows: "Sequence[ExchangeRow]") -> None:
 def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
     from modular_kernel.bench.all2all import records
 
-    if not output.reports():
+    if not output.is_reporting_rank():
         return
     files.show(report, lambda: _print_text(report), lambda: records.markdown(report))
     files.keep(report)
@@ -313,7 +316,7 @@ def _print_text(report: "ExchangeReport") -> None:
         rows = [[row[i] for i in shown] for row in cells]
         columns = tuple(columns[i] for i in shown)
         output.table(columns, rows, title=title, optional=records.OPTIONAL)
-    output.interpreted(row.transport for row in report.rows if row.mode == INTERPRETER)
+    output.note_interpreted(row.transport for row in report.rows if row.mode == INTERPRETER)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
         output.line(f"refused: {name}: {note}")

@@ -58,7 +58,7 @@ def exists(path: str | Path) -> bool:
     return True
 
 
-def is_folder(path: str | Path) -> bool:
+def is_directory(path: str | Path) -> bool:
     """Return whether the path is a folder; False for invalid paths."""
     return exists(path) and Path(path).is_dir()
 
@@ -98,7 +98,7 @@ def _longest_name(path: Path) -> int:
 
 
 def _check_readable(path: Path) -> None:
-    if is_folder(path):
+    if is_directory(path):
         raise _Unusable(f"the folder {_shown(path)}")
     path.stat()
     if not os.access(path, os.R_OK):
@@ -108,7 +108,7 @@ def _check_readable(path: Path) -> None:
 def _check_writable(path: Path, *, folder: bool) -> None:
     if folder:
         _check_new_file_in(path)
-    elif is_folder(path):
+    elif is_directory(path):
         raise _Unusable(f"the folder {_shown(path)}")
     elif not exists(path):
         _check_new_file_in(path.parent, path)

@@ -61,7 +61,7 @@ def prepare_torch_only() -> None:
     note("plain torch alone: parts of Triton kernels are refused")
 
 
-def workers_of(asked: int) -> int:
+def limit_workers(asked: int) -> int:
     """Return the number of processes for `--workers`, limited, with a note, to the number of CPUs.
 
     Raises ConfigurationError if `asked` is below 1.
@@ -83,7 +83,7 @@ def _has_cuda_driver() -> bool:
     return True
 
 
-def chosen_machine(arch: str | None, device: str | None, packages: str | None) -> "Machine":
+def select_machine(arch: str | None, device: str | None, packages: str | None) -> "Machine":
     """Return this machine, or the described one if any option is given.
 
     packages: comma-separated names; None means those importable on this machine.

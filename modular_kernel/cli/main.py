@@ -17,10 +17,10 @@ from typer.main import get_command
 
 import modular_kernel
 from modular_kernel.cli.file_options import STDOUT
-from modular_kernel.cli.options import flattened
-from modular_kernel.cli.output import reports, reports_errors, tell_error
-from modular_kernel.cli.output_streams import divert_stdout, guarded
-from modular_kernel.cli.parsing import converted, leave_words
+from modular_kernel.cli.options import flatten_options
+from modular_kernel.cli.output import handle_errors, is_reporting_rank, print_error
+from modular_kernel.cli.output_streams import divert_stdout, guard_streams
+from modular_kernel.cli.parsing import convert_options, disable_conversion
 
 # A launcher kills all ranks as soon as one of them exits with an error. Ranks other than 0 wait
 # this long before they exit, so that rank 0 can report first.
@@ -74,7 +74,7 @@ def application(verbs: Iterable[str] = VERBS) -> typer.Typer:
         module, attribute = path.split(":")
         function = getattr(import_module(f"modular_kernel.cli.{module}"), attribute)
         command = app.command(verb, context_settings=_HELP, short_help=short)
-        command(reports_errors(converted(flattened(function))))
+        command(handle_errors(convert_options(flatten_options(function))))
     return app
 
 
@@ -102,7 +102,7 @@ def _command(verb: str | None) -> Callable[..., object]:
     Cached, for processes that run several commands.
     """
     command: Any = get_command(application(VERBS if verb is None else (verb,)))
-    leave_words(command)
+    disable_conversion(command)
     return cast("Callable[..., object]", command)
 
 
@@ -111,7 +111,7 @@ def run(argv: list[str] | None = None) -> None:
 
     The exit status is 74 if the output could not be written, whatever the result of the verb.
     """
-    with guarded():
+    with guard_streams():
         try:
             args = _insert_stdout(sys.argv[1:] if argv is None else argv)
             verb = args[0] if args and args[0] in VERBS else None
@@ -121,7 +121,7 @@ def run(argv: list[str] | None = None) -> None:
             if argv is None and STDOUT in args[1:]:
                 sys.stdout.flush()
                 divert_stdout()
-            if end.code and not reports():
+            if end.code and not is_reporting_rank():
                 time.sleep(_EXIT_DELAY_S)
             raise
 
@@ -155,7 +155,7 @@ def _status_of(command: Callable[..., object], words: list[str]) -> int:
     except _USAGE_ERROR as error:
         if words:
             message = " ".join(error.format_message().split()).rstrip(".")
-            tell_error(f"{message} (see {_help_of(words)})")
+            print_error(f"{message} (see {_help_of(words)})")
         else:
             error.show()  # the help
         return 2

@@ -34,7 +34,9 @@ def list_models(
         _list_types(as_json)
         return
     models = {name: {"source": m.source} | m.facts() for name, m in MODELS.items()}
-    output.answer({"models": models, "aliases": ALIASES, "layers": SHAPES}, as_json, _print_models)
+    output.print_result(
+        {"models": models, "aliases": ALIASES, "layers": SHAPES}, as_json, _print_models
+    )
 
 
 def _print_models() -> None:
@@ -63,4 +65,4 @@ def _list_types(as_json: str | None) -> None:
         for name, family in FAMILIES.items():
             output.line(f"{name:27} {'refused: ' + family.refused if family.refused else 'read'}")
 
-    output.answer(types, as_json, show)
+    output.print_result(types, as_json, show)

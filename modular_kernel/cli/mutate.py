@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.call_defects import print_kills, put_into_calls, record_of_kill
+from modular_kernel.cli.call_defects import print_kills, record_of_kill, run_input_mutations
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.mutation import Mutant, Score, Survey, Where
+    from modular_kernel.testing.mutation import Mutant, MutationBackend, Score, Survey
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutating:
+class MutationOptions:
     """Options of mutation testing."""
 
     mutate: Annotated[
@@ -58,7 +58,7 @@ class Mutating:
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="With --save: who died by the record there is not run again."
+            "--resume", help="With --save: who recorded_kills by the record there is not run again."
         ),
     ] = False
 
@@ -91,7 +91,7 @@ class Mutating:
 
 
 def run_mutation(
-    wanted: Mutating,
+    wanted: MutationOptions,
     pairs: Sequence[tuple[str, str]],
     host: Host,
     level: Literal["smoke", "full"],
@@ -113,18 +113,18 @@ def run_mutation(
     count, parts = wanted.count(), wanted.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
-    execution: Where = OneProcess()
+    execution: MutationBackend = OneProcess()
     if host.pool is not None:
         execution = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
     pairs_by_part = (pairs_of(part, level, where=execution) for part in parts)
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
     )
-    kills = [] if wanted.only else put_into_calls(pairs, host)
+    kills = [] if wanted.only else run_input_mutations(pairs, host)
     all_killed = all(kill.ok for kill in kills)
     calls = {"ok": all_killed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
     if count == 0:
-        output.answer(calls, as_json, lambda: print_kills(kills))
+        output.print_result(calls, as_json, lambda: print_kills(kills))
         return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
@@ -139,11 +139,11 @@ def run_mutation(
         for score in scores:
             _print_text(score)
 
-    output.answer(record, as_json, show)
+    output.print_result(record, as_json, show)
     return ok
 
 
-def _named(wanted: Mutating) -> "list[Mutant]":
+def _named(wanted: MutationOptions) -> "list[Mutant]":
     """Return the mutants of --only; [] without it.
 
     Raises ConfigurationError for an unknown mutant, before any case runs.
@@ -160,18 +160,18 @@ def _named(wanted: Mutating) -> "list[Mutant]":
 
 
 def _scored(
-    found: "Sequence[Survey]", wanted: Mutating
+    found: "Sequence[Survey]", wanted: MutationOptions
 ) -> "tuple[list[Score], list[dict[str, object]]]":
     """Compute the mutation score of each part, saving its record after every mutant."""
-    from modular_kernel.testing.mutation import Fate, mutation_score
-    from modular_kernel.testing.mutation.record import died, record_of
+    from modular_kernel.testing.mutation import MutantOutcome, mutation_score
+    from modular_kernel.testing.mutation.record import record_of, recorded_kills
 
-    count, known = wanted.count(), dict[str, Fate]()
+    count, known = wanted.count(), dict[str, MutantOutcome]()
     scores = list["Score"]()
     for survey in found:
         total = 1 if wanted.only else min(count or len(survey.mutants), len(survey.executed()))
         previous = _before(wanted, survey.part)
-        dead = {} if previous is None else died(previous, survey)
+        dead = {} if previous is None else recorded_kills(previous, survey)
         with output.progress(total, "mutants") as advance:
 
             def told(so_far: "Score", advance: Callable[[], None] = advance) -> None:
@@ -196,7 +196,7 @@ def _save(score: "Score", folder: Path | None) -> None:
     output.write_file(folder / f"{score.survey.part}.json", text)
 
 
-def _before(wanted: Mutating, part: str) -> dict[str, Any] | None:
+def _before(wanted: MutationOptions, part: str) -> dict[str, Any] | None:
     """Return the saved record to resume from; None without --resume or without a record."""
     path = None if wanted.save is None else wanted.save / f"{part}.json"
     if not wanted.resume or path is None or not path.is_file():
@@ -232,7 +232,7 @@ def _print_bits(
         output.line(f"then one does: {differing}" if differing else "then there were no more")
 
     record = {"id": _ids(mutants), "problems": bits.problems, "differing": differing}
-    output.answer(record, as_json, show)
+    output.print_result(record, as_json, show)
     return differing is None
 
 
@@ -256,7 +256,7 @@ def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
         output.line(f"{counted(same.differing, 'form')} {are} other code with them")
 
     record = {"id": _ids(mutants), "reached": same.reached, "differing": same.differing}
-    output.answer(record, as_json, show)
+    output.print_result(record, as_json, show)
     return same.proven
 
 

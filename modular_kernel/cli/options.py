@@ -10,7 +10,7 @@ import typer
 
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.output import note
-from modular_kernel.cli.presets import facts, of_file
+from modular_kernel.cli.presets import facts, reads_file
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ProblemOptions:
 
         from_model = {} if self.model is None else facts(self.model)
         no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
-        if no_dtype and of_file(str(self.model)):
+        if no_dtype and reads_file(str(self.model)):
             note(f"{self.model} states no dtype: {DEFAULTS['dtype']} is assumed (--dtype)")
         values: dict[str, Any] = DEFAULTS | from_model
         options = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -162,14 +162,14 @@ def _ids_dtype(text: str) -> object:
     return known[text]
 
 
-def nothing_prepared(quants: str, parts: str) -> ConfigurationError:
+def not_prepared_error(quants: str, parts: str) -> ConfigurationError:
     """Return the error for --prepared if none of the named parts prepares weights of `quants`."""
     got = f"{quants}, of which nothing is prepared by {parts}"
     example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
     return ConfigurationError("--prepared", got=got, need=f"weights that are, such as {example}")
 
 
-def refuse_beside(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
+def refuse_combination(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
     """Raise ConfigurationError if an option of `groups` is set that `option` would ignore.
 
     groups: option dataclasses. taken: names of fields that may be combined with `option`.
@@ -181,7 +181,7 @@ def refuse_beside(option: str, groups: Iterable[object], taken: Collection[str] 
                 raise ConfigurationError(name, got=f"{name} beside {option}", need="one of them")
 
 
-def flattened(command: Callable[..., None]) -> Callable[..., None]:
+def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each dataclass parameter of a command by one option per field.
 
     Returns a wrapper whose signature typer reads. It builds the dataclasses and calls `command`.

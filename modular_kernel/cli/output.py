@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
-from modular_kernel.cli.output_streams import LOST_OUTPUT, JsonOutput, json_alone
+from modular_kernel.cli.output_streams import LOST_OUTPUT, JsonOutput, only_json_on_stdout
 from modular_kernel.cli.tables import Layout, folded, layout, records
 from modular_kernel.errors import (
     ConfigurationError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 10_000
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
-_FIRST_WORD_S, _LATER_WORDS_S, _STEADY_S = 5.0, 20.0, 4.0
+_FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0
 
 _STYLES = {  # verdict in a table cell -> rich style
     **dict.fromkeys(("ok", "valid", "passed"), "green"),
@@ -48,25 +48,25 @@ _json_output: ContextVar[JsonOutput | None] = ContextVar("json_output", default=
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
-def plain(value: object) -> Json:
+def to_json_types(value: object) -> Json:
     """Convert a value to JSON types.
 
     Enums become their values, dtypes their names, dataclasses dicts, and non-finite floats strings.
     """
     if isinstance(value, Enum):
-        return plain(value.value)
+        return to_json_types(value.value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: to_json_types(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_types(item) for item in value]
     if isinstance(value, frozenset | set):
-        return sorted((plain(item) for item in value), key=str)
+        return sorted((to_json_types(item) for item in value), key=str)
     return str(value).removeprefix("torch.")
 
 
@@ -75,7 +75,7 @@ def print_json(value: object, to: str = STDOUT) -> None:
 
     Raises SystemExit with LOST_OUTPUT if the file cannot be written.
     """
-    text = json.dumps(plain(value), indent=2)
+    text = json.dumps(to_json_types(value), indent=2)
     if to == STDOUT:
         print_document(text)
         return
@@ -110,11 +110,11 @@ def writing(path: Path | str) -> Iterator[None]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        tell_error(f"output was lost: {path}: {error.strerror or error}")
+        print_error(f"output was lost: {path}: {error.strerror or error}")
         raise SystemExit(LOST_OUTPUT) from None
 
 
-def reports() -> bool:
+def is_reporting_rank() -> bool:
     """Return whether this process prints results: rank 0 of a launcher, or the only process."""
     return not _later_rank()
 
@@ -128,13 +128,13 @@ def _later_rank() -> int:
     return 0 if launcher is None else launcher.rank
 
 
-def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
+def print_result(value: object, to: str | None, show: Callable[[], None]) -> None:
     """Output a result on the reporting rank.
 
     to: None calls `show` to print text, "-" prints JSON on stdout, and a path does both, with the
     JSON in that file.
     """
-    if not reports():
+    if not is_reporting_rank():
         return
     try:
         if to is not None:
@@ -164,11 +164,11 @@ def line(text: str = "") -> None:
 
 def note(text: str) -> None:
     """Print a note for the user on stderr; only on the reporting rank."""
-    if reports():
+    if is_reporting_rank():
         _tell(text)
 
 
-def tell_error(text: str) -> None:
+def print_error(text: str) -> None:
     """Print an error on stderr, on every rank: it may have occurred on this rank only."""
     rank = _later_rank()
     _tell(f"rank {rank}: error: {text}" if rank else f"error: {text}")
@@ -245,7 +245,7 @@ def progress(
     seconds, then one every 20 seconds. what: plural noun for the steps. steady: print every 4
     seconds from a thread, also during a long step; do not use it where processes are forked.
     """
-    if not reports() or not sys.stderr.isatty():
+    if not is_reporting_rank() or not sys.stderr.isatty():
         if steady:
             with _steady_progress(total, what) as advance:
                 yield advance
@@ -262,21 +262,21 @@ def progress(
 
 def _progress_lines(total: int, what: str) -> Callable[[], None]:
     began = time.monotonic()
-    done, next_s = 0, _FIRST_WORD_S
+    done, next_s = 0, _FIRST_LINE_S
 
     def step() -> None:
         nonlocal done, next_s
         done += 1
         elapsed = time.monotonic() - began
         if elapsed >= next_s and done < total:
-            next_s = elapsed + _LATER_WORDS_S
+            next_s = elapsed + _LINE_INTERVAL_S
             note(f"{done} of {total} {what} in {elapsed:.0f} s")
 
     return step
 
 
 @contextmanager
-def steps_told(total: int, what: str) -> Iterator[Callable[[str], None]]:
+def step_lines(total: int, what: str) -> Iterator[Callable[[str], None]]:
     """Yield a function to call with a line of text after each of `total` steps.
 
     On a terminal a progress bar replaces the lines, which would scroll the result off the screen.
@@ -293,7 +293,7 @@ def _steady_progress(total: int, what: str) -> Iterator[Callable[[], None]]:
     began, done, stop = time.monotonic(), [0], threading.Event()
 
     def tell() -> None:
-        while not stop.wait(_STEADY_S):
+        while not stop.wait(_STEADY_INTERVAL_S):
             note(f"{done[0]} of {total} {what} in {time.monotonic() - began:.0f} s")
 
     def step() -> None:
@@ -317,16 +317,16 @@ def waiting(doing: Callable[[], str]) -> Iterator[None]:
     stop = threading.Event()
 
     def tell() -> None:
-        activity, began, next_s = doing(), time.monotonic(), _FIRST_WORD_S
-        while not stop.wait(min(_FIRST_WORD_S, 1.0)):
+        activity, began, next_s = doing(), time.monotonic(), _FIRST_LINE_S
+        while not stop.wait(min(_FIRST_LINE_S, 1.0)):
             elapsed = time.monotonic() - began
             if doing() != activity:
-                activity, began, next_s = doing(), time.monotonic(), _FIRST_WORD_S
+                activity, began, next_s = doing(), time.monotonic(), _FIRST_LINE_S
             elif elapsed >= next_s:
-                next_s = elapsed + _LATER_WORDS_S
+                next_s = elapsed + _LINE_INTERVAL_S
                 note(f"{activity}: {elapsed:.0f} s so far")
 
-    if not reports():
+    if not is_reporting_rank():
         yield
         return
     thread = threading.Thread(target=tell, daemon=True)
@@ -338,7 +338,7 @@ def waiting(doing: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-def interpreted(names: Iterable[str]) -> None:
+def note_interpreted(names: Iterable[str]) -> None:
     """Print which layers ran in Triton's interpreter; without names print nothing."""
     text = ", ".join(dict.fromkeys(names))
     if text:
@@ -351,7 +351,7 @@ def rejections(found: Sequence["Rejection"]) -> None:
     table(("rule", "parties", "got", "need", "hint"), rows)
 
 
-def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+def handle_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a verb so that toolkit errors become messages and exit statuses, without a traceback.
 
     IncompatibleError exits with 1, InputError (bad usage) with 2, and any other ModularKernelError,
@@ -369,7 +369,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _json_on_stdout() -> Iterator[None]:
-    with json_alone() as documents:
+    with only_json_on_stdout() as documents:
         token = _json_output.set(documents)
         try:
             yield
@@ -384,7 +384,7 @@ def _guarded(command: Callable[..., None], values: dict[str, Any], to: str | Non
         _refuse(refusal, to)
         raise typer.Exit(1) from None
     except InputError as error:
-        if to == STDOUT and reports():
+        if to == STDOUT and is_reporting_rank():
             error_type = type(error).__name__
             print_json(
                 {
@@ -396,16 +396,16 @@ def _guarded(command: Callable[..., None], values: dict[str, Any], to: str | Non
                     }
                 }
             )
-        tell_error(str(error))
+        print_error(str(error))
         raise typer.Exit(2) from None
     except ModularKernelError as error:
-        tell_error(str(error))
+        print_error(str(error))
         raise typer.Exit(BROKEN) from None
 
 
 def _refuse(refusal: IncompatibleError, to: str | None) -> None:
     record = {"pairing": refusal.pairing, "ok": False, "rejections": refusal.rejections}
-    answer(record, to, lambda: _print_refusal(refusal))
+    print_result(record, to, lambda: _print_refusal(refusal))
 
 
 def _print_refusal(refusal: IncompatibleError) -> None:

@@ -82,7 +82,7 @@ class JsonOutput:
 
 
 @contextmanager
-def json_alone() -> Iterator[JsonOutput]:
+def only_json_on_stdout() -> Iterator[JsonOutput]:
     """Redirect stdout to stderr inside the context, then print the buffered JSON on stdout.
 
     File descriptor 1 is redirected as well as sys.stdout, because C libraries and child processes
@@ -144,7 +144,7 @@ def _discard(stream: TextIO) -> None:
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guard_streams() -> Iterator[None]:
     """Replace sys.stdout and sys.stderr by the wrappers of this module, and flush them at the end.
 
     Raises SystemExit with LOST_OUTPUT if stdout cannot be written.

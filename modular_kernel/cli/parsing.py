@@ -19,11 +19,11 @@ _NEED: dict[Any, str] = {int: "a whole number", float: "a number"}
 _SHOWN = 100
 
 
-def leave_words(command: Any) -> None:
+def disable_conversion(command: Any) -> None:
     """Make typer pass option strings unconverted, for a command and its subcommands."""
     command.get_params = partial(_parameters, command.get_params)
     for verb in getattr(command, "commands", {}).values():
-        leave_words(verb)
+        disable_conversion(verb)
 
 
 def _parameters(find: Callable[..., list[Any]], context: Any) -> list[Any]:
@@ -46,7 +46,7 @@ def _as_given(parameter: Any, process: Callable[..., Any], context: Any, value: 
     return value if parameter.callback is None else parameter.callback(context, parameter, value)
 
 
-def converted(command: Callable[..., None]) -> Callable[..., None]:
+def convert_options(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that option strings are converted according to its annotations.
 
     The wrapper raises ConfigurationError for the first option with an invalid value, and for a path

@@ -57,7 +57,7 @@ def list_parts(as_json: AsJson = None) -> None:
         "broken": catalog.broken,
         "duplicates": catalog.duplicates(),
     }
-    output.answer(record, as_json, lambda: _print_text(catalog, machine))
+    output.print_result(record, as_json, lambda: _print_text(catalog, machine))
 
 
 def _requires(part: "Part") -> "Requirements | None":
@@ -124,16 +124,16 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 def _takes(requires: "Requirements") -> str:
     """Format the accepted dtypes and quantization schemes and, for experts, the activations."""
-    from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, numbered
+    from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, format_sorted
 
-    words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else numbered(requires.dtypes)}
+    words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else format_sorted(requires.dtypes)}
     for name, label in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
         if hasattr(requires, name):
-            words[label] = numbered(getattr(requires, name)) or "nothing"
+            words[label] = format_sorted(getattr(requires, name)) or "nothing"
     activations: frozenset[str] | None = getattr(requires, "activations", None)
     if activations is not None:
         all_activations = activations == ALL_ACTIVATIONS
-        words["activations"] = "all" if all_activations else numbered(activations)
+        words["activations"] = "all" if all_activations else format_sorted(activations)
     return "; ".join(f"{label}: {names}" for label, names in words.items())
 
 

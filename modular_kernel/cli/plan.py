@@ -13,14 +13,14 @@ from modular_kernel.cli.options import (
     AsJson,
     Prepared,
     ProblemOptions,
-    nothing_prepared,
-    refuse_beside,
+    not_prepared_error,
+    refuse_combination,
 )
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.perf_model.estimate import Estimate, Sized
+    from modular_kernel.perf_model.estimate import Estimate, SizeResult
     from modular_kernel.perf_model.hardware import Cluster
 
 _WORLDS = "1,8,16,32,64"
@@ -29,7 +29,7 @@ _GIGA, _TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class ClusterOptions:
     """Command-line description of the cluster and the workload.
 
     Fields are in the units of the options (GB/s, us, TB/s, TFLOP/s); `cluster` converts them to
@@ -97,7 +97,7 @@ class World:
 def plan(
     *,
     options: ProblemOptions,
-    world: World,
+    world: ClusterOptions,
     compare: Annotated[
         list[Path] | None,
         typer.Option(help="Instead: the model beside the measured rows of this file; repeatable."),
@@ -119,10 +119,10 @@ def plan(
     row that was neither fitted nor timed eagerly; exits with 2 on bad usage.
     """
     if compare:
-        refuse_beside("--compare", (options, world))
+        refuse_combination("--compare", (options, world))
         _compare(compare, as_json=as_json)
         return
-    from modular_kernel.perf_model.estimate import in_world, size
+    from modular_kernel.perf_model.estimate import over_ranks, size
     from modular_kernel.perf_model.experts_time import PART
     from modular_kernel.perf_model.load import Groups
 
@@ -132,7 +132,7 @@ def plan(
     groups = Groups(world.groups, world.topk_groups)
     sized = [
         size(
-            in_world(one_rank.with_tokens(tokens), ranks, world.per_host),
+            over_ranks(one_rank.with_tokens(tokens), ranks, world.per_host),
             cluster,
             routing=world.routing,
             others=True,
@@ -144,10 +144,10 @@ def plan(
     ]
     estimates = [estimate for item in sized for estimate in item.estimates]
     if world.prepared and estimates and not any(estimate.prepared for estimate in estimates):
-        raise nothing_prepared(one_rank.quant, PART)
+        raise not_prepared_error(one_rank.quant, PART)
     rows = [_row(estimate, cluster) for estimate in estimates]
     record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
-    output.answer(record, as_json, lambda: _print(sized, cluster, world.routing))
+    output.print_result(record, as_json, lambda: _print(sized, cluster, world.routing))
     if not any(item.estimates for item in sized):
         raise typer.Exit(1)
 
@@ -175,8 +175,8 @@ def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
     }
 
 
-def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
-    from modular_kernel.perf_model.exchange_time import OTHERS
+def _print(sized: "list[SizeResult]", cluster: "Cluster", routing: str) -> None:
+    from modular_kernel.perf_model.exchange_time import LIBRARIES
 
     rows = []
     for sized_problem in sized:
@@ -197,7 +197,7 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
         output.line(f"- {text}")
     missing: dict[str, dict[str, None]] = {}
     for pairing, reason in (pair for sized_problem in sized for pair in sized_problem.without):
-        if "no measured" in reason or pairing.partition(" x ")[0] in OTHERS:
+        if "no measured" in reason or pairing.partition(" x ")[0] in LIBRARIES:
             missing.setdefault(reason, {})[pairing] = None
     for reason, pairings in missing.items():
         names = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
@@ -212,7 +212,7 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
         output.line(f"beware: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
 
 
-def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list[str]:
+def _assumptions(sized: "list[SizeResult]", cluster: "Cluster", routing: str) -> list[str]:
     gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
     rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
     estimates = [estimate for one in sized for estimate in one.estimates]
@@ -279,7 +279,9 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
                 f"worst {one.worst:.1%}"
             )
 
-    output.answer({"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show)
+    output.print_result(
+        {"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show
+    )
     if not results or any(result.missed for result in results):
         raise typer.Exit(1)
 

@@ -4,9 +4,9 @@ import difflib
 import re
 from pathlib import Path
 
-from modular_kernel.cli.file_options import exists, is_folder
+from modular_kernel.cli.file_options import exists, is_directory
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import facts_of_file, is_file
+from modular_kernel.models.config_file import is_file, problem_fields_of_file
 from modular_kernel.models.registry import ALIASES, model_named
 from modular_kernel.models.registry import MODELS as PUBLISHED
 from modular_kernel.text import printable
@@ -15,7 +15,7 @@ from modular_kernel.text import printable
 MODELS: dict[str, dict[str, object]] = {name: model.facts() for name, model in PUBLISHED.items()}
 
 
-def shown(model: str) -> str:
+def display_name(model: str) -> str:
     """Return the name of a model for tables.
 
     For a config.json this is the name of its folder; for another file, the file name without .json.
@@ -33,19 +33,19 @@ def facts(model: str) -> dict[str, object]:
 
     Raises ConfigurationError for an unknown name.
     """
-    if of_file(model):
-        fields = facts_of_file(model)
+    if reads_file(model):
+        fields = problem_fields_of_file(model)
         return fields if "dtype" in fields else fields | _dtype_of_files(model)
     model = _spelled(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
     published = model_named(model)
     if published is None:
-        raise unknown(model)
+        raise unknown_model_error(model)
     return published.facts()
 
 
-def of_file(model: str) -> bool:
+def reads_file(model: str) -> bool:
     """Return whether `facts` reads `model` as a file; an existing file precedes a hub id."""
     return is_file(model) and (exists(model) or not _is_hub_id(model))
 
@@ -54,7 +54,7 @@ def _dtype_of_files(model: str) -> dict[str, object]:
     """Return the dtype of the safetensors in a model folder; {} if they do not determine it."""
     from modular_kernel.checkpoints.inspection import dtype_of_files
 
-    stored = dtype_of_files(model) if is_folder(model) else None
+    stored = dtype_of_files(model) if is_directory(model) else None
     return {} if stored is None else {"dtype": stored}
 
 
@@ -76,7 +76,7 @@ def _plain(name: str) -> str:
     return re.sub("[-_.]", "", name.lower())
 
 
-def unknown(model: str, *more: str) -> ConfigurationError:
+def unknown_model_error(model: str, *more: str) -> ConfigurationError:
     """Return the error for an unknown model name, with suggestions.
 
     more: further valid names.
@@ -89,7 +89,7 @@ def unknown(model: str, *more: str) -> ConfigurationError:
     need = " or ".join([*close, "another name"] if close else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
         need = f"its file (hf download {model[:200]} config.json)"
-    if model and is_folder(model):
+    if model and is_directory(model):
         need = f"./{model} for the folder of that name"
     need = f"{need}, or the path of a config.json"
     return ConfigurationError("model", got=repr(model[:200]), need=need)

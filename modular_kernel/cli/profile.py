@@ -14,8 +14,8 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, nothing_prepared
-from modular_kernel.cli.ranks import Backend, Host, host_of, launched
+from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, not_prepared_error
+from modular_kernel.cli.ranks import Backend, Host, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _RANK_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ProfileOptions:
     """Options for the profiled calls, the pairing to compare with, and the output folder."""
 
     against: Annotated[
@@ -48,7 +48,9 @@ class Wanted:
         typer.Option(help="Calls in a trace.  [default: 5, or 1 on a CPU]", show_default=False),
     ] = None
     out: Annotated[
-        Path, typer.Option(help="Folder for the traces and reports."), FileUse.WRITE_FOLDER
+        Path,
+        typer.Option(help="Folder for the traces and is_reporting_rank."),
+        FileUse.WRITE_FOLDER,
     ] = Path("out")
     prepared: Prepared = False
 
@@ -56,7 +58,7 @@ class Wanted:
 def profile(
     *,
     options: ProblemOptions,
-    wanted: Wanted,
+    wanted: ProfileOptions,
     pf_type: Annotated[
         str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")
     ] = "MoEPrepareAndFinalizeNoEP",
@@ -81,13 +83,13 @@ def profile(
 
     Exits with 1 if a pair is refused, listing every reason, and with 2 on bad usage.
     """
-    options = launched(options)
+    options = with_launcher(options)
     problem = options.problem()
     calls, against = wanted.calls, wanted.against
     if calls is not None and not 1 <= calls <= _MOST_CALLS:
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
-    experts_type = experts_type or usual_experts()
+    experts_type = experts_type or default_experts()
     from modular_kernel.measure.routing_patterns import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
     from modular_kernel.profiling.report import as_record
@@ -118,12 +120,12 @@ def profile(
             recorded = _recorded(job, host)
         result = _read(job, recorded, files, host)
         record = as_record(result) | host.facts | {"report": str(files.report("html"))}
-    if output.reports():
+    if output.is_reporting_rank():
         files.write(result, record)
-    output.answer(record, as_json, lambda: _show(result, files))
+    output.print_result(record, as_json, lambda: _show(result, files))
 
 
-def usual_experts() -> str:
+def default_experts() -> str:
     """Return the default experts part: TritonExperts with a GPU, else TorchExperts."""
     import torch
 
@@ -133,20 +135,20 @@ def usual_experts() -> str:
 def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
     """Raise IncompatibleError, with every reason of the first refused rank, for an invalid pair."""
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.cli.check import judged
+    from modular_kernel.cli.check import judge_pairs
 
-    (verdict,) = judged(load_catalog(), pf, experts, problem, machine)
+    (verdict,) = judge_pairs(load_catalog(), pf, experts, problem, machine)
     if not verdict.ok:
         raise IncompatibleError(verdict.pairing, verdict.rejections)
 
 
 def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
     """Raise ConfigurationError if no experts part prepares weights; note each one that does not."""
-    from modular_kernel.measure.prepared_weights import declared_specs
+    from modular_kernel.measure.prepared_weights import prepared_specs_of
 
-    without = [name for name in experts if not declared_specs(name, problem)]
+    without = [name for name in experts if not prepared_specs_of(name, problem)]
     if len(without) == len(experts):
-        raise nothing_prepared(problem.quant, " and ".join(experts))
+        raise not_prepared_error(problem.quant, " and ".join(experts))
     for name in without:
         output.note(f"profiled as it is, nothing is prepared of: {name} {problem.quant}")
 
@@ -189,7 +191,7 @@ class _Files:
         """Write the report as JSON and as HTML."""
         from modular_kernel.profiling.html import page
 
-        text = json.dumps(output.plain(record), indent=1)
+        text = json.dumps(output.to_json_types(record), indent=1)
         for kind, content in (("json", text), ("html", page(found))):
             path = self.report(kind)
             output.write_file(path, content)
@@ -206,7 +208,7 @@ def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
 
 def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host) -> "Profile":
     """Read the traces back, merge those of several ranks, and return the resulting profile."""
-    from modular_kernel.profiling.chrome import merged, read_trace
+    from modular_kernel.profiling.chrome import merge_traces, read_trace
     from modular_kernel.profiling.report import profile_of
 
     def traces_of(rank: int) -> list[dict[str, Any]]:
@@ -219,9 +221,9 @@ def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: H
         names = [f"rank {record.rank}: {record.environment['device']}" for record in records]
         for index, pair in enumerate(job.pairs):
             path = files.merged(pair)
-            if not output.reports():
+            if not output.is_reporting_rank():
                 continue
-            output.write_file(path, json.dumps(merged(traces[index], names)))
+            output.write_file(path, json.dumps(merge_traces(traces[index], names)))
             merged_paths[index] = path
     return profile_of(job, records, traces, merged_paths)
 
@@ -245,7 +247,7 @@ def _show(found: "Profile", files: _Files) -> None:
             output.line(line)
     if len(found.pairs) > 1:
         output.line("\nA is the first pairing, B the second. " + summary.difference(found))
-        output.table(summary.COMPARED, summary.compared(found))
+        output.table(summary.COMPARED, summary.comparison_rows(found))
     output.line()
     for pair in found.pairs:
         for path in [rank.trace for rank in pair.ranks] + ([pair.merged] if pair.merged else []):

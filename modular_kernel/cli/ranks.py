@@ -103,7 +103,7 @@ def host_of(
     launcher, or size of the blocks of started ranks that simulate hosts. Raises ConfigurationError
     for a backend or ranks_per_host with a single rank.
     """
-    world_size = ranks_asked(world_size)
+    world_size = resolve_world_size(world_size)
     if world_size == 1:
         if backend is not None:
             raise ConfigurationError("--backend", got=backend, need="--world-size N beside it")
@@ -120,7 +120,7 @@ def host_of(
         yield Host(machine_of(pool), pool)
 
 
-def ranks_asked(world_size: int | None) -> int:
+def resolve_world_size(world_size: int | None) -> int:
     """Return the number of ranks: that of the launcher, else `world_size`, else 1.
 
     Raises ConfigurationError if `world_size` differs from the launcher's.
@@ -134,7 +134,7 @@ def ranks_asked(world_size: int | None) -> int:
     return launcher.world_size
 
 
-def launched(options: "ProblemOptions") -> "ProblemOptions":
+def with_launcher(options: "ProblemOptions") -> "ProblemOptions":
     """Return the options with the launcher's world size and ranks per host, if there is one.
 
     Raises ConfigurationError if the options contradict the launcher.
@@ -146,7 +146,7 @@ def launched(options: "ProblemOptions") -> "ProblemOptions":
     if options.ranks_per_host not in (None, per_host):
         need = f"{per_host or 'all'}, as the launcher says, or no --ranks-per-host"
         raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
-    world_size = ranks_asked(options.world_size)
+    world_size = resolve_world_size(options.world_size)
     return replace(options, world_size=world_size, ranks_per_host=per_host)
 
 
@@ -178,7 +178,7 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
     return ranks
 
 
-def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
+def as_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
     """Turn a case into a RankCase with tokens per rank and a fault scenario.
 
     rank_tokens: comma-separated numbers; None means the problem's tokens on each rank. Raises

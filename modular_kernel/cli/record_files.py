@@ -12,13 +12,13 @@ _MOST_BYTES = 1 << 26
 Record = TypeVar("Record")
 
 
-def loaded(option: str, path: Path, read: Callable[[str], Record]) -> Record:
+def load_record(option: str, path: Path, read: Callable[[str], Record]) -> Record:
     """Load a record file, at most 64 MiB, with the parser `read`.
 
     Raises ConfigurationError naming `option` and the path if the file cannot be read or parsed.
     """
     try:
-        return read(json_files.content(path, _MOST_BYTES).decode())
+        return read(json_files.read_file(path, _MOST_BYTES).decode())
     except ConfigurationError as error:
         got, need = f"schema {error.got!r}", f"{error.need}, as --json wrote it"
     except OSError as error:

@@ -67,11 +67,11 @@ def report(
 
 
 def _print_matrix(catalog: "Catalog", to: str) -> None:
-    from modular_kernel.report.judge_all import judged_matrix
+    from modular_kernel.report.judge_all import judge_all
 
-    matrix = judged_matrix(catalog)
+    matrix = judge_all(catalog)
     facts = {"problem": matrix.problem, "machine": matrix.machine}
-    cells = [output.plain(cell) for cell in matrix.cells]
+    cells = [output.to_json_types(cell) for cell in matrix.cells]
     output.print_json({**facts, "cells": cells}, to)
 
 

@@ -12,7 +12,7 @@ from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.options import AsJson
 
 
-class Reported(Protocol):
+class WritableReport(Protocol):
     """A report of measured rows."""
 
     def to_json(self) -> str: ...
@@ -34,13 +34,15 @@ class ReportFiles:
         """Path of the JSON record; None if --json is absent or prints on stdout."""
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
-    def keep(self, report: Reported) -> None:
+    def keep(self, report: WritableReport) -> None:
         """Write the report to the file of --json, if any; may be called after each row."""
         if self.record is not None:
             with output.writing(self.record):
                 report.write(self.record)
 
-    def show(self, report: Reported, text: Callable[[], None], document: Callable[[], str]) -> None:
+    def show(
+        self, report: WritableReport, text: Callable[[], None], document: Callable[[], str]
+    ) -> None:
         """Print the report as JSON or with `text`, and write `document` to the --markdown file."""
         if self.as_json == output.STDOUT:
             output.print_document(report.to_json())

@@ -15,18 +15,18 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.list_options import schemes, token_numbers
-from modular_kernel.cli.machine_setup import prepare_host, workers_of
+from modular_kernel.cli.machine_setup import limit_workers, prepare_host
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
-from modular_kernel.cli.presets import SHAPES, shown
+from modular_kernel.cli.presets import SHAPES, display_name
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.utils.optional_imports import reason
+from modular_kernel.utils.optional_imports import describe_error
 
 if TYPE_CHECKING:
     from modular_kernel.contracts import Tunable
     from modular_kernel.spec.problem import Machine, Problem
-    from modular_kernel.tuning.compilation import Compiler, Pair
-    from modular_kernel.tuning.search import Tuned
+    from modular_kernel.tuning.compilation import Compiler, TunedPair
+    from modular_kernel.tuning.search import TuneResult
 
 ALL = "all"  # --model all: every name of SHAPES
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -38,7 +38,7 @@ _NO_GPU = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class TuneOptions:
     """Options for the token counts, the time budget and the output of the search."""
 
     tokens_list: Annotated[
@@ -84,7 +84,7 @@ class Search:
 def tune(
     *,
     options: ProblemOptions,
-    search: Search,
+    search: TuneOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     explain: Annotated[
@@ -117,7 +117,7 @@ def tune(
     if not search.budget > 0:
         raise ConfigurationError("--budget", got=search.budget, need="> 0")
     if search.workers is not None:
-        search = replace(search, workers=workers_of(search.workers))
+        search = replace(search, workers=limit_workers(search.workers))
     if device_name is not None and not explain:
         raise ConfigurationError("--device-name", got=repr(device_name), need="--explain beside it")
     problems = _problems(options)
@@ -132,7 +132,9 @@ def tune(
             problems = _with_prepared_weights(problems, experts_type, device_name)
         layers = [problem for _, problem in problems]
         texts = _explanations(layers, tokens, experts_type, device_name, search.prepared)
-        output.answer({"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts)))
+        output.print_result(
+            {"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts))
+        )
         return
     machine = this_machine()
     if machine.device != "cuda":
@@ -158,7 +160,7 @@ def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
     for quant in [None] if options.quant is None else schemes(options.quant):
         for name in dict.fromkeys(names):
             problem = replace(options, quant=quant, model=name).problem()
-            problems.append((shown(name) if name else "", problem))
+            problems.append((display_name(name) if name else "", problem))
     return problems
 
 
@@ -185,7 +187,9 @@ def _spaces(
         except Exception as error:
             if experts is not None:
                 raise
-            output.note(f"not tuned: {name}: {reason(error)}")  # e.g. a part of another package
+            output.note(
+                f"not tuned: {name}: {describe_error(error)}"
+            )  # e.g. a part of another package
         else:
             if space is not None:
                 spaces[name] = space
@@ -227,7 +231,7 @@ def _valid(
     pf: str | None,
     ex: str | None,
     prepared: bool = False,
-) -> "list[tuple[str, Problem, Pair]]":
+) -> "list[tuple[str, Problem, TunedPair]]":
     """Return the problems with a valid pair, and note the refused ones.
 
     A single refused problem raises IncompatibleError; several raise typer.Exit(1).
@@ -252,20 +256,20 @@ def _pair(
     pf: str | None,
     experts: str | None,
     prepared: bool = False,
-) -> "Pair":
+) -> "TunedPair":
     """Return the first valid pair that matches the names.
 
     Raises IncompatibleError with all reasons if there is none.
     """
     from modular_kernel.catalog import check, load_catalog
-    from modular_kernel.tuning.compilation import Pair
+    from modular_kernel.tuning.compilation import TunedPair
 
     pfs = load_catalog().names("prepare_finalize") if pf is None else (pf,)
     names = [(p, e) for e in _spaces(problem, experts, prepared=prepared) for p in pfs]
     verdicts = [check(*pair, problem, machine) for pair in names]
     for pair, verdict in zip(names, verdicts, strict=True):
         if verdict.ok:
-            return Pair(*pair, machine, prepared)
+            return TunedPair(*pair, machine, prepared)
     reasons = [r for verdict in verdicts for r in verdict.rejections]
     title = verdicts[0].pairing if len(verdicts) == 1 else f"every pairing for {problem}"
     raise IncompatibleError(title, reasons)
@@ -292,9 +296,9 @@ def _explanations(
 
 
 def _run(
-    chosen: "Sequence[tuple[str, Problem, Pair]]",
+    chosen: "Sequence[tuple[str, Problem, TunedPair]]",
     tokens: Sequence[int],
-    search: Search,
+    search: TuneOptions,
     as_json: str | None,
 ) -> None:
     """Tune the layers one after another within the budget, save and print the results.
@@ -353,8 +357,8 @@ class _Share:
 
 
 def _tune_layer(
-    layer: TunedLayer, search: Search, share: _Share, compiler: "Compiler", bar: Bar
-) -> "list[Tuned]":
+    layer: TunedLayer, search: TuneOptions, share: _Share, compiler: "Compiler", bar: Bar
+) -> "list[TuneResult]":
     """Tune the layer's token counts in order until the budget is spent; return the results."""
     from modular_kernel.tuning.measurement import TimedSearch
     from modular_kernel.tuning.search import TuneJob, tune
@@ -378,7 +382,7 @@ def _tune_layer(
         fresh=search.fresh,
         tick=bar.tick,
     )
-    recorder, done = TuneRecorder(layer, search.times), list["Tuned"]()
+    recorder, done = TuneRecorder(layer, search.times), list["TuneResult"]()
     for tuned in tune(job):
         bar.tell(layer, tuned)
         recorder.keep(tuned)

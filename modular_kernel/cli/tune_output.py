@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.text import all_counted, counted
+from modular_kernel.text import counted, counted_list
 
 if TYPE_CHECKING:
     from modular_kernel.contracts import Choice, Tunable
     from modular_kernel.spec.problem import Problem
-    from modular_kernel.tuning.compilation import Pair
-    from modular_kernel.tuning.search import Tuned
+    from modular_kernel.tuning.compilation import TunedPair
+    from modular_kernel.tuning.search import TuneResult
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TunedLayer:
 
     name: str
     problem: "Problem"
-    pair: "Pair"
+    pair: "TunedPair"
     space: "Tunable"
     tokens: tuple[int, ...]
     folder: Path
@@ -74,7 +74,7 @@ class Bar:
         """Advance the bar by one measurement."""
         self._bar.advance(self._task)
 
-    def tell(self, layer: TunedLayer, tuned: "Tuned") -> None:
+    def tell(self, layer: TunedLayer, tuned: "TuneResult") -> None:
         """Print the result of one token count."""
         self._bar.update(self._task, description=layer.title)
         self._bar.console.print(f"{layer.title}: {_line(tuned)}")
@@ -91,7 +91,7 @@ class TuneRecorder:
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
         self._layer, self._path = layer, path
 
-    def keep(self, tuned: "Tuned") -> None:
+    def keep(self, tuned: "TuneResult") -> None:
         if self._path is None or tuned.best is None:
             return
         problem, best = self._layer.problem, tuned.best
@@ -131,7 +131,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _line(tuned: "Tuned") -> str:
+def _line(tuned: "TuneResult") -> str:
     best = tuned.best
     if best is None:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
@@ -144,7 +144,9 @@ def _line(tuned: "Tuned") -> str:
     return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{stopped})"
 
 
-def record(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[str, object]:
+def record(
+    layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[int]
+) -> dict[str, object]:
     return {
         "layer": layer.name,
         "problem": layer.problem,
@@ -170,7 +172,7 @@ def record(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> d
     }
 
 
-def print_text(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> None:
+def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[int]) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
     output.table(
         columns,
@@ -186,13 +188,13 @@ def print_text(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) 
     if files:
         output.line(f"saved in {files[-1]}")
     if left:
-        numbers = all_counted(left, "token")
+        numbers = counted_list(left, "token")
         output.line(f"the budget is spent; left: {numbers}. The same command continues")
     if not done and not left:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 
 
-def _row(tuned: "Tuned") -> tuple[object, ...]:
+def _row(tuned: "TuneResult") -> tuple[object, ...]:
     best, counts = tuned.best, (len(tuned.took), len(tuned.refused))
     if best is None:
         return (tuned.tokens, "-", "-", "-", *counts, "nothing ran")

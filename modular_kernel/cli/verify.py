@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.machine_setup import prepare_host, prepare_torch_only, workers_of
-from modular_kernel.cli.mutate import Mutating, run_mutation
+from modular_kernel.cli.machine_setup import limit_workers, prepare_host, prepare_torch_only
+from modular_kernel.cli.mutate import MutationOptions, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.ranks import Backend, Host, host_of, launched, over_ranks
+from modular_kernel.cli.ranks import Backend, Host, as_rank_case, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.text import counted
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneCase:
+class SingleCaseOptions:
     """Options that, together with the problem options, describe a single case to replay."""
 
     one: Annotated[
@@ -63,7 +63,7 @@ class OneCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyManner:
+class VerifyOptions:
     """Options for the selection and execution of cases."""
 
     level: Annotated[
@@ -158,10 +158,10 @@ class CaseResult:
 
 def verify(
     *,
-    replay: OneCase,
+    replay: SingleCaseOptions,
     options: ProblemOptions,
-    manner: VerifyManner,
-    mutating: Mutating,
+    manner: VerifyOptions,
+    mutating: MutationOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     as_json: AsJson = None,
@@ -183,10 +183,10 @@ def verify(
     Exits with 1 if a check fails, a mutant survives, or the named pair is refused.
     """
     one_case_options = replace(options, world_size=None, ranks_per_host=None), replay
-    if not replay.one and one_case_options != (ProblemOptions(), OneCase()):
+    if not replay.one and one_case_options != (ProblemOptions(), SingleCaseOptions()):
         need = "--one beside them: otherwise the cases choose their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
-    options = launched(options)
+    options = with_launcher(options)
     mutating.check(beside=replay.one)
     single_process = replay.one or mutating.mutate is not None or options.world_size is not None
     if manner.workers is not None and (manner.workers < 1 or single_process):
@@ -223,17 +223,19 @@ def _level(text: str) -> Literal["smoke", "full"]:
 
 
 def _single_case(
-    options: ProblemOptions, replay: OneCase, pf: str | None, experts: str | None
+    options: ProblemOptions, replay: SingleCaseOptions, pf: str | None, experts: str | None
 ) -> VerifyJob:
     from modular_kernel.testing.cases.case import Case
-    from modular_kernel.testing.cases.inputs import ORDINARY, ROUTINGS, Manner
+    from modular_kernel.testing.cases.inputs import ORDINARY, ROUTINGS, InputVariation
 
     if pf is None or experts is None:
         raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
     if replay.routing not in ROUTINGS:
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
-    manner = Manner(replay.layout, replay.values, replay.own_scales, replay.named, replay.nan)
+    manner = InputVariation(
+        replay.layout, replay.values, replay.own_scales, replay.named, replay.nan
+    )
     problem, interleaved = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, interleaved)
     if (options.world_size or 1) > 1:
@@ -243,7 +245,7 @@ def _single_case(
         ):
             need = "the ordinary layout and scales: --world-size"
             raise ConfigurationError("--one", got=str(manner), need=need)
-        case = over_ranks(case, replay.rank_tokens, replay.fault)
+        case = as_rank_case(case, replay.rank_tokens, replay.fault)
     elif replay.rank_tokens is not None or replay.fault:
         need = "--world-size beside them"
         raise ConfigurationError("--rank-tokens, --fault", got="one rank", need=need)
@@ -282,9 +284,13 @@ def _jobs(
 
 def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
     """Return the cells of the experts' code paths that a single-process call can enter."""
-    from modular_kernel.testing.cases.path_coverage import reachable
+    from modular_kernel.testing.cases.path_coverage import reachable_cells
 
-    return frozenset() if host.pool is not None else frozenset(reachable(pf, experts, host.machine))
+    return (
+        frozenset()
+        if host.pool is not None
+        else frozenset(reachable_cells(pf, experts, host.machine))
+    )
 
 
 def _rest(host: Host, level: str) -> str:
@@ -305,10 +311,10 @@ def _named_pairs(
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) -> int:
+def _workers(manner: VerifyOptions, host: Host, level: Literal["smoke", "full"]) -> int:
     """Return the number of worker processes; 1 for cases over ranks or on a GPU."""
     if manner.workers is not None:
-        return workers_of(manner.workers)
+        return limit_workers(manner.workers)
     if level == "smoke" or host.pool is not None or host.machine.device != "cpu":
         return 1
     return len(os.sched_getaffinity(0))
@@ -336,7 +342,7 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
             results.append(CaseResult(job, tuple(proofs)))
     ok = bool(results) and all(result.ok for result in results)
     record = {"ok": ok, **host.facts, "pairs": [_record(result) for result in results]}
-    output.answer(record, as_json, lambda: _print_text(results))
+    output.print_result(record, as_json, lambda: _print_text(results))
     return ok
 
 

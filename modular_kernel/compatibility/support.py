@@ -20,8 +20,8 @@ from modular_kernel.spec.problem import (
 )
 from modular_kernel.text import counted, notebook_html, printable
 from modular_kernel.utils.argument_checks import Count
-from modular_kernel.utils.optional_imports import reason
-from modular_kernel.utils.package_probes import Provider
+from modular_kernel.utils.optional_imports import describe_error
+from modular_kernel.utils.package_probes import PackageProbe
 
 ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 ALL_ACTIVATIONS = frozenset(GATED + UNGATED)
@@ -57,7 +57,7 @@ class Requirements:
     min_arch: tuple[int, int] | None = None
     archs: frozenset[tuple[int, int]] | None = None
     packages: tuple[str, ...] = ()
-    providers: tuple[Provider, ...] = ()
+    providers: tuple[PackageProbe, ...] = ()
     packages_from: str = ""
     packages_extra: str = ""
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
@@ -193,7 +193,7 @@ class ExpertsRequirements(Requirements):
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedPart:
     """A part that other stacks have under this name and that is not implemented here yet."""
 
     name: str
@@ -280,7 +280,7 @@ class Verdict:
         return "\n".join([*lines, *(f"  - {r}" for r in self.rejections)])
 
 
-def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...]:
+def collect_rejections(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...]:
     """Return a part's extra rejections.
 
     If its code raises or returns something else, return one rejection that reports it, so that a
@@ -289,7 +289,7 @@ def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...
     try:
         answer = tuple(ask())
     except Exception as error:  # noqa: BLE001  another package's code
-        got = reason(error)
+        got = describe_error(error)
     else:
         if not answer:
             return ()
@@ -306,6 +306,6 @@ def archs_text(archs: frozenset[tuple[int, int]]) -> str:
     return " or ".join(f"{major}.{minor}" for major, minor in sorted(archs))
 
 
-def numbered(values: Sequence[object] | frozenset[object]) -> str:
+def format_sorted(values: Sequence[object] | frozenset[object]) -> str:
     """Format values for a message, sorted."""
     return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))

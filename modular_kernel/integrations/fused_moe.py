@@ -19,9 +19,9 @@ from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
     check_config,
-    depth_of,
     experts_in,
     kernel_for,
+    values_per_element,
     weights_of,
 )
 from modular_kernel.integrations.fused_moe_options import (
@@ -29,11 +29,11 @@ from modular_kernel.integrations.fused_moe_options import (
     Options,
     Quantization,
     quant_of,
-    sorted_out,
+    split_options,
 )
 from modular_kernel.ops.route import route
 from modular_kernel.spec.problem import Combine
-from modular_kernel.spec.router import MOST_TOP_K, RouterSpec, StandardTopKOutput
+from modular_kernel.spec.router import MAX_TOP_K, RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor, check_tensors
@@ -69,7 +69,7 @@ def fused_experts(
     Raises every InputError of `FusedMoEModularKernel`, and IncompatibleError if no part supports
     the problem.
     """
-    config, quantization = sorted_out(moe_runner_config, options)
+    config, quantization = split_options(moe_runner_config, options)
     return _fused_experts(hidden_states, w1, w2, topk_output, config, quantization)
 
 
@@ -94,7 +94,7 @@ def _fused_experts(
         need = "inplace=False with it: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
     quant = quant_of(options)
-    check_config(config, x_TH, w1, w2, options, depth=depth_of(quant))
+    check_config(config, x_TH, w1, w2, options, depth=values_per_element(quant))
     extras = [options.get(name) for name in FIELDS.values()]
     settings = (
         quant,
@@ -129,7 +129,7 @@ def fused_moe(
     top_k is required. renormalize: scale the K weights of a token to sum to 1. gating_output may
     also be a router's result, as topk_output of `fused_experts`.
     """
-    config, quantization = sorted_out(moe_runner_config, options)
+    config, quantization = split_options(moe_runner_config, options)
     expect("renormalize", renormalize, bool)
     if isinstance(gating_output, list | tuple):
         if renormalize:
@@ -143,9 +143,9 @@ def fused_moe(
     if gating_output.dim() < 2:
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
     top_k, experts = config.top_k, gating_output.shape[-1]
-    max_top_k = min(experts, MOST_TOP_K)
+    max_top_k = min(experts, MAX_TOP_K)
     if top_k is None or not 1 <= top_k <= max_top_k:
-        need = f"1 to {max_top_k}, the router's experts, {MOST_TOP_K} at most"
+        need = f"1 to {max_top_k}, the router's experts, {MAX_TOP_K} at most"
         raise ConfigurationError("top_k", got=top_k, need=need)
     if config.num_fused_shared_experts:
         need = "0, or what a router chose: a softmax does not choose shared experts"

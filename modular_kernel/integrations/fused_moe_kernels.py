@@ -10,7 +10,7 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.kernel_cache import NO_EP, Experts
-from modular_kernel.quant.quantized_weights import values_at_once
+from modular_kernel.quant.quantized_weights import values_per_word
 from modular_kernel.quant.repacking import VALUES
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem, parse_dtype
 from modular_kernel.spec.quantization import QUANT_SCHEMES
@@ -18,7 +18,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 USUAL: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
 _SMALLEST_CAPACITY = 16
-_DEPTHS = {name: values_at_once(scheme) for name, scheme in QUANT_SCHEMES.items()}
+_DEPTHS = {name: values_per_word(scheme) for name, scheme in QUANT_SCHEMES.items()}
 # Fields of ExpertWeights after w1 and w2 -> keywords of `Quantization`.
 FIELDS = {
     "b1": "b1",
@@ -62,7 +62,7 @@ def check_config(
         raise ConfigurationError("num_fused_shared_experts", got=got, need=need)
 
 
-def depth_of(quant: str) -> int:
+def values_per_element(quant: str) -> int:
     """Return the number of values per element of w1 and w2.
 
     Uses the text only, because torch.compile traces this function, but not the parser.
@@ -112,7 +112,7 @@ def kernel_for(
 
     parts: experts parts; the first that supports the problem is used.
     """
-    depth = depth_of(facts[0])
+    depth = values_per_element(facts[0])
     _check_sizes(x_TH, weights, depth, facts[1])
     expert_map, e = weights.expert_map, weights.w1.shape[0]
     tokens, hidden = x_TH.shape

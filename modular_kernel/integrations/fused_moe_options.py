@@ -121,7 +121,7 @@ _CONFIG = tuple(field.name for field in fields(MoeRunnerConfig))
 _OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
 
 
-def sorted_out(
+def split_options(
     config: MoeRunnerConfig | None, options: Options
 ) -> tuple[MoeRunnerConfig, Quantization]:
     """Split keywords into fields of the config, which they override, and quantization options.

@@ -28,8 +28,8 @@ from modular_kernel.integrations.fused_moe import topk_tensors
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
     check_config,
-    depth_of,
     kernel_for,
+    values_per_element,
     weights_of,
 )
 from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization, quant_of
@@ -49,7 +49,7 @@ from modular_kernel.integrations.runner_formats import (
 )
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.operators.kernel_cache import NO_EP
-from modular_kernel.operators.pairing import Pairing, text_of_sizes
+from modular_kernel.operators.pairing import Pairing, layer_text_from_sizes
 from modular_kernel.ops.routing_data import by_tokens
 from modular_kernel.replay import modes
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
@@ -320,7 +320,9 @@ class MoeRunner:
         weights, config = self._weights(info, quant, x.shape[-1]), self.config
         if info.expert_map is None and config.num_local_experts is not None:
             config = replace(config, num_experts=config.num_local_experts)  # local ids
-        check_config(config, x, weights.w1, weights.w2, info.options(), depth=depth_of(quant))
+        check_config(
+            config, x, weights.w1, weights.w2, info.options(), depth=values_per_element(quant)
+        )
         return weights
 
     def _rows(
@@ -366,8 +368,8 @@ class MoeRunner:
             raise UnsupportedError("gradients", got=got, need=need)
         local_experts = weights.w1.shape[0]
         experts = local_experts if expert_map is None else expert_map.shape[0]
-        intermediate = weights.w2.shape[2] * depth_of(quant)
-        layer = text_of_sizes(
+        intermediate = weights.w2.shape[2] * values_per_element(quant)
+        layer = layer_text_from_sizes(
             (x_TH.shape[1], intermediate, experts, ids_TK.shape[1]),
             x_TH.dtype,
             quant,
@@ -406,7 +408,7 @@ class MoeRunner:
         batched = isinstance(given, DeepEPLLDispatchOutput)
         if batched and len(x) != len(weights.w1):
             raise ShapeError("hidden_states", got=f"{len(x)} experts", need=len(weights.w1))
-        config, depth = self.config, depth_of(quant)
+        config, depth = self.config, values_per_element(quant)
         problem = Problem(
             tokens=x.shape[-2],
             hidden=x.shape[-1],

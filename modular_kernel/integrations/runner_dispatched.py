@@ -104,10 +104,10 @@ def run_received(
     if batched:
         return output
     assert isinstance(tokens, ContiguousTokens)
-    return _reduced(output, tokens, experts)
+    return _weight_and_reduce(output, tokens, experts)
 
 
-def _reduced(
+def _weight_and_reduce(
     rows: torch.Tensor, tokens: ContiguousTokens, experts: PermuteExpertsUnpermute
 ) -> torch.Tensor:
     """Return the experts' output, weighted and summed unless the experts have done so."""

@@ -9,7 +9,7 @@ from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.races import Access, Races
 
 if TYPE_CHECKING:  # importing it would import triton
-    from modular_kernel.interpreter.launch_cache import KnownLaunches, Trace
+    from modular_kernel.interpreter.launch_cache import LaunchCache, Trace
 
 
 class AccessLog:
@@ -24,7 +24,7 @@ class AccessLog:
         self._races: Races | None = None
         self._found: list[str] | None = None
         self._trace: Trace | None = None
-        self.known: KnownLaunches | None = None
+        self.known: LaunchCache | None = None
 
     def launch(
         self,

@@ -11,7 +11,7 @@ from functools import cache
 
 import triton.language as tl
 
-from modular_kernel.interpreter.dtypes import Foreign
+from modular_kernel.interpreter.dtypes import TritonObject
 
 # The original functions, which the replacements below still call.
 _block_init = tl.block_type.__init__
@@ -19,7 +19,7 @@ _tensor_init = tl.tensor.__init__
 _type_for_tuple_values = tl.core._type_for_tuple_values
 
 
-def init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
+def init_block_type(self: TritonObject, element_ty: TritonObject, shape: TritonObject) -> None:
     """Replace `tl.block_type.__init__`."""
     sizes = _sizes(shape)
     if sizes is None:
@@ -31,7 +31,7 @@ def init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
     self.of_tensors = _shape_of_tensors(sizes)
 
 
-def init_tensor(self: Foreign, handle: Foreign, type: Foreign) -> None:
+def init_tensor(self: TritonObject, handle: TritonObject, type: TritonObject) -> None:
     """Replace `tl.tensor.__init__`."""
     shape_and_numel = type.__dict__.get("of_tensors")
     if shape_and_numel is None:
@@ -43,20 +43,20 @@ def init_tensor(self: Foreign, handle: Foreign, type: Foreign) -> None:
     self.shape, self.numel = shape_and_numel
 
 
-def type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
+def type_of_tuple(values: TritonObject, fields: TritonObject = None) -> TritonObject:
     """Replace `tl.core._type_for_tuple_values`."""
     sizes = None if fields is not None else _sizes(values)
     return _type_for_tuple_values(values, fields) if sizes is None else _type_of_sizes(sizes)
 
 
-def _sizes(values: Iterable[Foreign]) -> tuple[int, ...] | None:
+def _sizes(values: Iterable[TritonObject]) -> tuple[int, ...] | None:
     """Return the sizes as plain integers, or None if one of them is anything else."""
     sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
     return sizes if set(map(type, sizes)) <= {int} else None
 
 
 @cache
-def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
+def _shape_of_block(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
     """Return shape, element count and name of triton's block of `sizes`, or raise its error."""
     block = tl.block_type.__new__(tl.block_type)
     _block_init(block, tl.float32, list(sizes))
@@ -64,7 +64,7 @@ def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
 
 
 @cache
-def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
+def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObject]:
     """Return shape and element count of tensors, which triton keeps as constants."""
     kind = tl.float32
     if sizes:
@@ -75,11 +75,11 @@ def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
     return tensor.shape, tensor.numel
 
 
-def shape_of_scalars() -> tuple[Foreign, Foreign]:
+def shape_of_scalars() -> tuple[TritonObject, TritonObject]:
     """Return shape and element count of scalar tensors."""
     return _shape_of_tensors(())
 
 
 @cache
-def _type_of_sizes(sizes: tuple[int, ...]) -> Foreign:
+def _type_of_sizes(sizes: tuple[int, ...]) -> TritonObject:
     return _type_for_tuple_values(sizes)

@@ -1,6 +1,7 @@
 """Interpreter operations with a GPU's rounding, which `patch.install` installs.
 
-`HonestBuilder` implements every `tl` operation except reductions, which `HonestReduce` implements.
+`GpuNumericsBuilder` implements every `tl` operation except reductions, which `GpuNumericsReduce`
+implements.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from modular_kernel.interpreter.dtypes import (
     NARROW,
     Array,
     Dtype,
-    Foreign,
+    TritonObject,
     argmax,
     argmin,
     convert,
@@ -41,7 +42,7 @@ from modular_kernel.interpreter.races import Access
 Handle = Any
 
 
-def _handle(data: Array, kind: Foreign) -> Handle:
+def _handle(data: Array, kind: TritonObject) -> Handle:
     """Return a tensor handle of scalar type `kind`, or of int1 if `data` is boolean."""
     if data.dtype == BOOL:
         return upstream.TensorHandle(data, tl.int1)
@@ -67,42 +68,44 @@ def _divisor(handle: Handle) -> Handle:
     return handle
 
 
-def honest_options(builder: Foreign) -> Foreign:
+def gpu_options(builder: TritonObject) -> TritonObject:
     """Return options with assertions, and without the slow int64 check of every int32 operation."""
     return replace(builder.options, debug=True, sanitize_overflow=False)
 
 
-class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
+class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     """Builder of every `tl` operation, with a GPU's rounding instead of numpy's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.options = honest_options(self)
+        self.options = gpu_options(self)
 
     # Constants.
 
     def get_bf16(self, value: float) -> Handle:
         return upstream.TensorHandle(np.array([value], dtype=BF16), tl.bfloat16)
 
-    def get_all_ones_value(self, kind: Foreign) -> Handle:
+    def get_all_ones_value(self, kind: TritonObject) -> Handle:
         return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(kind))), kind.scalar)
 
     # Conversions.
 
-    def cast_impl(self, src: Handle, dst_type: Foreign) -> Handle:
+    def cast_impl(self, src: Handle, dst_type: TritonObject) -> Handle:
         return upstream.TensorHandle(convert(src.data, storage_of(dst_type)), dst_type.scalar)
 
-    def create_fp_to_fp(self, src: Handle, dst_type: Foreign, rounding_mode: Foreign) -> Handle:
+    def create_fp_to_fp(
+        self, src: Handle, dst_type: TritonObject, rounding_mode: TritonObject
+    ) -> Handle:
         data = convert(src.data, storage_of(dst_type))
         if rounding_mode == upstream._ir.ROUNDING_MODE.RTZ:
             data = toward_zero(widen(src.data), data)
         return upstream.TensorHandle(data, dst_type.scalar)
 
-    def create_int_to_ptr(self, src: Handle, dst_type: Foreign) -> Handle:
+    def create_int_to_ptr(self, src: Handle, dst_type: TritonObject) -> Handle:
         watch.see_addresses()
         return self.create_bitcast(src, dst_type)
 
-    def create_ptr_to_int(self, src: Handle, dst_type: Foreign) -> Handle:
+    def create_ptr_to_int(self, src: Handle, dst_type: TritonObject) -> Handle:
         watch.see_addresses()
         return self.create_bitcast(src, dst_type)
 
@@ -132,7 +135,9 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_maxnumf(self, lhs: Handle, rhs: Handle) -> Handle:
         return self.binary_op(lhs, rhs, np.fmax)
 
-    def create_clampf(self, arg: Handle, lo: Handle, hi: Handle, propagate_nans: Foreign) -> Handle:
+    def create_clampf(
+        self, arg: Handle, lo: Handle, hi: Handle, propagate_nans: TritonObject
+    ) -> Handle:
         if propagate_nans == upstream._ir.PROPAGATE_NAN.NONE:
             return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
         return self.ternary_op(arg, lo, hi, np.clip)
@@ -173,8 +178,8 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         a: Handle,
         b: Handle,
         d: Handle,
-        input_precision: Foreign,
-        max_num_imprecise_acc: Foreign,
+        input_precision: TritonObject,
+        max_num_imprecise_acc: TritonObject,
     ) -> Handle:
         x, y, accumulator = a.data, b.data, d.data
         if x.dtype.kind in "iu":
@@ -201,10 +206,10 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_masked_load(
         self,
         ptrs: Handle,
-        mask: Foreign,
+        mask: TritonObject,
         other: Handle | None,
-        *policy: Foreign,
-        **policies: Foreign,
+        *policy: TritonObject,
+        **policies: TritonObject,
     ) -> Handle:
         element = ptrs.get_element_ty()
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
@@ -233,12 +238,17 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return loaded if bits is storage else loaded.view(storage)
 
     def create_masked_store(
-        self, ptrs: Handle, value: Handle, mask: Foreign, *policy: Foreign, **policies: Foreign
-    ) -> Foreign:
+        self,
+        ptrs: Handle,
+        value: Handle,
+        mask: TritonObject,
+        *policy: TritonObject,
+        **policies: TritonObject,
+    ) -> TritonObject:
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
         return self.write(ptrs.data, value.data, lanes, storage_of(ptrs.get_element_ty()))
 
-    def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> Foreign:
+    def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> TritonObject:
         """Write elements at `pointers` in the active lanes."""
         watch.touch(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
         bits = BITS.get(values.dtype)
@@ -247,14 +257,20 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return upstream._interpreter.store(pointers, values, lanes)
 
     def create_atomic_cas(
-        self, ptr: Handle, cmp: Handle, val: Handle, sem: Foreign, scope: Foreign
+        self, ptr: Handle, cmp: Handle, val: Handle, sem: TritonObject, scope: TritonObject
     ) -> Handle:
         self._touch_atomically(ptr, np.ones(ptr.data.shape, BOOL), val, sem)
         old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
         return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
 
     def create_atomic_rmw(
-        self, op: Foreign, ptr: Handle, val: Handle, mask: Handle, sem: Foreign, scope: Foreign
+        self,
+        op: TritonObject,
+        ptr: Handle,
+        val: Handle,
+        mask: Handle,
+        sem: TritonObject,
+        scope: TritonObject,
     ) -> Handle:
         self._touch_atomically(ptr, mask.data, val, sem)
         if val.data.dtype not in NARROW:
@@ -263,7 +279,9 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
             raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
         return upstream.TensorHandle(_atomic_add(ptr.data, val.data, mask.data), val.dtype.scalar)
 
-    def _touch_atomically(self, ptr: Handle, lanes: Array, value: Handle, sem: Foreign) -> None:
+    def _touch_atomically(
+        self, ptr: Handle, lanes: Array, value: Handle, sem: TritonObject
+    ) -> None:
         nbytes = value.data.dtype.itemsize
         watch.touch(Access.ATOMIC, ptr.data, lanes, nbytes, self._program)
         if sem == upstream._ir.MEM_SEMANTIC.ACQUIRE_RELEASE:
@@ -326,10 +344,10 @@ _EXTREMA = (
 _KEEP_NAN = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
 
 
-class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
+class GpuNumericsReduce(upstream.ReduceOps):  # type: ignore[misc]
     """Reductions in which upstream's numpy shortcut rounds or treats NaN unlike a GPU."""
 
-    def apply_impl(self, input: tuple[Foreign, ...]) -> Foreign:
+    def apply_impl(self, input: tuple[TritonObject, ...]) -> TritonObject:
         for name, value_of, index_of in _EXTREMA:
             if self.combine_fn is getattr(tl.standard, name):
                 return self.min_max(input[0], value_of, index_of)
@@ -338,7 +356,7 @@ class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
             return self.min_max(input[0], keeps_nan, None)
         return super().apply_impl(input)
 
-    def sum(self, input: Foreign) -> Foreign:
+    def sum(self, input: TritonObject) -> TritonObject:
         data = input.handle.data
         if data.dtype in NARROW or data.dtype == np.float16:
             return self.to_tensor(tree_sum(data, self.axis, self.keep_dims), input.dtype)

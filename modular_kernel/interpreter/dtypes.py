@@ -12,11 +12,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 # Triton has no type annotations; Foreign stands for its objects.
-Foreign = Any
+TritonObject = Any
 Array = NDArray[Any]
 Dtype = np.dtype[Any]
 
-_finfo: Foreign = ml_dtypes.finfo
+_finfo: TritonObject = ml_dtypes.finfo
 BF16: Dtype = np.dtype(ml_dtypes.bfloat16)
 _FP8: dict[str, Dtype] = {
     "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -45,7 +45,7 @@ FLOAT64: Dtype = np.dtype(np.float64)
 BOOL: Dtype = np.dtype(np.bool_)
 
 
-def storage_of(kind: Foreign) -> Dtype:
+def storage_of(kind: TritonObject) -> Dtype:
     """Return the numpy dtype that stores a triton scalar, pointer or block type."""
     scalar = kind.scalar
     return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
@@ -135,7 +135,7 @@ def erf(data: Array) -> Array:
     return result
 
 
-def argmax(data: Array, **axis: Foreign) -> Foreign:
+def argmax(data: Array, **axis: TritonObject) -> TritonObject:
     """Return the leftmost index of the maximum.
 
     NaN is ignored; if all values are NaN, the index is 0.
@@ -144,7 +144,7 @@ def argmax(data: Array, **axis: Foreign) -> Foreign:
     return np.argmax(without_nan, **axis)
 
 
-def argmin(data: Array, **axis: Foreign) -> Foreign:
+def argmin(data: Array, **axis: TritonObject) -> TritonObject:
     """Return the leftmost index of the minimum.
 
     NaN is ignored; if all values are NaN, the index is 0.

@@ -11,18 +11,18 @@ from modular_kernel.interpreter.dtypes import (
     BOOL,
     Array,
     Dtype,
-    Foreign,
+    TritonObject,
     convert,
     storage_of,
 )
 from modular_kernel.interpreter.fast_paths import (
-    LEAST_INT,
-    MOST_INT,
-    ShortCut,
+    MAX_INT32,
+    MIN_INT32,
+    FastPath,
     block_of,
     is_float32,
-    is_plus_zero,
-    made,
+    is_positive_zero,
+    make_tensor,
 )
 
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
@@ -41,16 +41,16 @@ _POLICIES = frozenset({"cache_modifier", "eviction_policy"})
 _EVICTIONS = frozenset({"", "evict_first", "evict_last"})
 
 
-def _load(slow: ShortCut) -> ShortCut:
+def _load(slow: FastPath) -> FastPath:
     def fast(
-        pointer: Foreign,
-        mask: Foreign = None,
-        other: Foreign = None,
-        *rest: Foreign,
-        **given: Foreign,
-    ) -> Foreign:
+        pointer: TritonObject,
+        mask: TritonObject = None,
+        other: TritonObject = None,
+        *rest: TritonObject,
+        **given: TritonObject,
+    ) -> TritonObject:
         operands = _addresses(pointer, mask)
-        if operands is None or rest or not _known(given, _LOAD_POLICIES):
+        if operands is None or rest or not _only_cache_hints(given, _LOAD_POLICIES):
             return slow(pointer, mask, other, *rest, **given)
         addresses, lanes, kind, storage = operands
         fill = None
@@ -60,25 +60,25 @@ def _load(slow: ShortCut) -> ShortCut:
             if fill is None or mask is None or not same_kind:
                 return slow(pointer, mask, other, **given)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
-        return made(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
+        return make_tensor(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
 
     return fast
 
 
-def _store(slow: ShortCut) -> ShortCut:
+def _store(slow: FastPath) -> FastPath:
     def fast(
-        pointer: Foreign,
-        value: Foreign,
-        mask: Foreign = None,
-        *rest: Foreign,
-        **given: Foreign,
-    ) -> Foreign:
+        pointer: TritonObject,
+        value: TritonObject,
+        mask: TritonObject = None,
+        *rest: TritonObject,
+        **given: TritonObject,
+    ) -> TritonObject:
         operands = _addresses(pointer, mask)
         if (
             operands is None
             or rest
             or type(value) is not _tensor
-            or not _known(given, _STORE_POLICIES)
+            or not _only_cache_hints(given, _STORE_POLICIES)
         ):
             return slow(pointer, value, mask, *rest, **given)
         addresses, lanes, kind, storage = operands
@@ -96,11 +96,11 @@ def _store(slow: ShortCut) -> ShortCut:
     return fast
 
 
-def _is_block(tensor: Foreign) -> bool:
+def _is_block(tensor: TritonObject) -> bool:
     return type(tensor.type) is _block
 
 
-def _known(given: dict[str, Foreign], modifiers: frozenset[str]) -> bool:
+def _only_cache_hints(given: dict[str, TritonObject], modifiers: frozenset[str]) -> bool:
     """Return whether only cache hints, which do not change results, were passed."""
     if not given.keys() <= _POLICIES:
         return False
@@ -110,7 +110,9 @@ def _known(given: dict[str, Foreign], modifiers: frozenset[str]) -> bool:
     )
 
 
-def _addresses(pointer: Foreign, mask: Foreign) -> tuple[Array, Array, Foreign, Dtype] | None:
+def _addresses(
+    pointer: TritonObject, mask: TritonObject
+) -> tuple[Array, Array, TritonObject, Dtype] | None:
     """Return addresses, active lanes, and the triton and numpy types of the elements.
 
     Returns None if an operand needs upstream's implementation.
@@ -128,7 +130,10 @@ def _addresses(pointer: Foreign, mask: Foreign) -> tuple[Array, Array, Foreign, 
         return None
     lanes = mask.handle.data
     if lanes.shape != addresses.shape:
-        if not _is_block(pointer) or _spread(lanes.shape, addresses.shape) != addresses.shape:
+        if (
+            not _is_block(pointer)
+            or _broadcast_shape(lanes.shape, addresses.shape) != addresses.shape
+        ):
             return None
         lanes = np.broadcast_to(lanes, addresses.shape)
     elif _is_block(mask) and not _is_block(pointer):
@@ -137,7 +142,7 @@ def _addresses(pointer: Foreign, mask: Foreign) -> tuple[Array, Array, Foreign, 
 
 
 @cache
-def _spread(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+def _broadcast_shape(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
     try:
         return np.broadcast_shapes(one, other)
     except ValueError:
@@ -152,7 +157,7 @@ def _all_lanes(shape: tuple[int, ...]) -> Array:
 
 
 def _fill_values(
-    other: Foreign, kind: Foreign, storage: Dtype, shape: tuple[int, ...]
+    other: TritonObject, kind: TritonObject, storage: Dtype, shape: tuple[int, ...]
 ) -> Array | None:
     """Return the values of inactive lanes; None if it needs upstream's implementation."""
     if type(other) is _tensor:
@@ -160,9 +165,9 @@ def _fill_values(
         return data if other.dtype is kind and data.shape == shape else None
     if type(other) is int:
         is_zero = other == 0 and not kind.is_fp8()  # upstream does not convert integers to fp8
-        is_plain = is_zero or (kind is tl.int32 and LEAST_INT <= other <= MOST_INT)
+        is_plain = is_zero or (kind is tl.int32 and MIN_INT32 <= other <= MAX_INT32)
     elif type(other) is float:
-        is_plain = is_plus_zero(other) or (kind is tl.float32 and is_float32(other))
+        is_plain = is_positive_zero(other) or (kind is tl.float32 and is_float32(other))
     else:
         is_plain = False
     return _constant(other, storage, shape) if is_plain else None
@@ -175,4 +180,4 @@ def _constant(number: float, storage: Dtype, shape: tuple[int, ...]) -> Array:
     return data
 
 
-OF_MEMORY: dict[str, Callable[[ShortCut], ShortCut]] = {"load": _load, "store": _store}
+MEMORY_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"load": _load, "store": _store}

@@ -16,9 +16,9 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.block_types import shape_of_scalars
-from modular_kernel.interpreter.dtypes import Array, Dtype, Foreign, convert, storage_of
+from modular_kernel.interpreter.dtypes import Array, Dtype, TritonObject, convert, storage_of
 
-ShortCut = Callable[..., Foreign]
+FastPath = Callable[..., TritonObject]
 
 _new = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
@@ -28,7 +28,7 @@ _INTEGERS = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64)}
 _BITS = {id(kind): storage_of(kind) for kind in (tl.int1, tl.int32, tl.int64)}
 _OFFSETS = frozenset(_INTEGERS)
 _ALL = slice(None)
-LEAST_INT, MOST_INT = -(2**31), 2**31 - 1
+MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2 - 2**-23) * 2.0**127
 # Conversions that `to` does in one step. Upstream converts 16-bit values through float32, and has
 # separate code for fp8.
@@ -44,7 +44,7 @@ _DIRECT = frozenset(
 )
 
 
-def made(data: Array, kind: Foreign, whole: Foreign) -> Foreign:
+def make_tensor(data: Array, kind: TritonObject, whole: TritonObject) -> TritonObject:
     """Return a tensor of type `whole`, with `data` stored as its scalar type `kind`."""
     handle = _new(upstream.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, kind, {}
@@ -55,15 +55,15 @@ def made(data: Array, kind: Foreign, whole: Foreign) -> Foreign:
     return tensor
 
 
-def _result(data: Array, kind: Foreign, lhs: Foreign, rhs: Foreign) -> Foreign:
+def _result(data: Array, kind: TritonObject, lhs: TritonObject, rhs: TritonObject) -> TritonObject:
     is_block = type(lhs.type) is _block or (type(rhs) is _tensor and type(rhs.type) is _block)
-    return made(data, kind, block_of(kind, data.shape) if is_block else kind)
+    return make_tensor(data, kind, block_of(kind, data.shape) if is_block else kind)
 
 
-_blocks: dict[tuple[int, tuple[int, ...]], Foreign] = {}
+_blocks: dict[tuple[int, tuple[int, ...]], TritonObject] = {}
 
 
-def block_of(kind: Foreign, shape: tuple[int, ...]) -> Foreign:
+def block_of(kind: TritonObject, shape: tuple[int, ...]) -> TritonObject:
     """Return triton's type of a block of `kind`, cached."""
     block = _blocks.get((id(kind), shape))
     if block is None:
@@ -78,16 +78,18 @@ def _number(number: float, storage: Dtype) -> Array:
     return data
 
 
-def takes(kind: Foreign, number: object) -> bool:
+def converts_to(kind: TritonObject, number: object) -> bool:
     """Return whether a Python number in an operation with a `kind` tensor converts to `kind`."""
     if type(number) is int:
         is_convertible = kind is tl.int32 or kind is tl.float32 or kind is tl.int64
-        return is_convertible and LEAST_INT <= number <= MOST_INT
+        return is_convertible and MIN_INT32 <= number <= MAX_INT32
     # Only some releases of triton keep the sign of a zero.
-    return type(number) is float and kind is tl.float32 and (number != 0 or is_plus_zero(number))
+    return (
+        type(number) is float and kind is tl.float32 and (number != 0 or is_positive_zero(number))
+    )
 
 
-def is_plus_zero(number: float) -> bool:
+def is_positive_zero(number: float) -> bool:
     """Return whether the number is 0 and not -0."""
     return number == 0 and copysign(1, number) > 0
 
@@ -98,8 +100,8 @@ def is_float32(number: float) -> bool:
 
 
 def _operand(
-    kind: Foreign, other: Foreign, kinds: dict[int, Dtype]
-) -> tuple[Array, Foreign] | None:
+    kind: TritonObject, other: TritonObject, kinds: dict[int, Dtype]
+) -> tuple[Array, TritonObject] | None:
     """Return the data of `other`, and the type to which it and a tensor of `kind` are converted.
 
     Returns None if that is not one of `kinds`, or if numpy would convert differently.
@@ -114,14 +116,14 @@ def _operand(
         # Integers of two sizes: numpy widens as triton does.
         both_integers = id(kind) in _OFFSETS and id(other_kind) in _OFFSETS
         return (other.handle.data, tl.int64) if both_integers else None
-    return (_number(other, storage), kind) if takes(kind, other) else None
+    return (_number(other, storage), kind) if converts_to(kind, other) else None
 
 
-def arithmetic(op: Callable[..., Array], kinds: dict[int, Dtype]) -> Callable[[ShortCut], ShortCut]:
+def arithmetic(op: Callable[..., Array], kinds: dict[int, Dtype]) -> Callable[[FastPath], FastPath]:
     """Return the fast path of an operation on a tensor and a tensor of its type, or a number."""
 
-    def fast_path(slow: ShortCut) -> ShortCut:
-        def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
+    def fast_path(slow: FastPath) -> FastPath:
+        def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
             operand = _operand(self.dtype, other, kinds)
             if operand is None:
                 return slow(self, other, **given)
@@ -140,15 +142,15 @@ def _reversed(op: Callable[..., Array]) -> Callable[..., Array]:
     return lambda own, other: op(other, own)
 
 
-def _add(slow: ShortCut) -> ShortCut:
+def _add(slow: FastPath) -> FastPath:
     numbers = arithmetic(np.add, _NUMBERS)(slow)
 
-    def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
+    def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
         kind = self.dtype
         if type(kind) is not _pointer:
             return numbers(self, other, **given)
         element = kind.element_ty
-        is_number = type(other) is int and LEAST_INT <= other <= MOST_INT
+        is_number = type(other) is int and MIN_INT32 <= other <= MAX_INT32
         is_offset = type(other) is _tensor and id(other.dtype) in _OFFSETS
         if not (is_number or is_offset) or hasattr(element, "element_ty"):
             return slow(self, other, **given)
@@ -169,18 +171,18 @@ def _add(slow: ShortCut) -> ShortCut:
             result_type = (
                 result_type if is_block and data.shape == base.shape else _block(kind, data.shape)
             )
-        return made(data, kind, result_type)
+        return make_tensor(data, kind, result_type)
 
     return fast
 
 
-def _is_block(tensor: Foreign) -> bool:
+def _is_block(tensor: TritonObject) -> bool:
     return type(tensor.type) is _block
 
 
-def _comparison(op: Callable[..., Array]) -> Callable[[ShortCut], ShortCut]:
-    def fast_path(slow: ShortCut) -> ShortCut:
-        def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
+def _comparison(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
+    def fast_path(slow: FastPath) -> FastPath:
+        def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
             operand = _operand(self.dtype, other, _NUMBERS)
             if operand is None or (type(other) is float and not is_float32(other)):
                 return slow(self, other, **given)
@@ -195,11 +197,11 @@ def _comparison(op: Callable[..., Array]) -> Callable[[ShortCut], ShortCut]:
     return fast_path
 
 
-def _division(op: Callable[..., Array]) -> Callable[[ShortCut], ShortCut]:
+def _division(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
     """Return the fast path of integer division toward zero; upstream handles division by 0."""
 
-    def fast_path(slow: ShortCut) -> ShortCut:
-        def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
+    def fast_path(slow: FastPath) -> FastPath:
+        def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
             operand = _operand(self.dtype, other, _INTEGERS)
             if operand is None or not operand[0].all():
                 return slow(self, other, **given)
@@ -219,10 +221,10 @@ def _quotient(left: Array, right: Array) -> Array:
     return quotient
 
 
-def _index(slow: ShortCut) -> ShortCut:
+def _index(slow: FastPath) -> FastPath:
     """Return the fast path of indexing with `:` and None only, with one `:` per dimension."""
 
-    def fast(self: Foreign, slices: Foreign, **given: Foreign) -> Foreign:
+    def fast(self: TritonObject, slices: TritonObject, **given: TritonObject) -> TritonObject:
         kind = self.dtype
         if type(slices) is not tuple or type(self.type) is not _block:
             return slow(self, slices, **given)
@@ -237,15 +239,15 @@ def _index(slow: ShortCut) -> ShortCut:
             return slow(self, slices, **given)
         data = data[slices]
         is_pointer = type(kind) is _pointer
-        return made(
+        return make_tensor(
             data, kind, _block(kind, data.shape) if is_pointer else block_of(kind, data.shape)
         )
 
     return fast
 
 
-def _to(slow: ShortCut) -> ShortCut:
-    def fast(self: Foreign, *args: Foreign, **given: Foreign) -> Foreign:
+def _to(slow: FastPath) -> FastPath:
+    def fast(self: TritonObject, *args: TritonObject, **given: TritonObject) -> TritonObject:
         kind = self.dtype
         if len(args) != 1 or given:
             return slow(self, *args, **given)
@@ -255,13 +257,17 @@ def _to(slow: ShortCut) -> ShortCut:
         if (id(kind), id(target)) not in _DIRECT:
             return slow(self, *args, **given)
         data = convert(self.handle.data, storage_of(target))
-        return made(data, target, block_of(target, data.shape) if _is_block(self) else target)
+        return make_tensor(
+            data, target, block_of(target, data.shape) if _is_block(self) else target
+        )
 
     return fast
 
 
-def _where(slow: ShortCut) -> ShortCut:
-    def fast(condition: Foreign, x: Foreign, y: Foreign, **given: Foreign) -> Foreign:
+def _where(slow: FastPath) -> FastPath:
+    def fast(
+        condition: TritonObject, x: TritonObject, y: TritonObject, **given: TritonObject
+    ) -> TritonObject:
         if not (type(condition) is type(x) is _tensor and condition.dtype is tl.int1):
             return slow(condition, x, y, **given)
         operand_and_kind = _operand(x.dtype, y, _NUMBERS)
@@ -278,7 +284,7 @@ def _where(slow: ShortCut) -> ShortCut:
 
 
 # Fast paths by the name of the upstream function, in a class and in modules of triton.
-OF_TENSORS: dict[str, Callable[[ShortCut], ShortCut]] = {
+TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
     "__add__": _add,
     "__radd__": arithmetic(np.add, _NUMBERS),
     "__sub__": arithmetic(np.subtract, _NUMBERS),
@@ -299,4 +305,4 @@ OF_TENSORS: dict[str, Callable[[ShortCut], ShortCut]] = {
     "__getitem__": _index,
     "to": _to,
 }
-OF_LANGUAGE: dict[str, Callable[[ShortCut], ShortCut]] = {"where": _where}
+LANGUAGE_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"where": _where}

@@ -35,10 +35,10 @@ _TOUCHED = {
     Access.ATOMIC: (_READ, _WRITTEN),
 }
 _NUMBERS = (int, bool, float, str, tl.constexpr)  # types of globals that a kernel may use
-_MOST = 8  # outcomes kept per key, for launches that differ only in the bytes they read
+_MAX_OUTCOMES = 8  # outcomes kept per key, for launches that differ only in the bytes they read
 
 
-class KnownLaunches:
+class LaunchCache:
     """Outcomes of launches, kept as long as this object.
 
     computed, repeated: how many launches ran, and how many were replayed.
@@ -87,13 +87,13 @@ class KnownLaunches:
         run(trace)
         if outcome is None:
             outcomes.append(trace.outcome())
-            del outcomes[:-_MOST]
+            del outcomes[:-_MAX_OUTCOMES]
 
 
 @contextmanager
-def known_launches() -> Iterator[KnownLaunches]:
+def cached_launches() -> Iterator[LaunchCache]:
     """Cache launches in the block: replay one that must write the same as an earlier one."""
-    outer, watch.known = watch.known, KnownLaunches()
+    outer, watch.known = watch.known, LaunchCache()
     try:
         yield watch.known
     finally:

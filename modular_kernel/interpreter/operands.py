@@ -16,14 +16,20 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter.dtypes import Array, Foreign, storage_of
-from modular_kernel.interpreter.fast_memory import OF_MEMORY
-from modular_kernel.interpreter.fast_paths import OF_LANGUAGE, OF_TENSORS, takes
+from modular_kernel.interpreter.dtypes import Array, TritonObject, storage_of
+from modular_kernel.interpreter.fast_memory import MEMORY_FAST_PATHS
+from modular_kernel.interpreter.fast_paths import (
+    LANGUAGE_FAST_PATHS,
+    TENSOR_FAST_PATHS,
+    converts_to,
+)
 
 # The original functions, which the replacements below still call.
-_operands: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.binary_op_type_checking_impl
-_broadcast: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.broadcast_impl_value
-_to_tensor: Callable[..., Foreign] = TritonSemantic.to_tensor
+_operands: Callable[..., tuple[TritonObject, TritonObject]] = (
+    TritonSemantic.binary_op_type_checking_impl
+)
+_broadcast: Callable[..., tuple[TritonObject, TritonObject]] = TritonSemantic.broadcast_impl_value
+_to_tensor: Callable[..., TritonObject] = TritonSemantic.to_tensor
 _unwrap = tl.core._unwrap_if_constexpr
 _check_handle = upstream.TensorHandle.__post_init__
 
@@ -33,15 +39,15 @@ _INTEGERS = (tl.int32, tl.int64)
 _WRAPPING = (list, tuple, tl.tuple, tl.constexpr)
 
 
-def make_alike(
-    self: Foreign,
-    lhs: Foreign,
-    rhs: Foreign,
+def promote_operands(
+    self: TritonObject,
+    lhs: TritonObject,
+    rhs: TritonObject,
     allow_lhs_ptr: bool = False,
     allow_rhs_ptr: bool = False,
     arithmetic_check: bool = True,
     div_or_mod: bool = False,
-) -> tuple[Foreign, Foreign]:
+) -> tuple[TritonObject, TritonObject]:
     """Replace `TritonSemantic.binary_op_type_checking_impl`."""
     if type(lhs) is tl.tensor:
         kind = lhs.dtype
@@ -51,45 +57,47 @@ def make_alike(
             if same_type or (
                 allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS
             ):
-                return spread(self, lhs, rhs)
-        elif arithmetic_check and takes(kind, rhs):
+                return broadcast(self, lhs, rhs)
+        elif arithmetic_check and converts_to(kind, rhs):
             return lhs, _number_like(lhs, rhs)
-    elif type(rhs) is tl.tensor and arithmetic_check and takes(rhs.dtype, lhs):
+    elif type(rhs) is tl.tensor and arithmetic_check and converts_to(rhs.dtype, lhs):
         return _number_like(rhs, lhs), rhs
     return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
-def spread(self: Foreign, lhs: Foreign, rhs: Foreign) -> tuple[Foreign, Foreign]:
+def broadcast(
+    self: TritonObject, lhs: TritonObject, rhs: TritonObject
+) -> tuple[TritonObject, TritonObject]:
     """Replace `TritonSemantic.broadcast_impl_value`."""
     if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
         return _broadcast(self, lhs, rhs)
     if lhs.shape is rhs.shape:  # equal shapes are one object, see block_types
         return lhs, rhs
     left, right = _sizes(lhs), _sizes(rhs)
-    target = _common(left, right)
+    target = _broadcast_sizes(left, right)
     if target is None:
         return _broadcast(self, lhs, rhs)
     return _spread_to(lhs, left, target), _spread_to(rhs, right, target)
 
 
-def unwrap(value: Foreign) -> Foreign:
+def unwrap(value: TritonObject) -> TritonObject:
     """Replace `tl.core._unwrap_if_constexpr`."""
     return _unwrap(value) if isinstance(value, _WRAPPING) else value
 
 
-def to_tensor(self: Foreign, x: Foreign, check_type: bool = True) -> Foreign:
+def to_tensor(self: TritonObject, x: TritonObject, check_type: bool = True) -> TritonObject:
     """Replace `TritonSemantic.to_tensor`."""
     return x if type(x) is tl.tensor else _to_tensor(self, x, check_type)
 
 
-def check_handle(self: Foreign) -> None:
+def check_handle(self: TritonObject) -> None:
     """Replace `TensorHandle.__post_init__`."""
     kind = self.dtype
     if type(kind) is not tl.pointer_type and self.data.itemsize * 8 > kind.primitive_bitwidth:
         _check_handle(self)
 
 
-def patch_builtins(module: Foreign, builder: Foreign, scope: Foreign) -> None:
+def patch_builtins(module: TritonObject, builder: TritonObject, scope: TritonObject) -> None:
     """Replace `_patch_builtin` of the interpreter; look up a module's builtins only once."""
     for name, member, function in _builtins(module, builder):
         current = getattr(module, name, None)
@@ -100,49 +108,51 @@ def patch_builtins(module: Foreign, builder: Foreign, scope: Foreign) -> None:
 
 
 @cache
-def _builtins(module: Foreign, builder: Foreign) -> tuple[tuple[str, Foreign, Foreign], ...]:
+def _builtins(
+    module: TritonObject, builder: TritonObject
+) -> tuple[tuple[str, TritonObject, TritonObject], ...]:
     semantic = TritonSemantic(builder)
     members = inspect.getmembers(module, tl.core.is_builtin)
-    fast_paths: dict[str, Callable[[Foreign], Foreign]] = {}
+    fast_paths: dict[str, Callable[[TritonObject], TritonObject]] = {}
     if module is tl.tensor:
-        fast_paths = OF_TENSORS
+        fast_paths = TENSOR_FAST_PATHS
     elif module in (tl, tl.core):
-        fast_paths = OF_LANGUAGE | OF_MEMORY
+        fast_paths = LANGUAGE_FAST_PATHS | MEMORY_FAST_PATHS
     return tuple(
         (name, member, fast_paths.get(name, _unchanged)(_with_semantic(member, semantic)))
         for name, member in members
     )
 
 
-def _unchanged(function: Foreign) -> Foreign:
+def _unchanged(function: TritonObject) -> TritonObject:
     return function
 
 
-def _with_semantic(member: Foreign, semantic: Foreign) -> Foreign:
+def _with_semantic(member: TritonObject, semantic: TritonObject) -> TritonObject:
     # Skip triton's wrapper, which checks for the argument that is passed here.
     is_wrapper = member.__code__.co_qualname == "builtin.<locals>.wrapper"
     inner = member.__wrapped__ if is_wrapper else member
 
-    def call_with_semantic(*args: Foreign, **kwargs: Foreign) -> Foreign:
+    def call_with_semantic(*args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         kwargs["_semantic"] = semantic
         return inner(*args, **kwargs)
 
     return call_with_semantic
 
 
-def _number_like(tensor: Foreign, number: float) -> Foreign:
+def _number_like(tensor: TritonObject, number: float) -> TritonObject:
     data = _full(number, tensor.dtype, _sizes(tensor) or (1,))
     return tl.tensor(upstream.TensorHandle(data, tensor.dtype), tensor.type)
 
 
-def _sizes(tensor: Foreign) -> tuple[int, ...]:
+def _sizes(tensor: TritonObject) -> tuple[int, ...]:
     """Return the sizes of a block; () for a scalar, whose data may be an array of one element."""
     sizes: tuple[int, ...] = tensor.handle.data.shape
     return sizes if type(tensor.type) is tl.block_type else ()
 
 
 @cache
-def _common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+def _broadcast_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the sizes that both operands are broadcast to; None if they are incompatible."""
     try:
         return np.broadcast_shapes(left, right)
@@ -150,7 +160,9 @@ def _common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | 
         return None
 
 
-def _spread_to(tensor: Foreign, sizes: tuple[int, ...], wanted: tuple[int, ...]) -> Foreign:
+def _spread_to(
+    tensor: TritonObject, sizes: tuple[int, ...], wanted: tuple[int, ...]
+) -> TritonObject:
     if sizes == wanted:
         return tensor
     kind, data = tensor.dtype, tensor.handle.data
@@ -159,16 +171,16 @@ def _spread_to(tensor: Foreign, sizes: tuple[int, ...], wanted: tuple[int, ...])
 
 
 @lru_cache(maxsize=4096)
-def _full(number: float, kind: Foreign, shape: tuple[int, ...]) -> Array:
+def _full(number: float, kind: TritonObject, shape: tuple[int, ...]) -> Array:
     """Return a cached, read-only array of equal numbers."""
     data = np.full(shape, number, storage_of(kind))
     data.flags.writeable = False
     return data
 
 
-INSTALLED: tuple[tuple[Foreign, str, Callable[..., object]], ...] = (
-    (TritonSemantic, "binary_op_type_checking_impl", make_alike),
-    (TritonSemantic, "broadcast_impl_value", spread),
+REPLACEMENTS: tuple[tuple[TritonObject, str, Callable[..., object]], ...] = (
+    (TritonSemantic, "binary_op_type_checking_impl", promote_operands),
+    (TritonSemantic, "broadcast_impl_value", broadcast),
     (TritonSemantic, "to_tensor", to_tensor),
     (upstream, "_patch_builtin", patch_builtins),
     (upstream.TensorHandle, "__post_init__", check_handle),

@@ -33,13 +33,13 @@ from triton.runtime.jit import mangle_type
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.interpreter.builder import (
-    HonestBuilder,
-    HonestReduce,
-    honest_options,
+    GpuNumericsBuilder,
+    GpuNumericsReduce,
+    gpu_options,
     scaled_operand,
 )
-from modular_kernel.interpreter.dtypes import FLOAT32, Foreign, storage_of
-from modular_kernel.interpreter.operands import INSTALLED
+from modular_kernel.interpreter.dtypes import FLOAT32, TritonObject, storage_of
+from modular_kernel.interpreter.operands import REPLACEMENTS
 from modular_kernel.machine import interpreted_since_import
 from modular_kernel.utils import forks
 
@@ -50,7 +50,7 @@ _patch_lang_tensor = upstream._patch_lang_tensor
 
 # The interpreter stores the running program's index in a global, so launches must be serialized.
 _LAUNCH_LOCK = threading.RLock()
-_scopes: list[Foreign] = []  # patches of the running launches, innermost last
+_scopes: list[TritonObject] = []  # patches of the running launches, innermost last
 
 _INTERPRETED = interpreted_since_import()  # triton reads the variable at import
 
@@ -62,20 +62,20 @@ def active() -> bool:
 
 def install() -> None:
     """Install GPU arithmetic in the interpreter for all later launches. Idempotent."""
-    if upstream.InterpreterBuilder is HonestBuilder:
+    if upstream.InterpreterBuilder is GpuNumericsBuilder:
         return
     with _LAUNCH_LOCK:
         _install()
         upstream.InterpreterBuilder = (
-            HonestBuilder  # last, because other threads check it before they launch
+            GpuNumericsBuilder  # last, because other threads check it before they launch
         )
 
 
 def _install() -> None:
     # Existing semantics objects hold the single builder, so change its class in place.
-    upstream.interpreter_builder.__class__ = HonestBuilder
-    upstream.interpreter_builder.options = honest_options(upstream.interpreter_builder)
-    upstream.ReduceOps = HonestReduce
+    upstream.interpreter_builder.__class__ = GpuNumericsBuilder
+    upstream.interpreter_builder.options = gpu_options(upstream.interpreter_builder)
+    upstream.ReduceOps = GpuNumericsReduce
     upstream.GridExecutor = SerialGrid
     upstream.InterpretedFunction.__call__ = _call_device_function
     upstream._get_np_dtype = storage_of
@@ -87,7 +87,7 @@ def _install() -> None:
     tl.block_type.__init__ = init_block_type
     tl.tensor.__init__ = init_tensor
     tl.core._type_for_tuple_values = type_of_tuple
-    for owner, name, replacement in INSTALLED:
+    for owner, name, replacement in REPLACEMENTS:
         setattr(owner, name, replacement)
 
 
@@ -97,7 +97,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
     Launches are serialized.
     """
 
-    def __call__(self, *args: Foreign, **kwargs: Foreign) -> None:
+    def __call__(self, *args: TritonObject, **kwargs: TritonObject) -> None:
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         with _LAUNCH_LOCK, np.errstate(all="ignore"):
             run = partial(self._run, *args, **kwargs)
@@ -109,7 +109,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
             else:
                 watch.launch(self.fn, self.grid, arguments, run)
 
-    def _run(self, *args: Foreign, **kwargs: Foreign) -> None:
+    def _run(self, *args: TritonObject, **kwargs: TritonObject) -> None:
         outer = len(_scopes)
         try:
             super().__call__(*args, **kwargs)
@@ -117,8 +117,8 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
             del _scopes[outer:]  # upstream has undone these patches
 
     def _init_args_hst(
-        self, args_dev: tuple[Foreign, ...], kwargs: dict[str, Foreign]
-    ) -> tuple[list[Foreign], dict[str, Foreign]]:
+        self, args_dev: tuple[TritonObject, ...], kwargs: dict[str, TritonObject]
+    ) -> tuple[list[TritonObject], dict[str, TritonObject]]:
         """Return the launch's arguments, and start checking accesses against them."""
         positional, named = super()._init_args_hst(args_dev, kwargs)
         arguments = dict(zip(self.arg_names, positional, strict=False)) | named
@@ -126,7 +126,9 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         return positional, named
 
 
-def _call_device_function(self: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
+def _call_device_function(
+    self: TritonObject, *args: TritonObject, **kwargs: TritonObject
+) -> TritonObject:
     """Call a helper of a kernel. The launch has patched `tl` already, and wraps errors."""
     return self.rewrite()(*args, **kwargs)
 
@@ -135,12 +137,12 @@ def _call_device_function(self: Foreign, *args: Foreign, **kwargs: Foreign) -> F
 _ALL_LANGUAGE_MODULES = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 
-def patch_language() -> Foreign:
+def patch_language() -> TritonObject:
     """Patch every language module; return a scope that restores them."""
     return _patch_lang(_ALL_LANGUAGE_MODULES)
 
 
-def _patch_language_once(fn: Foreign) -> Foreign:
+def _patch_language_once(fn: TritonObject) -> TritonObject:
     """Patch all language modules for a launch, so that helpers need not do so in each call."""
     scope = patch_language()
     _scopes.append(scope)  # restored in a child that is forked during the launch
@@ -151,7 +153,7 @@ class _AfterFork:
     """Ends the launch of another thread in a forked child, which does not have that thread."""
 
     def after_fork(self) -> None:
-        if forks.renew(_LAUNCH_LOCK):
+        if forks.reset_lock(_LAUNCH_LOCK):
             return  # the forking thread's own launch continues
         while _scopes:
             _scopes.pop().restore()
@@ -162,14 +164,14 @@ _after_fork = _AfterFork()
 forks.on_fork(_after_fork)
 
 
-def _patch_tensor(tensor: Foreign, scope: Foreign) -> None:
+def _patch_tensor(tensor: TritonObject, scope: TritonObject) -> None:
     """Apply upstream's patch, and convert one-element arrays to int, which numpy 2.4 rejects."""
     _patch_lang_tensor(tensor, scope)
     for name in ("__index__", "__int__"):
         scope.set_attr(tensor, name, lambda self: int(self.handle.data.item()))
 
 
-def _typed_argument(arg: Foreign) -> Foreign:
+def _typed_argument(arg: TritonObject) -> TritonObject:
     """Return a launch's argument as a compiled kernel gets it.
 
     That is int32 or int64, float32, int1 or a pointer. Upstream passes a float as a Python number,

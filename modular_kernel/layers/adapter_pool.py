@@ -33,7 +33,7 @@ from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import available_device, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 
-_MOST_NAME = 256
+_MAX_NAME_LENGTH = 256
 _NO_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 
@@ -79,7 +79,10 @@ class AdapterPool:
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
         values_per_slot = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = values_per_slot * problem.dtype.itemsize
-        with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device), modes.kept():
+        with (
+            _memory(f"pool of {slots} slots", slots * self._slot_bytes, device),
+            modes.outside_inference_mode(),
+        ):
             self._tensors = {
                 name: torch.zeros(slots, *shape, dtype=problem.dtype, device=device)
                 for name, shape in shapes.items()
@@ -101,7 +104,7 @@ class AdapterPool:
 
     def after_fork(self) -> None:
         """Renew the lock in a forked child: a thread of the parent may have held it."""
-        forks.renew(self._turn)
+        forks.reset_lock(self._turn)
 
     @property
     def slots(self) -> Mapping[str, int]:
@@ -208,8 +211,8 @@ class AdapterPool:
     def check_change(self, name: str) -> None:
         """Raise ConfigurationError for an invalid name, StateError during stream capture."""
         expect("name of an adapter", name, str)
-        if not 0 < len(name) <= _MOST_NAME:
-            need = f"1 to {_MOST_NAME} characters"
+        if not 0 < len(name) <= _MAX_NAME_LENGTH:
+            need = f"1 to {_MAX_NAME_LENGTH} characters"
             raise ConfigurationError("name of an adapter", got=len(name), need=need)
         if capturing(self.device):
             got = "a stream that is being captured"

@@ -102,7 +102,7 @@ def rebalance(
     _check_load(load)
     sizes = expect_each("slots", slots, Count)
     expect("old placement", old, Placement | None)
-    experts_by_host = _on_hosts(load, len(sizes), hosts, groups)
+    experts_by_host = _assign_to_hosts(load, len(sizes), hosts, groups)
     held: list[list[int]] = []
     for host, experts in enumerate(experts_by_host):
         ranks = len(sizes) // hosts
@@ -119,7 +119,7 @@ def rebalance(
     return Placement(tuple(map(tuple, held)))
 
 
-def _on_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
+def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
     """Assign experts to hosts in whole groups, the heaviest group to the least loaded host."""
     expect("hosts", hosts, Count)
     expect("groups", groups, Count)

@@ -24,15 +24,15 @@ from modular_kernel.checkpoints.inspection import layer_config
 from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.layers.parallel import LayerParallel, all_reduce, placed
+from modular_kernel.layers.parallel import LayerParallel, all_reduce, resolve_placement
 from modular_kernel.layers.parameters import ExpertParameters
-from modular_kernel.layers.rank_share import Share, share_of_intermediate
+from modular_kernel.layers.rank_share import Share, intermediate_per_rank
 from modular_kernel.layers.router import Router
 from modular_kernel.layers.routing import (
     check_router,
     check_selection_bias,
-    flat_logits,
-    given_routing,
+    flatten_logits,
+    normalize_routing,
     spec_of,
     top_k_of,
 )
@@ -41,14 +41,14 @@ from modular_kernel.operators.experts import EXPERTS, use_prepared
 from modular_kernel.operators.kernel_cache import (
     NO_EP,
     Experts,
+    KernelCache,
     Pairing,
-    Planned,
     PrepareFinalize,
-    current,
+    convert_ids,
+    current_device,
+    default_experts,
+    describe_pairing,
     machine_of,
-    pairing_told,
-    usual_experts,
-    with_ids_of,
 )
 from modular_kernel.operators.pairing import Pairing as TracedPairing
 from modular_kernel.ops.route import Routed, RouterTensors, route
@@ -65,9 +65,9 @@ RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
 Computed = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | None]]
 Adapted = tuple[Problem, ExpertWeights]
 # Shared by all layers of the process, so that layers of one shape use the same buffers.
-_planned = Planned()
+_plan_cache = KernelCache()
 # Constructor arguments that `from_config` reads from the checkpoint.
-SETTLED = frozenset(
+CHECKPOINT_OPTIONS = frozenset(
     {
         "num_experts",
         "hidden_size",
@@ -171,8 +171,8 @@ class FusedMoE(ExpertParameters):
         if experts is not None:
             load_catalog().experts(experts)
         prepare_finalize, parallel = prepare_finalize or NO_EP, parallel or LayerParallel()
-        spans_ranks, (ep_rank, ep_size) = _over_ranks(prepare_finalize), parallel.ep
-        placement = placed(placement, num_experts, ep_size, over_ranks=spans_ranks)
+        spans_ranks, (ep_rank, ep_size) = _spans_ranks(prepare_finalize), parallel.ep
+        placement = resolve_placement(placement, num_experts, ep_size, over_ranks=spans_ranks)
         uses_expert_map = ep_size > 1 and not spans_ranks
         act = ActivationSpec.parse(activation)
         if act.up_first:
@@ -185,7 +185,7 @@ class FusedMoE(ExpertParameters):
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
-            intermediate=share_of_intermediate(intermediate_size, parallel.tp[1], quant),
+            intermediate=intermediate_per_rank(intermediate_size, parallel.tp[1], quant),
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if uses_expert_map else None,
             top_k=top_k_of(top_k, router, num_experts),
@@ -241,7 +241,7 @@ class FusedMoE(ExpertParameters):
         """
         expect("checkpoint", checkpoint, str | Path)
         expect("layer", layer, int | None)
-        for name in sorted(options.keys() & SETTLED):
+        for name in sorted(options.keys() & CHECKPOINT_OPTIONS):
             got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint says it"
             raise ConfigurationError("option of from_config", got=got, need=need)
         parallel = options.get("parallel")
@@ -342,7 +342,7 @@ class FusedMoE(ExpertParameters):
                 f"TP rank {tp_rank} of {tp_size}: {share}",
                 f"global -> local: {slots}",
                 f"router: {'none, routing is given' if spec is None else spec}",
-                f"parts: {pairing_told(pairing, self.problem, device)}; output {reduction}",
+                f"parts: {describe_pairing(pairing, self.problem, device)}; output {reduction}",
             ]
         )
 
@@ -414,7 +414,7 @@ class FusedMoE(ExpertParameters):
         device = next(self.parameters()).device
         for number in tokens:
             problem = self.problem.with_tokens(number)
-            _planned.warm_up(self._pairing(device), problem, device)
+            _plan_cache.warm_up(self._pairing(device), problem, device)
 
     def prepare_weights(self) -> None:
         """Precompute what the experts derive from the weights; call it after loading.
@@ -424,9 +424,9 @@ class FusedMoE(ExpertParameters):
         """
         weights, kernel = self.plain_weights(), self._own_kernel
         device = weights.w2.device
-        with current(device):
+        with current_device(device):
             if kernel is None:
-                kernel = _planned.kernel(self._pairing(device), self.problem, device)
+                kernel = _plan_cache.kernel(self._pairing(device), self.problem, device)
             self.keep_prepared(kernel.prepare_weights(weights))
         if self._layer_text:
             use_prepared(self.weights(), self._layer_text, self._traced_pairing)
@@ -454,7 +454,7 @@ class FusedMoE(ExpertParameters):
                 raise ConfigurationError("routing", got=type(given).__name__, need=need)
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
-            logits = flat_logits(given, router.columns(self.num_experts), lead)
+            logits = flatten_logits(given, router.columns(self.num_experts), lead)
             return route(
                 logits,
                 router,
@@ -464,7 +464,7 @@ class FusedMoE(ExpertParameters):
             )
         if token_ids_T is not None:
             raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
-        return Routed(given_routing(given, lead))
+        return Routed(normalize_routing(given, lead))
 
     def computed(
         self, x_TH: torch.Tensor, routing: Routing, *, adapters: Adapted | None = None
@@ -481,11 +481,11 @@ class FusedMoE(ExpertParameters):
         if kernel is None:
             problem, weights = adapters or (self.problem, weights)
             pairing = self._pairing(x_TH.device, problem)
-            y_TH = _planned.run(pairing, problem, x_TH, weights, routing)
+            y_TH = _plan_cache.run(pairing, problem, x_TH, weights, routing)
             return y_TH, None if shared is None else shared(x_TH)
-        with current(x_TH.device):
+        with current_device(x_TH.device):
             out = None if kernel.prepare_finalize.makes_output else torch.empty_like(x_TH)
-            pending = kernel.start(x_TH, weights, with_ids_of(kernel, routing), out=out)
+            pending = kernel.start(x_TH, weights, convert_ids(kernel, routing), out=out)
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
@@ -548,7 +548,7 @@ class FusedMoE(ExpertParameters):
             cached = self._usual.get(device)
             if cached is not None and cached[0] is problem:
                 return self.prepare_finalize, cached[1]
-            experts = usual_experts(self.prepare_finalize, problem, device)
+            experts = default_experts(self.prepare_finalize, problem, device)
             self._usual[device] = problem, experts
         return self.prepare_finalize, experts
 
@@ -598,5 +598,5 @@ def _make_loader(
     return loader, str(loader.scheme)
 
 
-def _over_ranks(part: PrepareFinalize) -> bool:
+def _spans_ranks(part: PrepareFinalize) -> bool:
     return load_catalog().prepare_finalize(part).requires.world_sizes[0] > 1

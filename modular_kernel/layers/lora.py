@@ -142,7 +142,7 @@ class LoRAManager:
             raise ConfigurationError("layers", got=ids[:8], need="one at least, each once")
         self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}
         slots = 0 if spec is None else spec.adapters
-        with modes.kept():
+        with modes.outside_inference_mode():
             self._ranks = {
                 layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
             }
@@ -163,7 +163,7 @@ class LoRAManager:
 
     def after_fork(self) -> None:
         """Renew the lock in a forked child: a thread of the parent may have held it."""
-        forks.renew(self._turn)
+        forks.reset_lock(self._turn)
 
     @property
     def has_moe_lora(self) -> bool:

@@ -10,13 +10,13 @@ from modular_kernel.errors import StateError
 from modular_kernel.tensors import check_loaded
 
 
-def moved_only(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+def move_without_cast(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """Apply `fn`, which a module applies to its tensors, as a move without a cast."""
     probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
 
-def holds_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
+def state_is_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
     """Return whether a state_dict has all of a module's tensors, and all of them were loaded."""
     tensors = dict[str, torch.Tensor]()
     for name in names:

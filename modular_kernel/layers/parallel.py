@@ -9,7 +9,7 @@ import torch.distributed as dist
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.utils import forks
-from modular_kernel.utils.argument_checks import Count, expect, shown
+from modular_kernel.utils.argument_checks import Count, expect, format_value
 
 Place = tuple[int, int]  # rank and number of ranks
 GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
@@ -33,11 +33,11 @@ class LayerParallel:
 
     def __post_init__(self) -> None:
         for name in ("ep", "tp"):
-            place = _placed(name, getattr(self, name), getattr(self, f"{name}_group"))
+            place = _check_place(name, getattr(self, name), getattr(self, f"{name}_group"))
             object.__setattr__(self, name, place)
         ranks = self.ep[1] * self.tp[1]
         if self.group is not None:
-            _, size = _known("", self.group)
+            _, size = _place_in_group("", self.group)
             if size != ranks:
                 raise ConfigurationError("group's size", got=size, need=f"{ranks}, EP x TP")
 
@@ -83,7 +83,7 @@ def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
     """Sum over the ranks of each group, in place; raise CommunicationError if that fails."""
     for group in groups:
         try:
-            dist.all_reduce(tensor, group=_of(group))
+            dist.all_reduce(tensor, group=_process_group(group))
         except RuntimeError as error:
             got, need = str(error).splitlines()[0][:200], "every rank of the group"
             raise CommunicationError(
@@ -91,7 +91,7 @@ def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
             ) from error
 
 
-def _placed(name: str, place: Place, group: object | None) -> Place:
+def _check_place(name: str, place: Place, group: object | None) -> Place:
     expect(name, place, tuple[int, int])
     rank, size = place
     expect(f"{name} ranks", size, Count)
@@ -99,7 +99,7 @@ def _placed(name: str, place: Place, group: object | None) -> Place:
         raise ConfigurationError(f"{name} rank", got=rank, need=f"in [0, {size})")
     if group is None:
         return place
-    group_place = _known(name, group)
+    group_place = _place_in_group(name, group)
     if group_place[0] < 0:
         raise ConfigurationError(f"{name}_group", got="a group without this rank", need="its own")
     if place not in ((0, 1), group_place):
@@ -107,30 +107,32 @@ def _placed(name: str, place: Place, group: object | None) -> Place:
     return group_place
 
 
-def _of(group: object) -> Any:
+def _process_group(group: object) -> Any:
     """Return the ProcessGroup of a group, or of an object that wraps one."""
     return getattr(group, "group", group) if not isinstance(group, dist.ProcessGroup) else group
 
 
-def _known(name: str, group: object) -> Place:
+def _place_in_group(name: str, group: object) -> Place:
     """Return this rank's position in a process group; ConfigurationError for another object."""
     try:
         return _rank(group), _size(group)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        got = f"{shown(group)} ({str(error).splitlines()[0][:120]})"
+        got = f"{format_value(group)} ({str(error).splitlines()[0][:120]})"
         what = f"{name}_group" if name else "group"
         raise ConfigurationError(what, got=got, need="a process group of torch") from None
 
 
 def _rank(group: object) -> int:
-    return int(dist.get_rank(_of(group)))
+    return int(dist.get_rank(_process_group(group)))
 
 
 def _size(group: object) -> int:
-    return int(dist.get_world_size(_of(group)))
+    return int(dist.get_world_size(_process_group(group)))
 
 
-def placed(placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool) -> Placement:
+def resolve_placement(
+    placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool
+) -> Placement:
     """Return the placement, by default contiguous blocks; check it against the layer.
 
     Raises ConfigurationError for another number of experts or ranks, or for copies of experts

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
-from modular_kernel.layers.module_state import holds_loaded, moved_only
+from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
 from modular_kernel.layers.parallel import GROUPS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import layer_text
@@ -17,7 +17,7 @@ from modular_kernel.quant.quantized_weights import TensorSpec, weight_specs
 from modular_kernel.replay import modes
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import DTYPES, Problem, dtype_name
-from modular_kernel.tensors import ExpertWeights, check_loaded, fill_unloaded
+from modular_kernel.tensors import ExpertWeights, check_loaded, fill_with_sentinel
 from modular_kernel.utils.argument_checks import available_device, expect
 from modular_kernel.utils.tensor_checks import check_local, check_tensor
 
@@ -58,7 +58,7 @@ class ExpertParameters(nn.Module):
     expert_map: torch.Tensor | None
     _no_bias: torch.Tensor | None
 
-    @modes.kept()
+    @modes.outside_inference_mode()
     def __init__(
         self,
         problem: Problem,
@@ -111,7 +111,7 @@ class ExpertParameters(nn.Module):
             param, loaded_weight, weight_name, shard_id, expert_id
         )
 
-    @modes.kept()
+    @modes.outside_inference_mode()
     def process_weights_after_loading(self) -> None:
         """Replace what `weight_loader` has loaded by the tensors that kernels take.
 
@@ -183,7 +183,7 @@ class ExpertParameters(nn.Module):
         if metadata is not None:
             metadata[_READY] = self._ready
 
-    @modes.kept()
+    @modes.outside_inference_mode()
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -204,7 +204,7 @@ class ExpertParameters(nn.Module):
         self._let_go_if_moved()
         if self._ready and self._unloaded:
             names = [name for name, each in self._parameters.items() if each is not None]
-            self._unloaded = not holds_loaded(names, state_dict, prefix)
+            self._unloaded = not state_is_loaded(names, state_dict, prefix)
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
         """Use the state's tensors as weights if they have the kernels' layout, else leave them."""
@@ -293,7 +293,7 @@ class ExpertParameters(nn.Module):
 
     def plain_weights(self) -> ExpertWeights:
         """Drop what was prepared of the weights, and return `weights` without it."""
-        self.keep_prepared(prepared.plain(self.weights()))
+        self.keep_prepared(prepared.without_prepared(self.weights()))
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
@@ -317,7 +317,7 @@ class ExpertParameters(nn.Module):
 
         def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
             if any(tensor is each for each in moved_tensors):
-                return moved_only(fn, tensor)
+                return move_without_cast(fn, tensor)
             return fn(tensor)
 
         saved = {name: vars(each) for name, each in self._parameters.items() if each is not None}
@@ -369,7 +369,7 @@ class ExpertParameters(nn.Module):
         """Fill parameters with the values that mark them as not loaded."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                fill_unloaded(name, parameter.data)
+                fill_with_sentinel(name, parameter.data)
 
     def _fill_made(self) -> None:
         """Set the initial values of parameters that `to_empty` has moved from the meta device."""

@@ -106,7 +106,7 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     return Move(slot, (begin, begin + width), hidden, source, hidden)
 
 
-def share_of_intermediate(intermediate: int, ranks: int, quant: str) -> int:
+def intermediate_per_rank(intermediate: int, ranks: int, quant: str) -> int:
     """Return I of one TP rank; raise ConfigurationError if that splits a quantization group."""
     share, rest = divmod(intermediate, ranks)
     if rest:

@@ -12,12 +12,12 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.layers.module_state import holds_loaded, moved_only
+from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import dtype_name, parse_dtype
 from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import check_loaded, fill_unloaded
+from modular_kernel.tensors import check_loaded, fill_with_sentinel
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 from modular_kernel.utils.matmul import linear
 from modular_kernel.utils.tensor_checks import check_local, check_tensor
@@ -62,7 +62,7 @@ class Router(nn.Module):
     e_score_correction_bias: nn.Parameter | None
     tid2eid: torch.Tensor | None
 
-    @modes.kept()
+    @modes.outside_inference_mode()
     def __init__(
         self,
         spec: RouterSpec,
@@ -146,12 +146,12 @@ class Router(nn.Module):
         selection_bias, was_meta = self.e_score_correction_bias, self.weight.is_meta
 
         def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
-            return moved_only(fn, tensor) if tensor is selection_bias else fn(tensor)
+            return move_without_cast(fn, tensor) if tensor is selection_bias else fn(tensor)
 
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.weight.is_meta:  # after `to_empty`
             for name, tensor in self._own().items():
-                fill_unloaded(name, tensor.data)
+                fill_with_sentinel(name, tensor.data)
             self._unloaded = True
         return self
 
@@ -164,7 +164,7 @@ class Router(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if self._unloaded:
-            self._unloaded = not holds_loaded(self._own(), state_dict, prefix)
+            self._unloaded = not state_is_loaded(self._own(), state_dict, prefix)
 
     def routed(
         self,

@@ -75,7 +75,7 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
     return spec.top_k
 
 
-def flat_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
+def flatten_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
     """Return logits (..., E) as (T, E).
 
     lead: the dimensions of x before H. Raises ConfigurationError unless `given` is a tensor,
@@ -92,7 +92,7 @@ def flat_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Ten
     return given.reshape(-1, columns)
 
 
-def given_routing(given: object, lead: tuple[int, ...]) -> Routing:
+def normalize_routing(given: object, lead: tuple[int, ...]) -> Routing:
     """Return a caller's routing as contiguous (T, K) tensors; 16-bit weights become float32.
 
     lead: the dimensions of x before H. The routing has the same ones, or T alone. Raises

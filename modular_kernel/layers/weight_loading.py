@@ -18,8 +18,8 @@ import torch
 
 from modular_kernel.checkpoints.formats import Format, fit, format_of
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
-from modular_kernel.checkpoints.fusing import Matrix, piece, stack
-from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Stored, cut
+from modular_kernel.checkpoints.fusing import Matrix, convert_share, fuse
+from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, StoredTensor, cut
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.layers.rank_share import FUSED, SHARDS, Move, Share, destination
 from modular_kernel.replay import modes
@@ -30,7 +30,7 @@ from modular_kernel.utils.tensor_checks import check_output, check_tensor
 Mapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
-_BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
+_BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
 _TOLERANCE = 1e-5  # allowed difference between the input scales of an expert's gate and up
 _MATRIX_SCALES = ("scale", "global_scale")
 _SCALES, _UNSET = ("scale", "global_scale", "a_scale"), 1.0  # _UNSET: value before loading
@@ -91,7 +91,7 @@ class ExpertLoader:
         self._check_halves()
         self._fine = self.format.with_scheme(self.scheme)
         biases = (_BIAS,) if bias else ()
-        self._stored: tuple[Stored, ...] = (*self.format.stored, *biases)
+        self._stored: tuple[StoredTensor, ...] = (*self.format.stored, *biases)
         self._kept = {each.name: each for each in (*self._fine.stored, *biases)}
         self._loaded: set[tuple[str, str, int]] = set()
         # Input scales of the experts of all ranks, and which were set since `expert_weights`.
@@ -125,7 +125,7 @@ class ExpertLoader:
                 shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)
         return shapes
 
-    @modes.kept()
+    @modes.outside_inference_mode()
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -221,7 +221,7 @@ class ExpertLoader:
         return {"w2": (hidden, width), FUSED: (2 * width, hidden)}.get(shard, (width, hidden))
 
     def _halves(
-        self, name: str, stored: Stored, loaded: torch.Tensor
+        self, name: str, stored: StoredTensor, loaded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensors of gate and of up: halves along the rows, or the same tensor twice.
 
@@ -262,7 +262,7 @@ class ExpertLoader:
                 fields[f"b{number}"] = _parameter(layer, f"{matrix}_bias")
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
-    def _named(self, weight_name: str) -> Stored:
+    def _named(self, weight_name: str) -> StoredTensor:
         last = weight_name.rpartition(".")[2]
         name = last.removeprefix("w13_").removeprefix("w2_")
         for stored in self._stored:
@@ -275,14 +275,14 @@ class ExpertLoader:
         self,
         target: torch.Tensor,
         loaded: torch.Tensor,
-        stored: Stored,
+        stored: StoredTensor,
         move: Move,
         sizes: tuple[int, int],
     ) -> None:
         """Copy this rank's rows and columns, in the tiles of this rank's scheme."""
         stored.check_cut(stored.name, move.of_rows, move.of_columns, sizes)
         part = cut([stored], {stored.name: loaded}, move.of_rows, move.of_columns)
-        fine = piece(self.format, self._fine, part, move.of_rows, move.of_columns)
+        fine = convert_share(self.format, self._fine, part, move.of_rows, move.of_columns)
         if stored.role == "order":
             fine = {stored.name: target}  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
@@ -292,13 +292,13 @@ class ExpertLoader:
         )
 
     def _copy_number(
-        self, target: torch.Tensor, loaded: torch.Tensor, stored: Stored, shard: str
+        self, target: torch.Tensor, loaded: torch.Tensor, stored: StoredTensor, shard: str
     ) -> None:
         per_projection = stored.role in _MATRIX_SCALES and target.dim()
         (target[0 if shard == "w1" else 1] if per_projection else target).copy_(loaded)
 
     def _put_input_scale(
-        self, stored: Stored, matrix: str, expert: int, shard: str, value: float
+        self, stored: StoredTensor, matrix: str, expert: int, shard: str, value: float
     ) -> None:
         """Store one scale; raise WeightsError if the expert's other projection has another one."""
         other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
@@ -325,7 +325,7 @@ class ExpertLoader:
                 }
                 for half in (0, 1)
             ]
-        return stack(self._fine, parts, dtype)
+        return fuse(self._fine, parts, dtype)
 
     def _check_whole(self) -> None:
         missing = [

@@ -51,8 +51,8 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
     if spec is None or not pairs:
         return dict.fromkeys(MATRICES, NO_WORK)
     shapes = spec.shapes(1, problem.w1_rows, problem.hidden, problem.intermediate)
-    matrices_read = touched * _met(spec.adapters, pairs / touched)
-    slots_in_use = _met(spec.adapters, pairs / problem.top_k)
+    matrices_read = touched * _distinct_slots(spec.adapters, pairs / touched)
+    slots_in_use = _distinct_slots(spec.adapters, pairs / problem.top_k)
     work = {}
     for name in MATRICES:
         values = prod(shapes[f"lora_{name}"][2:])
@@ -67,6 +67,6 @@ def whole_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 
-def _met(slots: int, draws: float) -> float:
+def _distinct_slots(slots: int, draws: float) -> float:
     """Return the expected number of distinct slots in `draws` uniform draws."""
     return float(slots * (1.0 - (1.0 - 1.0 / slots) ** draws))

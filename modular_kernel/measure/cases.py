@@ -88,7 +88,7 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
 
     b1, b2 = bias(n), bias(h)
     matrices = _adapters(problem, generator)
-    return ExpertWeights(w1, w2, b1, b2, first_here(problem, device), **matrices)
+    return ExpertWeights(w1, w2, b1, b2, first_experts_map(problem, device), **matrices)
 
 
 def _adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ def _adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.T
     return matrices
 
 
-def slots_in_turn(problem: Problem, device: torch.device) -> torch.Tensor | None:
+def round_robin_slots(problem: Problem, device: torch.device) -> torch.Tensor | None:
     """Assign tokens to adapter slots in rotation, (T,) int32; None without adapters."""
     if problem.adapters is None:
         return None
@@ -114,7 +114,7 @@ def slots_in_turn(problem: Problem, device: torch.device) -> torch.Tensor | None
     return slots_T.to(torch.int32)
 
 
-def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
+def first_experts_map(problem: Problem, device: torch.device) -> torch.Tensor | None:
     """Return an expert_map with experts [0, e) on this rank, or None if the problem has none."""
     if not problem.expert_map:
         return None
@@ -131,11 +131,11 @@ def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
     routing = draw(problem, cell.routing, generator)
-    routing = replace(routing, adapters_T=slots_in_turn(problem, device))
+    routing = replace(routing, adapters_T=round_robin_slots(problem, device))
     return Input(x_TH.to(problem.dtype), routing)
 
 
-def quantized(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+def quantize(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """Return the weights quantized by the problem's scheme."""
     if not problem.scheme.quantized:
         return weights

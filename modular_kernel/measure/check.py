@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.measure.cases import Input, LayerCase, quantized
+from modular_kernel.measure.cases import Input, LayerCase, quantize
 from modular_kernel.measure.timing import Call
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
@@ -26,7 +26,7 @@ _LEAST_VALUES = 512  # with this number, the error of one layer varies by 10 %
 
 
 @dataclass(frozen=True)
-class Answer:
+class ExpectedOutput:
     """Expected output. rows: rows that are compared. exact: their values, float64.
 
     fair: the norm of the error of plain torch.
@@ -38,7 +38,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Result of a check.
 
     error: relative root mean square, or None. bound: the allowed error. wrong: the reason of a
@@ -54,7 +54,7 @@ class Finding:
 class Checked:
     """Result of a layer's calls together. last: the compared rows of the last call, float64."""
 
-    finding: Finding
+    finding: CheckResult
     last: torch.Tensor
 
 
@@ -63,20 +63,24 @@ def inputs_to_check(problem: Problem) -> int:
     return math.ceil(_LEAST_VALUES / (min(problem.tokens, _ROWS) * problem.hidden))
 
 
-def answer_to(cell: LayerCase, given: Input, weights: ExpertWeights, scheme: QuantScheme) -> Answer:
+def expected_output(
+    cell: LayerCase, given: Input, weights: ExpertWeights, scheme: QuantScheme
+) -> ExpectedOutput:
     """Compute the expected output of a layer with `scheme` on some rows, from first to last."""
     tokens, device = cell.problem.tokens, given.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()
     x_TH = given.x_TH[rows]
     routing = given.routing.of(rows)
-    touched_weights, problem = _touched(weights, routing, cell.problem.with_tokens(len(rows)))
+    touched_weights, problem = _select_touched(
+        weights, routing, cell.problem.with_tokens(len(rows))
+    )
     exact = oracle(x_TH, touched_weights, routing, problem)
     problem = replace(problem, quant=str(scheme))
-    fair = recipe(x_TH, quantized(touched_weights, problem), routing, problem)
-    return Answer(rows, exact, float((fair - exact).norm()))
+    fair = recipe(x_TH, quantize(touched_weights, problem), routing, problem)
+    return ExpectedOutput(rows, exact, float((fair - exact).norm()))
 
 
-def check_calls(checks: Sequence[tuple[Call, Answer]], problem: Problem) -> Checked:
+def check_calls(checks: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> Checked:
     """Check shape, dtype and finite values of every call, and the common error of all answers.
 
     Each output is filled with NaN before the next call, so that values that are not written do not
@@ -92,24 +96,26 @@ def check_calls(checks: Sequence[tuple[Call, Answer]], problem: Problem) -> Chec
         out = call()
         wrong = _wrong_form(out, problem)
         if wrong:
-            return Checked(Finding(None, bound, wrong), last)
+            return Checked(CheckResult(None, bound, wrong), last)
         last = out[answer.rows].double()
         errors.append(float((last - answer.exact).norm()))
     error = math.hypot(*errors) / norm
     wrong = "" if error <= bound else f"relative error {error:.2e} > {bound:.2e}"
-    return Checked(Finding(error, bound, wrong), last)
+    return Checked(CheckResult(error, bound, wrong), last)
 
 
-def check_again(out: torch.Tensor, answer: Answer, before: Checked, problem: Problem) -> Finding:
+def check_unchanged(
+    out: torch.Tensor, answer: ExpectedOutput, before: Checked, problem: Problem
+) -> CheckResult:
     """Compare the current values of the last call's output with those it had in `before`."""
     bound = before.finding.bound
     wrong = _wrong_form(out, problem)
     if wrong:
-        return Finding(None, bound, wrong)
+        return CheckResult(None, bound, wrong)
     norm = float(before.last.norm()) or 1.0
     change = float((out[answer.rows].double() - before.last).norm()) / norm
     if not change <= bound:
-        return Finding(change, bound, f"{change:.2e} away from before, more than {bound:.2e}")
+        return CheckResult(change, bound, f"{change:.2e} away from before, more than {bound:.2e}")
     return before.finding
 
 
@@ -127,7 +133,7 @@ def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
 _ADAPTERS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 
 
-def _touched(
+def _select_touched(
     weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> tuple[ExpertWeights, Problem]:
     """Return the weights of the experts that the routing uses, and the problem of only those."""

@@ -10,7 +10,7 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 
 
-def declared_specs(
+def prepared_specs_of(
     experts: str, problem: Problem, described: Machine | None = None
 ) -> Mapping[str, BufferSpec]:
     """Return the specs of the prepared tensors of one rank, by field of ExpertWeights.
@@ -31,5 +31,5 @@ def declared_specs(
 
 
 def declared_bytes(experts: str, problem: Problem, described: Machine | None = None) -> int:
-    """Return the bytes of `declared_specs`."""
-    return sum(spec.nbytes for spec in declared_specs(experts, problem, described).values())
+    """Return the bytes of `prepared_specs_of`."""
+    return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, described).values())

@@ -108,7 +108,7 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> "Report":
         """Parse the output of `to_json`; raise ConfigurationError for anything else."""
-        record = json_files.record(text, SCHEMA, "benchmark record")
+        record = json_files.parse_record(text, SCHEMA, "benchmark record")
         field_names = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in row.items() if k in field_names}) for row in record["rows"]]
         return cls(record["environment"], record["peaks"], tuple(rows), record["stopped"])
@@ -124,7 +124,7 @@ def best(rows: Iterable[Row], *, ours: bool) -> float | None:
     return min((us for us in times if us is not None), default=None)
 
 
-def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
+def with_best_peer(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows with their time relative to the best peer of the group."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}

@@ -54,7 +54,7 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Floor:
+class Roofline:
     """The roofline in microseconds, and what limits it: "compute" or "memory"."""
 
     us: float
@@ -113,14 +113,14 @@ def operand_type(problem: Problem, scheme: QuantScheme) -> str:
     return _INT8 if scheme.activation == _INT8 else _FP8
 
 
-def floor_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Floor:
+def roofline_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
     """Return the roofline of one call.
 
     A type whose rate could not be measured counts at that of the problem's dtype.
     """
     compute = work.flops / rate_of(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6
-    return Floor(max(compute, memory), "compute" if compute > memory else "memory")
+    return Roofline(max(compute, memory), "compute" if compute > memory else "memory")
 
 
 def rate_of(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel.measure.adapter_roofline import adapter_work
-from modular_kernel.measure.roofline import Floor, Peaks, matrix_bytes, rate_of
+from modular_kernel.measure.roofline import Peaks, Roofline, matrix_bytes, rate_of
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -89,7 +89,7 @@ def stage_works(
 
 def stage_floor(
     work: StageWork, problem: Problem, scheme: QuantScheme, peaks: Peaks, link: float | None = None
-) -> Floor:
+) -> Roofline:
     """Return the minimum time of a stage. link: bytes per second to other ranks, if known."""
     times = {
         "memory": work.bytes / peaks.bandwidth,
@@ -97,7 +97,7 @@ def stage_floor(
         "link": work.link / link if link else 0.0,
     }
     bound = max(times, key=times.__getitem__)
-    return Floor(times[bound] * 1e6, bound)
+    return Roofline(times[bound] * 1e6, bound)
 
 
 def _joined(works: Sequence[StageWork]) -> StageWork:
@@ -117,12 +117,14 @@ def _table(
     hidden, inner, value_bytes = problem.hidden, problem.intermediate, problem.dtype.itemsize
     fused_stages = [stages.parts(name) for name in names]
     # If a GEMM kernel itself quantizes or permutes, its operand is not yet quantized or permuted.
-    x_quantized = _apart(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
-    h_quantized = _apart(stages.QUANTIZE, stages.GEMM2, fused_stages)
+    x_quantized = _is_separate_stage(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
+    h_quantized = _is_separate_stage(stages.QUANTIZE, stages.GEMM2, fused_stages)
     x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else value_bytes)
     h_row = inner * (_quantized_bytes(scheme, inner) if h_quantized else value_bytes)
     y_row, raw_row = hidden * value_bytes, inner * value_bytes
-    rows = load.pairs if _apart(stages.PERMUTE, stages.GEMM1, fused_stages) else load.rows
+    rows = (
+        load.pairs if _is_separate_stage(stages.PERMUTE, stages.GEMM1, fused_stages) else load.rows
+    )
     w1, w2 = (load.touched * each for each in matrix_bytes(problem, scheme))
     a13, b13, a2, b2 = adapter_work(problem, load.pairs, load.touched).values()
     u13, u2 = _u_values_per_pair(problem)
@@ -171,7 +173,7 @@ def _u_values_per_pair(problem: Problem) -> tuple[int, int]:
     return spec.shapes(*sizes)["lora_a13"][2], spec.rank
 
 
-def _apart(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:
+def _is_separate_stage(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:
     """Return whether `work` is done by another stage than the GEMM `product`."""
     return any(work in names and product not in names for names in together)
 

@@ -93,11 +93,11 @@ def time_calls(
     clock.wait()
     groups = [[call] for call in calls] if flush else [list(calls)]
     mode = "eager" if device.type == "cuda" else "cpu"
-    runs: list[Call] = [partial(_all, group) for group in groups]
+    runs: list[Call] = [partial(_call_all, group) for group in groups]
     captured = capture(groups) if graph and device.type == "cuda" else None
     if captured is not None:
         runs, mode = captured, "graph"
-    wipe = wiper_of(device) if flush else None
+    wipe = l2_flusher(device) if flush else None
     calls_per_run = len(groups[0])
     _settle(runs, clock, wipe)
     once = sum(_sample(runs, clock, wipe)) or 1e-3
@@ -116,7 +116,7 @@ def time_calls(
     return Timing(median_us, min(times), spread, mode + suffix, replays, last.clone())
 
 
-def _all(calls: Sequence[Call]) -> torch.Tensor:
+def _call_all(calls: Sequence[Call]) -> torch.Tensor:
     last = calls[0]()
     for call in calls[1:]:
         last = call()
@@ -136,7 +136,7 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
         for group in groups:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                last = _all(group)
+                last = _call_all(group)
             runs.append(partial(_replay, graph, last, group))
     except RuntimeError:
         # A failed capture can leave its stream current, and the generator in capture mode, in which
@@ -158,7 +158,7 @@ def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor, _kept: Sequence[Cal
     return last
 
 
-def wiper_of(device: torch.device) -> Callable[[], object] | None:
+def l2_flusher(device: torch.device) -> Callable[[], object] | None:
     """Return a function that overwrites the L2 cache, or None for a CPU."""
     size = _COLD * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None

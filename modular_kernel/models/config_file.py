@@ -42,7 +42,7 @@ def is_file(model: str) -> bool:
     return os.sep in model or model.endswith(".json") or model in (".", "..")
 
 
-def facts_of_file(model: str) -> dict[str, object]:
+def problem_fields_of_file(model: str) -> dict[str, object]:
     """Return the fields of `Problem` that a config.json, or that of the folder `model`, determines.
 
     These are experts, top_k, hidden, intermediate, activation, bias and
@@ -50,7 +50,7 @@ def facts_of_file(model: str) -> dict[str, object]:
     quant. Raises ConfigurationError if the file cannot be read, or describes a layer that is not
     supported.
     """
-    return facts_of_config(*config_of_file(model))
+    return problem_fields_of_config(*config_of_file(model))
 
 
 def config_of_file(model: str) -> tuple[Path, Config]:
@@ -64,7 +64,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     try:
         if path.is_dir():
             path = path / "config.json"
-        content = json_files.content(path, _MOST_BYTES)
+        content = json_files.read_file(path, _MOST_BYTES)
     except OSError as error:
         got = f"{str(path)[:200]!r}: {error.strerror}"
         raise ConfigurationError("model", got=got, need="a file") from None
@@ -117,8 +117,8 @@ def _unknown(path: Path, where: str, kind: Any, inside: list[str]) -> Configurat
     return _bad(path, got, f"one with experts that is known here, {known} (mk models --types)")
 
 
-def facts_of_config(path: Path, config: Config) -> dict[str, object]:
-    """Return the fields of Problem for an object with a known model_type; see `facts_of_file`."""
+def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
+    """Return the fields of Problem for a known model_type; see `problem_fields_of_file`."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if family.refused:
@@ -211,7 +211,7 @@ def _activation(path: Path, config: Config, family: Family) -> str:
         limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
         rows = str(family.interleaved).lower()
         return f"swiglu_oai:alpha={alpha},limit={limit},interleaved={rows}"
-    kind = _named(path, config, family)
+    kind = _activation_name(path, config, family)
     if family.gate in ("plain", "ungated"):
         return kind
     bound = _limit(path, config, family.gate)
@@ -222,7 +222,7 @@ def _activation(path: Path, config: Config, family: Family) -> str:
     return f"swiglu_{family.gate}:limit={bound}"
 
 
-def _named(path: Path, config: Config, family: Family) -> str:
+def _activation_name(path: Path, config: Config, family: Family) -> str:
     key, names = family.activation, _UNGATED if family.gate == "ungated" else _ACTIVATIONS
     if key.startswith("="):
         return key[1:]

@@ -14,14 +14,14 @@ from typing import Any
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_keys import (
     Mismatch,
-    states_nothing,
+    is_empty,
     unknown_group_keys,
     unknown_keys,
 )
 
 _MOST = 1 << 20
 _METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
-_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_UNQUANTIZED_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 # Names of expert modules in the model families, used to test patterns. Layer 77777 exists in no
 # model.
 _BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
@@ -325,7 +325,7 @@ def _targets_experts(path: str, targets: Any) -> bool:
 
 
 def _check_unquantized(path: str, given: Given) -> None:
-    for key in _LEFT_OUT:
+    for key in _UNQUANTIZED_KEYS:
         names = given.get(key)
         if not isinstance(names, list | None):
             raise _bad(path, f"{key} = {_short(names)}", "a list")
@@ -354,7 +354,7 @@ def _check_overrides(path: str, given: Given) -> None:
             if not isinstance(name, str):
                 raise _bad(path, f"{key} has {_short(name)}", "names of modules")
             left_out = key == "dynamic" and name.startswith("-:")
-            if states_nothing(options) and not left_out:
+            if is_empty(options) and not left_out:
                 continue
             pattern = name[2:] if key == "dynamic" and name[:2] in ("-:", "+:") else name
             is_pattern = key == "dynamic" or ".*" in name or "\\" in name

@@ -159,7 +159,7 @@ def _unknown(
     where: str = "",
 ) -> Iterator[Mismatch]:
     for key, value in given.items():
-        if key in read or states_nothing(value):
+        if key in read or is_empty(value):
             continue
         if key in only:
             if not any(value == one and type(value) is type(one) for one in only[key]):
@@ -170,8 +170,8 @@ def _unknown(
             yield f"{where}{key} = {value!r}", need
 
 
-def states_nothing(value: object) -> bool:
+def is_empty(value: object) -> bool:
     """Return whether a value is null or empty, or an object of only such values."""
     if isinstance(value, Mapping):
-        return all(states_nothing(one) for one in value.values())
+        return all(is_empty(one) for one in value.values())
     return value is None or value in ("", [], ())

@@ -52,7 +52,7 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     return ExpertWeights(**tensors_by_field)
 
 
-def place(tensor: torch.Tensor) -> tuple[object, ...]:
+def tensor_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that changes when the tensor's memory is replaced, reshaped, or written to."""
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.shape, version

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import modular_kernel.ops.route  # noqa: F401 (registers the router's operator)
-from modular_kernel.operators.expert_fields import place, weights_from
+from modular_kernel.operators.expert_fields import tensor_key, weights_from
 from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.operators.pairing import pairing_of, problem_of
 from modular_kernel.spec.problem import Combine
@@ -140,7 +140,7 @@ def _find_prepared(
 
 def _weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     bound = _bound.get(params[0]) if params else None
-    others, places = tuple(map(id, params)), tuple(map(place, params))
+    others, places = tuple(map(id, params)), tuple(map(tensor_key, params))
     if bound is None or (bound.fields, bound.others, bound.places) != (fields, others, places):
         weights = weights_from([param.detach() for param in params], fields)
         bound = _Bound(fields, others, places, weights)

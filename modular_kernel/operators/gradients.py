@@ -10,7 +10,7 @@ from math import pi, sqrt
 import torch
 
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.quant.quantized_weights import dequantized_weights
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.matmul import matmul
@@ -73,7 +73,7 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
     if not problem.scheme.quantized:
         stored: torch.Tensor = getattr(weights, name)[expert]
         return stored.float()
-    return values_of(weights, name, problem, slice(expert, expert + 1))[0]
+    return dequantized_weights(weights, name, problem, slice(expert, expert + 1))[0]
 
 
 def _activation(

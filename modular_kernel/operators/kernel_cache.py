@@ -19,7 +19,7 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import StateError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.plan import capacity_of
+from modular_kernel.plan import plan_capacity
 from modular_kernel.replay.recording import capturing
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -45,7 +45,7 @@ def machine_of(kind: Literal["cuda", "cpu"]) -> Machine:
     return this_machine(device=kind)
 
 
-def usual_experts(prepare: PrepareFinalize, problem: Problem, device: torch.device) -> Experts:
+def default_experts(prepare: PrepareFinalize, problem: Problem, device: torch.device) -> Experts:
     """Return TritonExperts if they support `problem` on this GPU, else TorchExperts."""
     if device.type != "cuda":
         return "TorchExperts"
@@ -53,10 +53,10 @@ def usual_experts(prepare: PrepareFinalize, problem: Problem, device: torch.devi
     return "TritonExperts" if supported else "TorchExperts"
 
 
-def pairing_told(
+def describe_pairing(
     pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
 ) -> str:
-    """Describe both parts; experts given as None are resolved by `usual_experts` for the device."""
+    """Describe both parts; experts=None means `default_experts` of the device."""
     prepare, experts = pairing
     if experts is not None:
         experts_text = _name(experts)
@@ -64,7 +64,7 @@ def pairing_told(
         experts_text = "experts not chosen yet (by device, and parameters are on meta)"
     else:
         experts_text = (
-            f"{_name(usual_experts(prepare, problem, device))} (default on {device.type})"
+            f"{_name(default_experts(prepare, problem, device))} (default on {device.type})"
         )
     return f"{_name(prepare)}, {experts_text}"
 
@@ -73,7 +73,7 @@ def _name(part: PrepareFinalize | Experts) -> str:
     return part if isinstance(part, str) else part.__name__
 
 
-class Planned:
+class KernelCache:
     """LRU cache of kernels by pairing, problem and device, with at most `most_kernels` entries.
 
     Evicting a kernel also drops the plans of its calls.
@@ -87,7 +87,7 @@ class Planned:
 
     def after_fork(self) -> None:
         """In a forked child, release locks held by threads that no longer exist."""
-        forks.renew(self._turn)
+        forks.reset_lock(self._turn)
 
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device
@@ -125,22 +125,22 @@ class Planned:
         Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
         device = x_TH.device
-        problem = _with_tokens(problem, capacity_of(x_TH.shape[0]))
-        with current(device):
+        problem = _with_tokens(problem, plan_capacity(x_TH.shape[0]))
+        with current_device(device):
             kernel = self.kernel(pairing, problem, device)
-            return kernel(x_TH, weights, with_ids_of(kernel, routing))
+            return kernel(x_TH, weights, convert_ids(kernel, routing))
 
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
         """Make the kernel and plan for problem.tokens, so that such calls only allocate outputs.
 
         Calls that allocate their own workspace are not prepared (see `modular_kernel.plan`).
         """
-        problem = _with_tokens(problem, capacity_of(problem.tokens))
-        with current(device):
+        problem = _with_tokens(problem, plan_capacity(problem.tokens))
+        with current_device(device):
             self.kernel(pairing, problem, device).reserve_workspace(problem.tokens, device)
 
 
-def with_ids_of(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
+def convert_ids(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
     """Return the routing with ids of the dtype that the kernel requires."""
     dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
     ids_TK = routing.topk_ids_TK
@@ -149,6 +149,6 @@ def with_ids_of(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
     return replace(routing, topk_ids_TK=ids_TK.to(dtype))
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` the current GPU, where kernels are launched; a no-op for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

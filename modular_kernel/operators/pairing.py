@@ -17,9 +17,9 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, IncompatibleError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.operators.kernel_cache import KernelCache, default_experts
 from modular_kernel.operators.kernel_cache import Pairing as Parts
-from modular_kernel.operators.kernel_cache import Planned, usual_experts
-from modular_kernel.plan import SMALLEST_CAPACITY, capacity_of
+from modular_kernel.plan import MIN_CAPACITY, plan_capacity
 from modular_kernel.spec.problem import DTYPES, Combine, Problem, dtype_name, parse_dtype
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -67,7 +67,7 @@ def layer_text(problem: Problem) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def text_of_sizes(
+def layer_text_from_sizes(
     sizes: Sequence[int], dtype: torch.dtype, quant: str, activation: str, **options: object
 ) -> str:
     """Serialize a layer from its sizes, using operations that torch.compile can trace.
@@ -146,7 +146,7 @@ class Pairing:
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self.where_served = where_served and experts is None
-        self._planned = Planned()
+        self._planned = KernelCache()
         self._refused = set[tuple[str, torch.device]]()
         _PAIRINGS[str(self)] = self
 
@@ -168,12 +168,12 @@ class Pairing:
         routing: ids of int32 or int64; converted if the parts need it.
         Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
-        problem = problem_of(layer, capacity_of(x_TH.shape[0]))
+        problem = problem_of(layer, plan_capacity(x_TH.shape[0]))
         return self._planned.run(self._parts(x_TH.device, problem), problem, x_TH, weights, routing)
 
     def check(self, layer: str, device: torch.device) -> None:
         """Raise IncompatibleError if the pairing cannot run the layer on a device."""
-        problem = problem_of(layer, SMALLEST_CAPACITY)
+        problem = problem_of(layer, MIN_CAPACITY)
         self._planned.kernel(self._parts(device, problem), problem, device)
 
     def serves(self, layer: str, device: torch.device) -> bool:
@@ -190,7 +190,7 @@ class Pairing:
         if experts is None:
             experts = "TritonExperts" if device.type == "cuda" else "TorchExperts"
             if self.where_served:
-                experts = usual_experts(self.prepare_finalize, problem, device)
+                experts = default_experts(self.prepare_finalize, problem, device)
         return self.prepare_finalize, experts
 
 

@@ -17,16 +17,18 @@ from modular_kernel.ops.count import (
     num_chunks,
 )
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.utils.argument_checks import MOST, Count, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Count, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _FILL_BLOCKS = 8  # blocks per filling program
-_MOST_AT_ONCE = 4096  # maximum pairs for one launch, in which every program counts all pairs
+_MAX_SINGLE_LAUNCH_PAIRS = (
+    4096  # maximum pairs for one launch, in which every program counts all pairs
+)
 _MAX_COMPARISONS = 1 << 20  # maximum pairs times bins for it: each pair is compared with every bin
 
 
@@ -90,7 +92,7 @@ def align(
     from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
 
     bins = num_bins(num_local)
-    at_once = numel <= _MOST_AT_ONCE and numel * bins <= _MAX_COMPARISONS
+    at_once = numel <= _MAX_SINGLE_LAUNCH_PAIRS and numel * bins <= _MAX_COMPARISONS
     chunks = num_chunks(numel)
     arguments = {
         "sorted_ptr": sorted_ids,
@@ -110,7 +112,7 @@ def align(
     grid = (chunks + -(-experts.numel() // _FILL_BLOCKS),)
     if at_once:
         padded = max(CHUNK, next_power_of_2(numel))
-        arguments |= {"invalid_ptr": routing.invalid_ids, "PAIRS": padded, **overlap()}
+        arguments |= {"invalid_ptr": routing.invalid_ids, "PAIRS": padded, **pdl_arguments()}
         launch(align_kernel, grid, num_warps=4 if padded <= 1024 else 8, **arguments)
     else:
         counts = count_pairs(routing, num_local, scratch=scratch)
@@ -147,8 +149,8 @@ def moe_align_block_size(
     if block_size & (block_size - 1):
         raise ShapeError("block_size", got=block_size, need="a power of two")
     length = aligned_length(topk_ids_TK.numel(), block_size, num_experts)
-    if length > MOST:
-        raise CapacityError("aligned pairs", got=length, need=f"<= {MOST}")
+    if length > MAX_INT32:
+        raise CapacityError("aligned pairs", got=length, need=f"<= {MAX_INT32}")
     if expert_map is not None:
         _check_map(expert_map, num_experts, topk_ids_TK.device)
     outside = (topk_ids_TK < -1) | (topk_ids_TK >= num_experts)
@@ -201,9 +203,9 @@ def batched_moe_align_block_size(
         raise DtypeError("counts", got=counts_e.dtype, need="int32 or int64")
     if capacity < 0:
         raise ShapeError("capacity", got=capacity, need=">= 0")
-    if capacity * counts_e.numel() > MOST:
+    if capacity * counts_e.numel() > MAX_INT32:
         got = f"{counts_e.numel()} x {capacity} rows"
-        raise CapacityError("counts x capacity", got=got, need=f"<= {MOST}")
+        raise CapacityError("counts x capacity", got=got, need=f"<= {MAX_INT32}")
     experts = counts_e.numel()
     expert_e1 = torch.arange(experts, dtype=torch.int32, device=counts_e.device)[:, None]
     row_1C = torch.arange(capacity, device=counts_e.device)[None]

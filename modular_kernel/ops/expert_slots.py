@@ -15,7 +15,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.tensors import Routing
@@ -101,7 +101,7 @@ def number_pairs(pairs: Pairs) -> None:
     from modular_kernel.ops.kernels.expert_slots import number_pairs_kernel
 
     arguments, programs = pair_arguments(pairs, 1)
-    launch(number_pairs_kernel, (programs,), num_warps=1, **arguments, **overlap())
+    launch(number_pairs_kernel, (programs,), num_warps=1, **arguments, **pdl_arguments())
 
 
 def check_pairs(pairs: Pairs) -> None:

@@ -168,7 +168,7 @@ def quantize_tiles_ref(
     act: ActivationSpec | None = None,
 ) -> None:
     """Torch reference of `quantize_tiles`: one tile after the other."""
-    for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
+    for tile, (expert, first, end) in enumerate(list_tiles(tiles)):
         rows = slice(first, min(first + TILE_M, end))
         values = x[rows] if source_R is None else x[source_R[rows].long()]
         if act is not None:
@@ -178,7 +178,7 @@ def quantize_tiles_ref(
         out.scale[tile] = scale_layout.to_tiles(scale)[0]
 
 
-def named_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
+def list_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
     """Return the expert, first row and end of every tile. Synchronizes with the GPU."""
     count, max_tiles = int(tiles[-1]), tiles.numel() // 3
     return [tuple(tile) for tile in tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()]
@@ -229,12 +229,12 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
-    """Return the buffer of `name_batched_tiles`."""
+    """Return the buffer of `make_batched_tiles`."""
     tiles = experts * -(-capacity // TILE_M)
     return {"batched_tiles": BufferSpec((3 * tiles + 1,), torch.int32)}
 
 
-def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
+def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
     """Return int32 tiles of (e, C) rows, covering the first counts_e[i] of each expert. One launch.
 
     An expert's tiles start at its first row and never extend into the next expert's rows.
@@ -262,7 +262,7 @@ def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspa
 
 
 def name_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.Tensor) -> None:
-    """Torch reference of `name_batched_tiles`."""
+    """Torch reference of `make_batched_tiles`."""
     tile_list = [
         (expert, first, expert * capacity + count)
         for expert, count in enumerate(counts_e.tolist())

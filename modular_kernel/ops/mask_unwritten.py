@@ -4,7 +4,7 @@ import torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
 _BLOCK = 256  # pairs per program, two per lane
@@ -54,7 +54,7 @@ def live_pairs(
         num_pairs=pairs,
         TOP_K=shape[1],
         BLOCK=_BLOCK,
-        **overlap(),
+        **pdl_arguments(),
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.ops.activation import gated_activation_ref
-from modular_kernel.ops.quantize import dequantize_rows, quantized
+from modular_kernel.ops.quantize import dequantize_rows, quantize_values
 from modular_kernel.quant import nvfp4
-from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.quant.quantized_weights import dequantized_weights
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
@@ -125,7 +125,7 @@ def _as_quantized(
         return [_nvfp4_round_trip(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
-    q, scale = quantized(all_rows, problem.scheme, static)
+    q, scale = quantize_values(all_rows, problem.scheme, static)
     values = dequantize_rows(q, scale, problem.scheme)
     return list(torch.split(values, [len(h_RI) for h_RI in hidden]))
 
@@ -139,7 +139,7 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
     scheme = problem.scheme
     if not scheme.quantized:
         return stored[expert]
-    values = values_of(weights, name, problem, slice(expert, expert + 1))[0]
+    values = dequantized_weights(weights, name, problem, slice(expert, expert + 1))[0]
     return values if scheme.quantizes_activations else values.to(problem.dtype)
 
 

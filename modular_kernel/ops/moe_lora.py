@@ -27,8 +27,8 @@ from modular_kernel.ops.moe_lora_stages import (
     moe_lora_fused,
     moe_lora_staged,
 )
-from modular_kernel.spec.lora import MOST_RANK, adapters_of_sequences
-from modular_kernel.utils.argument_checks import MOST, Between, expect
+from modular_kernel.spec.lora import MAX_RANK, slots_from_sequences
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, expect
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
@@ -40,11 +40,11 @@ Strategy = Literal["auto", "fused", "staged"]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
-_Size = Annotated[int, Between(0, MOST)]
+_Size = Annotated[int, Between(0, MAX_INT32)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Maximum of pairs times blocks of H for which `auto` fuses. An estimate, not measured: reading the
 # first steps again from cache costs about as much as the extra launches, 5 us each.
-_MOST_FUSED = 512
+_MAX_FUSED_PROGRAMS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +89,10 @@ class MoELoRABatchInfo:
 
     def slots_of(self, tokens: int) -> torch.Tensor:
         """Return each token's slot, (T,) int32; ShapeError for another number of tokens."""
-        expect("tokens", tokens, Annotated[int, Between(0, MOST)])
+        expect("tokens", tokens, Annotated[int, Between(0, MAX_INT32)])
         self._checked()
         if self.seg_indptr is not None:
-            return adapters_of_sequences(self.seg_indptr, self.weight_indices, tokens)
+            return slots_from_sequences(self.seg_indptr, self.weight_indices, tokens)
         if self.weight_indices.shape != (tokens,):
             got, need = tuple(self.weight_indices.shape), f"({tokens},), or seg_indptr"
             raise ShapeError("weight_indices", got=got, need=need)
@@ -153,7 +153,7 @@ def should_use_fused_kernel(
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
-    return topk_shape[0] * topk_shape[1] * blocks <= _MOST_FUSED
+    return topk_shape[0] * topk_shape[1] * blocks <= _MAX_FUSED_PROGRAMS
 
 
 def explain_strategy(
@@ -164,13 +164,13 @@ def explain_strategy(
     pairs = topk_shape[0] * topk_shape[1]
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
     strategy = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
-    return f"{strategy}: {pairs} pairs x {blocks} blocks of H, fused up to {_MOST_FUSED}"
+    return f"{strategy}: {pairs} pairs x {blocks} blocks of H, fused up to {_MAX_FUSED_PROGRAMS}"
 
 
 def _check_sizes(hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int) -> None:
     expect("hidden_shape", hidden_shape, tuple[_Size, _Size])
     expect("topk_shape", topk_shape, tuple[_Size, _Size])
-    expect("max_rank", max_rank, Annotated[int, Between(1, MOST_RANK)])
+    expect("max_rank", max_rank, Annotated[int, Between(1, MAX_RANK)])
 
 
 def _batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) -> PairBatch:

@@ -5,10 +5,10 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.permute import permute_tokens_ref
-from modular_kernel.ops.quantize import Quantized, check_quantized, quantized
+from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_values
 from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -77,7 +77,7 @@ def permute_and_quantize(
         BLOCK_C=block,
         BLOCK_K=next_power_of_2(row_of_pair_TK.shape[1]),
         num_warps=8 if block > _TILE else 4,
-        **overlap(),
+        **pdl_arguments(),
     )
 
 
@@ -94,7 +94,7 @@ def permute_and_quantize_ref(
     values = x_TH[token].float()
     if weights_TK is not None:
         values = values * weights_TK[token, slot, None]
-    q, scale = quantized(values, scheme, out.scale if scheme.static else None)
+    q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
     row_of_pair = row_of_pair_TK[token, slot][:, None]
     # As bytes: torch cannot assign float8 values by index.
     bytes_RH = out.q_RK.view(torch.uint8)

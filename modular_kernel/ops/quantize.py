@@ -24,7 +24,7 @@ from modular_kernel.ops.live_rows import (
 from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
 from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
@@ -245,7 +245,7 @@ def _launch_quantize(
         BLOCK_P=next_power_of_2(num_partials),
         **tiles,
         **arguments,
-        **overlap(),
+        **pdl_arguments(),
     )
 
 
@@ -298,7 +298,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
     return q_RK.float() * scale
 
 
-def quantized(
+def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return q (R, K) and scales, as in `Quantized`, of float32 values, all of which count."""
@@ -341,7 +341,7 @@ def quantize_rows_ref(
     values = x_RK[keep].float()
     if row_weights_R is not None:
         values = values * row_weights_R[keep, None]
-    _put(values, keep, scheme, out)
+    _write_quantized(values, keep, scheme, out)
 
 
 def activation_and_quantize_ref(
@@ -355,11 +355,13 @@ def activation_and_quantize_ref(
     """Torch reference of `activation_and_quantize`."""
     keep = live_rows(x_RN, live)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
-    _put(values, keep, scheme, out)
+    _write_quantized(values, keep, scheme, out)
 
 
-def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized) -> None:
-    q, scale = quantized(values, scheme, out.scale if scheme.static else None)
+def _write_quantized(
+    values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized
+) -> None:
+    q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
     # As bytes: torch cannot assign a single float8 value through a mask.
     out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:

@@ -6,7 +6,7 @@ from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.tensors import DispatchedRouting
@@ -132,7 +132,7 @@ def _launch_sum(
         HAS_WEIGHTS=weights_TK is not None,
         BLOCK_H=block,
         **ids,
-        **overlap(),
+        **pdl_arguments(),
     )
 
 

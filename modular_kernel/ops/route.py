@@ -29,7 +29,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
-from modular_kernel.utils.argument_checks import shown
+from modular_kernel.utils.argument_checks import format_value
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -385,7 +385,9 @@ def _check(
     if not isinstance(spec, RouterSpec):
         raise ConfigurationError("router", got=type(spec).__name__, need="a RouterSpec")
     if not isinstance(tensors, RouterTensors):
-        raise ConfigurationError("router tensors", got=shown(tensors), need="RouterTensors or None")
+        raise ConfigurationError(
+            "router tensors", got=format_value(tensors), need="RouterTensors or None"
+        )
     check_tensor("router logits", logits_TE)
     if logits_TE.dim() != 2:
         raise ShapeError("router logits", got=tuple(logits_TE.shape), need="(T, E)")
@@ -399,14 +401,16 @@ def _check(
     if ids_dtype not in _INTEGERS:
         raise DtypeError("ids_dtype", got=str(ids_dtype), need="torch.int32 or torch.int64")
     device = logits_TE.device
-    _given("selection bias", tensors.bias_E, spec.selection_bias, (columns,), _FLOATS, device)
+    _check_optional(
+        "selection bias", tensors.bias_E, spec.selection_bias, (columns,), _FLOATS, device
+    )
     table_VK = tensors.table_VK
     rows = table_VK.shape[0] if isinstance(table_VK, torch.Tensor) and table_VK.dim() else 0
-    _given("router table", table_VK, spec.table, (rows, spec.top_k), _INTEGERS, device)
-    _given("token_ids", token_ids_T, spec.table, (tokens,), _INTEGERS, device)
+    _check_optional("router table", table_VK, spec.table, (rows, spec.top_k), _INTEGERS, device)
+    _check_optional("token_ids", token_ids_T, spec.table, (tokens,), _INTEGERS, device)
 
 
-def _given(
+def _check_optional(
     what: str,
     tensor: torch.Tensor | None,
     declared: bool,

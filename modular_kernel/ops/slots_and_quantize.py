@@ -6,7 +6,7 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
 from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_rows, tile_arguments
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -47,5 +47,5 @@ def number_and_quantize(
         pair_programs=programs,
         **numbers,
         **tiles,
-        **overlap(),
+        **pdl_arguments(),
     )

@@ -15,7 +15,7 @@ _FILL = 64  # tiles written per program
 
 
 @dataclass(frozen=True)
-class Sorted:
+class SortedPairs:
     """Rows of the sorted pairs.
 
     row_of_pair_TK: (T, K) int32, the pair's row, -1 if it is skipped. Rows are grouped by expert
@@ -58,7 +58,7 @@ def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping
 
 def sort_pairs(
     routing: DispatchedRouting, *, block_m: int, num_local: int, workspace: Workspace
-) -> Sorted:
+) -> SortedPairs:
     """Sort the pairs of `routing`, T > 0, into buffers declared by `sort_specs`.
 
     block_m: a power of two. Three launches on a GPU: count, scan, place.
@@ -67,7 +67,7 @@ def sort_pairs(
     specs = sort_specs(tokens, top_k, block_m, num_local)
     buffers = [workspace.take(name, spec.shape) for name, spec in specs.items()]
     rows, token_of_row, tiles, starts, scratch = buffers
-    result = Sorted(rows, token_of_row, tiles, starts)
+    result = SortedPairs(rows, token_of_row, tiles, starts)
     if not use_triton(rows):
         sort_pairs_ref(routing, block_m, num_local, out=result)
         return result
@@ -98,7 +98,7 @@ def sort_pairs(
 
 
 def sort_pairs_ref(
-    routing: DispatchedRouting, block_m: int, num_local: int, *, out: Sorted
+    routing: DispatchedRouting, block_m: int, num_local: int, *, out: SortedPairs
 ) -> None:
     """Torch reference of `sort_pairs`: one expert after the other."""
     ids = local_ids(routing, num_local).flatten()

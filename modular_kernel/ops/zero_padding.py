@@ -5,7 +5,7 @@ import torch
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
 _PARTS = 32  # programs per segment, most of which find no rows
@@ -41,7 +41,7 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
         hidden=hidden,
         parts=parts,
         BLOCK_H=min(next_power_of_2(hidden), _MAX_BLOCK),
-        **overlap(),
+        **pdl_arguments(),
     )
 
 

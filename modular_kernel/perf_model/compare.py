@@ -19,7 +19,7 @@ from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
     DEEPEP,
     DEEPEP_HT,
-    OTHERS,
+    LIBRARIES,
     TRAFFIC,
     exchange_time,
 )
@@ -117,7 +117,7 @@ def _predicted(cell: ComparedTime) -> float:
     experts = experts_time(problem, load, cell.cluster.gpu).seconds
     if problem.parallel.world_size == 1:
         return experts
-    exchange = exchange_time(problem, (TRAFFIC | OTHERS)[cell.part], load, cell.cluster)
+    exchange = exchange_time(problem, (TRAFFIC | LIBRARIES)[cell.part], load, cell.cluster)
     if cell.what == _LAYER:
         return exchange.dispatch + experts + exchange.combine
     if cell.what == _PAIR:
@@ -147,15 +147,15 @@ def cells_of(path: Path) -> list[ComparedTime]:
     Raises ConfigurationError for another file.
     """
     try:
-        record = json_files.parse(json_files.content(path, _MOST_BYTES), constants=True)
+        record = json_files.parse(json_files.read_file(path, _MOST_BYTES), constants=True)
         return _reader(record)(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        got = _wrong(error)
+        got = _reason_of(error)
         need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
         raise ConfigurationError(f"measured rows in {path}", got=got, need=need) from None
 
 
-def _wrong(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     """Return the reason why a file is invalid, from the exception that was raised."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -199,13 +199,13 @@ def _exchanges(rows: list[Any]) -> list[ComparedTime]:
     return [
         _exchange(part, _PAIR, _SIZES | row, row["pair_us"])
         for part, row in named
-        if part in TRAFFIC | OTHERS and row["status"] == OK
+        if part in TRAFFIC | LIBRARIES and row["status"] == OK
     ]
 
 
 def _read_published(row: Any) -> ComparedTime:
     what, part = row["what"], row["part"]
-    if what not in _WHATS or part not in TRAFFIC | OTHERS:
+    if what not in _WHATS or part not in TRAFFIC | LIBRARIES:
         raise ValueError(f"{part} {what}")
     return _exchange(part, what, row, row["us"])
 
@@ -227,10 +227,10 @@ def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
         cluster = replace(cluster, inside=Link(float(row["link_gbs"]) * 1e9))
     groups = Groups(int(row.get("groups", 1)), int(row.get("kept_groups", 1)))
     cell = ComparedTime(f"{part}, {what}", problem, part, what, _us(us), cluster, groups=groups)
-    return replace(cell, fitted=_fitted(cell), eager=row.get("mode") == "eager")
+    return replace(cell, fitted=_is_fitted(cell), eager=row.get("mode") == "eager")
 
 
-def _fitted(cell: ComparedTime) -> bool:
+def _is_fitted(cell: ComparedTime) -> bool:
     """Return whether the parameters of exchange_time were fitted to this exchange."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
     if cell.part == DEEPEP:

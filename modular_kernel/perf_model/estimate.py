@@ -8,8 +8,8 @@ from modular_kernel.measure.prepared_weights import declared_bytes
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
-    OTHERS,
-    PARTS_OVER,
+    LIBRARIES,
+    PART_OF_LIBRARY,
     TRAFFIC,
     ExchangeTime,
     Traffic,
@@ -67,7 +67,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Sized:
+class SizeResult:
     """Result of `size`. estimates: fastest first.
 
     without: (pairing, reason) of those that are refused, or valid but without a model.
@@ -77,7 +77,7 @@ class Sized:
     without: tuple[tuple[str, str], ...]
 
 
-def in_world(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
+def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
     """Return the layer with its experts in contiguous blocks over `world_size` ranks.
 
     per_host: ranks of each host. It is ignored unless all hosts have that many.
@@ -96,16 +96,16 @@ def size(
     others: bool = False,
     groups: Groups = ONE_GROUP,
     prepared: bool = False,
-) -> Sized:
+) -> SizeResult:
     """Estimate every pairing for problem.tokens tokens on each of its ranks.
 
     others: include the exchanges of libraries. groups: of group-limited routing. prepared: include
     the bytes of prepared weights; the time is that without them, see `experts_time`.
     """
-    machine = _described(cluster)
+    machine = _machine_of(cluster)
     kind, estimates, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
     prepared_bytes = declared_bytes(PART, problem, machine) if prepared else 0
-    request = Asked(problem, cluster, kind, groups, prepared_bytes)
+    request = SizeRequest(problem, cluster, kind, groups, prepared_bytes)
     for verdict in check_all(problem, machine):
         traffic = traffic_of(verdict.prepare_finalize)
         if not verdict.ok:
@@ -117,17 +117,17 @@ def size(
         else:
             estimates.append(request.estimate(verdict.pairing, traffic))
     if others and problem.parallel.world_size > 1:
-        for name, traffic in OTHERS.items():
+        for name, traffic in LIBRARIES.items():
             pairing = f"{name} x {PART}"
             if traffic.rows == "host" and problem.parallel.hosts == 1:
                 continue  # its parameters apply to several hosts
-            refused = _refused(PARTS_OVER[name], problem, machine)
+            refused = _refused(PART_OF_LIBRARY[name], problem, machine)
             if refused:
                 without.append((pairing, refused))
                 continue
             estimate = request.estimate(pairing, traffic)
             estimates.append(replace(estimate, ours=False, caveat=caveat(name, problem)))
-    return Sized(tuple(sorted(estimates, key=lambda e: e.seconds)), tuple(without))
+    return SizeResult(tuple(sorted(estimates, key=lambda e: e.seconds)), tuple(without))
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
@@ -153,7 +153,7 @@ def _refused(part: str, problem: Problem, machine: Machine) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SizeRequest:
     """The arguments that all estimates of one `size` call share."""
 
     problem: Problem
@@ -190,7 +190,7 @@ class Asked:
         )
 
 
-def _described(cluster: Cluster) -> Machine:
+def _machine_of(cluster: Cluster) -> Machine:
     """Return a Hopper GPU's Machine, with all optional packages."""
     packages = packages_of(load_catalog()) | {"triton", "ml_dtypes"}
     return Machine("cuda", _HOPPER, packages, name=cluster.gpu.name)

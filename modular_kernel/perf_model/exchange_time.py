@@ -30,7 +30,7 @@ _CHUNK_TOKENS = 1024  # minimum tokens per piece of a part that overlaps its hop
 
 
 @dataclass(frozen=True)
-class Way:
+class DirectionModel:
     """One direction.
 
     start: seconds before the first byte. reached: fraction of a link's bandwidth.
@@ -51,8 +51,8 @@ class Traffic:
     """
 
     rows: str
-    dispatch: Way
-    combine: Way
+    dispatch: DirectionModel
+    combine: DirectionModel
     source: str
     quantized: bool = True
     quantizing: float = 0.0  # seconds added to a dispatch with quantization
@@ -70,51 +70,62 @@ DEEPEP, DEEPEP_HT, DEEPEP_2 = "DeepEP low latency", "DeepEP high throughput", "D
 
 # By the name of a PrepareAndFinalize. For the measurements of the fit see perf_model.compare.
 TRAFFIC = {
-    "MoEPrepareAndFinalizeNoEP": Traffic("rank", Way(0, 1), Way(0, 1), "nothing travels"),
+    "MoEPrepareAndFinalizeNoEP": Traffic(
+        "rank", DirectionModel(0, 1), DirectionModel(0, 1), "nothing travels"
+    ),
     "SymmMemPrepareAndFinalize": Traffic(
         "rank",
-        Way(4.9e-6, 0.92),
-        Way(5.2e-6, 0.83),
+        DirectionModel(4.9e-6, 0.92),
+        DirectionModel(5.2e-6, 0.83),
         "fitted at 1 and 4096 tokens on two GPUs",
         quantizing=0.7e-6,
     ),
     "TorchAll2AllPrepareAndFinalize": Traffic(
-        "rank", Way(1200e-6, 0.37), Way(280e-6, 0.21), _NCCL, quantizing=700e-6
+        "rank",
+        DirectionModel(1200e-6, 0.37),
+        DirectionModel(280e-6, 0.21),
+        _NCCL,
+        quantizing=700e-6,
     ),
     # The outer hop starts like TorchAll2All, the inner one has the bandwidth of SymmMem.
     "HostThenRankPrepareAndFinalize": Traffic(
         "host",
-        Way(1205e-6, 0.92),
-        Way(285e-6, 0.83),
+        DirectionModel(1205e-6, 0.92),
+        DirectionModel(285e-6, 0.83),
         "the two parts above; itself never measured",
         quantizing=700e-6,
         pieces=4,
     ),
     "AllGatherReduceScatterPrepareAndFinalize": Traffic(
-        "all", Way(1290e-6, 0.50), Way(275e-6, 0.37), _NCCL, quantizing=700e-6
+        "all", DirectionModel(1290e-6, 0.50), DirectionModel(275e-6, 0.37), _NCCL, quantizing=700e-6
     ),
-    "ReplicatedEPPrepareAndFinalize": Traffic("sum", Way(645e-6, 1), Way(180e-6, 0.60), _NCCL),
+    "ReplicatedEPPrepareAndFinalize": Traffic(
+        "sum", DirectionModel(645e-6, 1), DirectionModel(180e-6, 0.60), _NCCL
+    ),
 }
 # Exchange libraries, as alternatives for many hosts.
-OTHERS = {
+LIBRARIES = {
     DEEPEP: Traffic(
         "pair",
-        Way(12.5e-6, 0.72),
-        Way(12.5e-6, 0.68),
+        DirectionModel(12.5e-6, 0.72),
+        DirectionModel(12.5e-6, 0.68),
         "fitted at 1 and 128 tokens on four GPUs, and to its published EP16 and EP256",
     ),
     DEEPEP_HT: Traffic(
         "host",
-        Way(88e-6, 0.80),
-        Way(50e-6, 0.78),
+        DirectionModel(88e-6, 0.80),
+        DirectionModel(50e-6, 0.78),
         "start as on four GPUs, fitted to its published EP16 and EP64",
     ),
     DEEPEP_2: Traffic(
-        "host", Way(17e-6, 0.80), Way(18e-6, 0.80), "start as on four GPUs, links as DeepEP's first"
+        "host",
+        DirectionModel(17e-6, 0.80),
+        DirectionModel(18e-6, 0.80),
+        "start as on four GPUs, links as DeepEP's first",
     ),
 }
 # Library -> part that uses it, whose compatibility rules apply.
-PARTS_OVER = {
+PART_OF_LIBRARY = {
     DEEPEP: "DeepEPLLPrepareAndFinalize",
     DEEPEP_HT: "DeepEPHTPrepareAndFinalize",
     DEEPEP_2: "DeepEPV2PrepareAndFinalize",
@@ -193,7 +204,7 @@ def _by_host(
     combine_row, dispatch_row = problem.hidden * problem.dtype.itemsize, row_bytes(problem, traffic)
     pieces = traffic.pieces and min(traffic.pieces, host_ranks, -(-problem.tokens // _CHUNK_TOKENS))
 
-    def seconds(each: float, way: Way) -> float:
+    def seconds(each: float, way: DirectionModel) -> float:
         network = outside * each / (cluster.between.bandwidth * traffic.between)
         links = inside * each / (cluster.inside.bandwidth * way.reached)
         hops = max(network, links) + (min(network, links) / pieces if pieces else 0.0)
@@ -231,7 +242,9 @@ def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
     return tokens * (world - 1) * max(load.meets, load.meets_fullest)
 
 
-def _seconds(nbytes: float, way: Way, traffic: Traffic, cluster: Cluster, world: int) -> float:
+def _seconds(
+    nbytes: float, way: DirectionModel, traffic: Traffic, cluster: Cluster, world: int
+) -> float:
     """Return the time of an exchange with equal rows to all ranks, over both kinds of links."""
     near, far = cluster.peers(world)
     inside = nbytes * near / (near + far) / (cluster.inside.bandwidth * way.reached)

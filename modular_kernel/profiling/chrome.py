@@ -26,7 +26,7 @@ def read_trace(path: Path) -> Trace:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigurationError(f"trace {path.name}", got=str(error), need="JSON") from error
-    violations = faults(trace)
+    violations = format_violations(trace)
     if violations:
         need = "events as the Chrome trace format has them"
         raise ConfigurationError(f"trace {path.name}", got="; ".join(violations[:3]), need=need)
@@ -34,7 +34,7 @@ def read_trace(path: Path) -> Trace:
     return checked
 
 
-def faults(trace: object) -> list[str]:
+def format_violations(trace: object) -> list[str]:
     """List the violations of the trace format in a parsed trace; [] if it is valid."""
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list of traceEvents"]
@@ -69,7 +69,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def merged(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
+def merge_traces(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
     """Merge the traces of all ranks on one clock, with a process per rank named by `names`.
 
     The processes that torch's profiler shows for a rank (the host and each GPU) become threads.

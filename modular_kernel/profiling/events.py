@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-NOWHERE = ""  # the stage of device work whose launch is not in the trace
+UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StageTime:
     @property
     def is_stage(self) -> bool:
         """Whether this is a stage, not the remaining time of a range that contains stages."""
-        return self.stage not in (*stages.HOLDERS, NOWHERE)
+        return self.stage not in (*stages.SCOPES, UNATTRIBUTED)
 
     @property
     def us(self) -> float:
@@ -123,7 +123,7 @@ def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
     return [_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
 
 
-def middle(calls: Sequence[CallTimes]) -> CallTimes:
+def median_call(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
     A single call is used because its stages add up, unlike medians of stages over calls.
@@ -208,7 +208,7 @@ def _times(
     times = [_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
     if strays:
         unattributed_us = sum(w.own_us for w in strays)
-        times.append(StageTime(NOWHERE, 0, 0.0, unattributed_us, len(strays)))
+        times.append(StageTime(UNATTRIBUTED, 0, 0.0, unattributed_us, len(strays)))
     return CallTimes(
         tuple(times),
         end - start,
@@ -219,7 +219,7 @@ def _times(
 
 
 def _stage_of(work: _Work) -> str:
-    return NOWHERE if work.launched_in is None else work.launched_in.name
+    return UNATTRIBUTED if work.launched_in is None else work.launched_in.name
 
 
 def _time(name: str, ranges: Sequence[_Range], ran: Sequence[_Work], *, on_gpu: bool) -> StageTime:

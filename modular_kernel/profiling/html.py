@@ -10,8 +10,8 @@ from modular_kernel.report.pages import html
 from modular_kernel.report.pages.document import (
     Bar,
     Bars,
+    Collapsible,
     Facts,
-    Fold,
     Heading,
     Items,
     Note,
@@ -49,7 +49,7 @@ def _comparison(profile: Profile) -> Iterator[PageBlock]:
     yield Heading(2, f"A: {first.pairing}, B: {second.pairing}")
     yield Text(f"{summary.difference(profile)} Totals were timed in the order A, B, B, A.")
     yield _against(first.slowest, second.slowest)
-    yield _table(summary.COMPARED, summary.compared(profile), totals=2)
+    yield _table(summary.COMPARED, summary.comparison_rows(profile), totals=2)
 
 
 def _pair(pair: PairProfile) -> Iterator[PageBlock]:
@@ -58,7 +58,9 @@ def _pair(pair: PairProfile) -> Iterator[PageBlock]:
     yield from _rank(pair.slowest)
     for rank in pair.ranks:
         if rank is not pair.slowest:
-            yield Fold(f"Rank {rank.rank}: {summary.number(rank.total.us)} us", list(_rank(rank)))
+            yield Collapsible(
+                f"Rank {rank.rank}: {summary.number(rank.total.us)} us", list(_rank(rank))
+            )
     files = [rank.trace.name for rank in pair.ranks] + ([pair.merged.name] if pair.merged else [])
     yield Text(f"Traces, for ui.perfetto.dev: {', '.join(f'`{name}`' for name in files)}")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.cases import make_weights, quantized, slots_in_turn
+from modular_kernel.measure.cases import make_weights, quantize, round_robin_slots
 from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
 from modular_kernel.measure.stage_roofline import RankLoad
-from modular_kernel.spec.placement import near_ranks, pairs_to_slots
+from modular_kernel.spec.placement import pairs_to_slots, rank_tiers
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -46,13 +46,13 @@ def make_inputs(
     routing = Routing(
         routings[rank].topk_weights_TK.to(device),
         routings[rank].topk_ids_TK.to(device),
-        slots_in_turn(problem, device),
+        round_robin_slots(problem, device),
     )
     if world > 1:
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
         load = _load_alone(routings[rank], problem, plain.expert_map)
-    return ProfileInputs(x_TH.to(problem.dtype), quantized(plain, problem), routing, load)
+    return ProfileInputs(x_TH.to(problem.dtype), quantize(plain, problem), routing, load)
 
 
 def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
@@ -76,7 +76,7 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     rows = pairs = out = back = 0
     for source, routing in enumerate(routings):
         first = 0 if replicated else source
-        tables = problem.placement.tables(near=() if replicated else near_ranks(source, per_host))
+        tables = problem.placement.tables(near=() if replicated else rank_tiers(source, per_host))
         rank_TK, slot_TK, _ = pairs_to_slots(
             routing.topk_ids_TK, tables, first_token=first, together=not replicated
         )

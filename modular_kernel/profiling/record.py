@@ -26,23 +26,30 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.environment import Environment, environment
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, operand_type
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
-from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, samples_ms, wiper_of
+from modular_kernel.measure.timing import (
+    Wiper,
+    capture,
+    clock_of,
+    host_cost,
+    l2_flusher,
+    samples_ms,
+)
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
-from modular_kernel.profiling.stderr import without_own_lines
+from modular_kernel.profiling.stderr import suppress_profiler_lines
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 
 _CYCLES_PER_S = 2.0e9  # upper bound of GPU clocks
-_SPARE = 3.0  # factor on the host time of an unprofiled eager call
+_HOST_MARGIN = 3.0  # factor on the host time of an unprofiled eager call
 _MIN_PAUSE_S, _MAX_PAUSE_S = 5e-3, 0.5
 # On an H200 clocks settle within 65 ms. More replays would only enlarge the trace.
 _WARMUP_S, _MAX_WARMUP_REPLAYS = 0.1, 100
@@ -71,7 +78,7 @@ class ProfileJob:
 
 
 @dataclass(frozen=True)
-class Total:
+class EndToEndTime:
     """End-to-end time of planned calls.
 
     us: median microseconds of a call. samples_us: all samples. mode: "graph" or "eager" on a GPU,
@@ -106,12 +113,12 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class PairRecord:
     """Measurements of one pairing on one rank."""
 
     pairing: str
     trace: Path
-    total: Total
+    total: EndToEndTime
     memory: Memory
 
 
@@ -128,7 +135,7 @@ class RankRecord:
     peaks: Peaks
     link: float | None
     load: RankLoad
-    pairs: tuple[Recorded, ...]
+    pairs: tuple[PairRecord, ...]
     difference: float | None
 
 
@@ -197,11 +204,11 @@ class _Bench:
         # An inplace layer overwrites x, which the next pairing needs unchanged.
         self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
-        self.wipe: Wiper = wiper_of(device)
+        self.wipe: Wiper = l2_flusher(device)
         self.clock = clock_of(device)
         self.weights: dict[str, ExpertWeights] = {}  # prepared weights by pairing
 
-    def run(self) -> tuple[tuple[Recorded, ...], list[torch.Tensor]]:
+    def run(self) -> tuple[tuple[PairRecord, ...], list[torch.Tensor]]:
         """Record each pairing; return the records and the outputs."""
         prepared_plans = [self._made(*pair) for pair in self.job.pairs]
         outputs = [output for _, _, output in prepared_plans]
@@ -215,7 +222,7 @@ class _Bench:
             trace = stem.with_name(name)
             self._trace(plan, load, trace)
             plan.kernel.prepare_finalize.check()
-            recorded.append(Recorded(plan.kernel.pairing, trace, total, memory))
+            recorded.append(PairRecord(plan.kernel.pairing, trace, total, memory))
         return tuple(recorded), outputs
 
     def _call(self, plan: Plan) -> torch.Tensor:
@@ -239,7 +246,7 @@ class _Bench:
     def _as_users_run(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
         """Return a context that runs operations as torch references if no part needs Triton."""
         parts = type(kernel.prepare_finalize), type(kernel.experts)
-        return torch_twins(wanted=not needs_triton(*parts))
+        return prefer_torch_reference(wanted=not needs_triton(*parts))
 
     def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """Create and warm up a plan; return it with its memory use and its first output."""
@@ -269,7 +276,7 @@ class _Bench:
 
     def _totals(
         self, calls: Sequence[Callable[[], torch.Tensor]]
-    ) -> tuple[list[Total], list[_Load]]:
+    ) -> tuple[list[EndToEndTime], list[_Load]]:
         """Time each planned call, two pairings in the order A, B, B, A.
 
         Returns the totals and, for each call, the load that warms up the GPU before it.
@@ -288,7 +295,7 @@ class _Bench:
         # After all graph replays, and before a profiler is loaded.
         host_times = [host_cost(call, self.device) for call in calls]
         totals = [
-            Total(
+            EndToEndTime(
                 median(microseconds),
                 tuple(microseconds),
                 mode,
@@ -347,7 +354,7 @@ class _Bench:
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,
         )
-        with without_own_lines(), profile as profiler:
+        with suppress_profiler_lines(), profile as profiler:
             for _ in range(2):
                 self._queue(call, load, pause)
                 profiler.step()
@@ -386,7 +393,7 @@ class _Bench:
             kernel = _kernel_of(plan)
             kernel(inputs.x_TH, self._weights_of(kernel), inputs.routing)
             seconds = time.perf_counter() - start
-        needed = _SPARE * self._largest(seconds) * self.job.calls
+        needed = _HOST_MARGIN * self._largest(seconds) * self.job.calls
         return min(max(needed, _MIN_PAUSE_S), _MAX_PAUSE_S)
 
     def _largest(self, value: float) -> float:

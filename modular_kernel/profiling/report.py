@@ -8,13 +8,13 @@ from typing import Any
 
 from modular_kernel.measure.environment import Environment
 from modular_kernel.measure.records import INTERPRETER
-from modular_kernel.measure.roofline import Floor, Peaks, floor_of, work_of
+from modular_kernel.measure.roofline import Peaks, Roofline, roofline_of, work_of
 from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
-from modular_kernel.process_status import State, states
+from modular_kernel.process_status import ProcessState, all_states
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
-from modular_kernel.profiling.events import NOWHERE, CallTimes, calls_of, middle
-from modular_kernel.profiling.record import Memory, ProfileJob, RankRecord, Recorded, Total
+from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, calls_of, median_call
+from modular_kernel.profiling.record import EndToEndTime, Memory, PairRecord, ProfileJob, RankRecord
 from modular_kernel.spec.problem import Machine, Problem
 
 
@@ -36,7 +36,7 @@ class StageRow:
     launches: int | None
     us: float
     work: StageWork | None
-    floor: Floor | None
+    floor: Roofline | None
 
     @property
     def percent(self) -> float | None:
@@ -64,10 +64,10 @@ class RankProfile:
     rows: tuple[StageRow, ...]
     call: CallTimes
     calls: int
-    total: Total
+    total: EndToEndTime
     memory: Memory
     load: RankLoad
-    floor: Floor
+    floor: Roofline
 
     @property
     def sum_us(self) -> float:
@@ -142,7 +142,7 @@ class Profile:
     pairs: tuple[PairProfile, ...]
     difference: float | None
     missing: tuple[str, ...]
-    states: tuple[State, ...] = ()
+    states: tuple[ProcessState, ...] = ()
 
 
 def profile_of(
@@ -179,15 +179,15 @@ def profile_of(
         pairs,
         max(differences, default=None),
         tuple(_missing(pairs, machine, first.link)),
-        states(),
+        all_states(),
     )
 
 
 def _rank_profile(
-    record: RankRecord, recorded: Recorded, trace: Trace, problem: Problem, machine: Machine
+    record: RankRecord, recorded: PairRecord, trace: Trace, problem: Problem, machine: Machine
 ) -> RankProfile:
     calls = calls_of(trace["traceEvents"], on_gpu=machine.device == "cuda")
-    call = middle(calls)
+    call = median_call(calls)
     names = [time.stage for time in call.times if time.is_stage]
     works = stage_works(names, problem, problem.scheme, record.load)
     floors = {
@@ -208,7 +208,7 @@ def _rank_profile(
 
 
 def _rows(
-    call: CallTimes, works: Mapping[str, StageWork], floors: Mapping[str, Floor]
+    call: CallTimes, works: Mapping[str, StageWork], floors: Mapping[str, Roofline]
 ) -> tuple[StageRow, ...]:
     return tuple(
         StageRow(
@@ -226,11 +226,11 @@ def _rows(
     )
 
 
-def _layer_floor(record: RankRecord, problem: Problem) -> Floor:
+def _layer_floor(record: RankRecord, problem: Problem) -> Roofline:
     """Return the layer's roofline on one rank: GEMMs, weights of routed experts, x and y once."""
     load = Load(record.load.pairs, record.load.touched, 0.0)
     work = work_of(problem, problem.scheme, [load])
-    return floor_of(work, problem, problem.scheme, record.peaks)
+    return roofline_of(work, problem, problem.scheme, record.peaks)
 
 
 def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None) -> list[str]:
@@ -250,7 +250,7 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
         notes.append("No rate between ranks was measured: floors of exchanges are memory's alone.")
     if machine.device == "cuda" and any(rank.total.mode == "eager" for rank in ranks):
         notes.append("A pairing cannot be captured: its total is of eager planned calls.")
-    lost_us = sum(row.us for rank in ranks for row in rank.rows if row.stage == NOWHERE)
+    lost_us = sum(row.us for rank in ranks for row in rank.rows if row.stage == UNATTRIBUTED)
     if lost_us:
         notes.append(
             f"{lost_us:.1f} us of device work has no launch in the traces: it is in no stage."

@@ -10,7 +10,7 @@ _OWN = b"USDT:"  # prefix of kineto's lines for process tracing tools, since tor
 
 
 @contextmanager
-def without_own_lines() -> Iterator[None]:
+def suppress_profiler_lines() -> Iterator[None]:
     """Buffer stderr inside the context, then print all lines but those of the profiler.
 
     The lines come from C++, so file descriptor 2 is redirected, not `sys.stderr`.

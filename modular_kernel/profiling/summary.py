@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from modular_kernel.profiling.events import NOWHERE
+from modular_kernel.profiling.events import UNATTRIBUTED
 from modular_kernel.profiling.report import PairProfile, Profile, RankProfile, StageRow
 from modular_kernel.replay import stages
 
@@ -21,7 +21,7 @@ COMPARED = ("stage", "A us", "B us", "B - A us", "B / A")
 
 def name_of(row: StageRow) -> str:
     """Return the name of a row; time outside stages is called, for example, "(rest of experts)"."""
-    if row.stage == NOWHERE:
+    if row.stage == UNATTRIBUTED:
         return "(launch unknown)"
     plain = row.stage.removeprefix(stages.PREFIX)
     return plain if row.is_stage else f"(rest of {plain})"
@@ -171,7 +171,7 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ABSENT
 
 
-def compared(profile: Profile) -> list[tuple[str, ...]]:
+def comparison_rows(profile: Profile) -> list[tuple[str, ...]]:
     """Return the rows of COMPARED for two pairings: each stage of either one, and the totals."""
     first, second = (pair.slowest for pair in profile.pairs)
     first_times, second_times = (

@@ -6,7 +6,7 @@ from modular_kernel.profiling.events import CallTimes, Span
 from modular_kernel.profiling.summary import number
 from modular_kernel.replay import stages
 from modular_kernel.report.pages.document import Figure
-from modular_kernel.report.pages.plots import Scale, svg, text, titled
+from modular_kernel.report.pages.plots import Scale, svg, text, with_tooltip
 
 _WIDTH, _LEFT, _RIGHT = 920, 140, 20
 _ROW, _BAR = 18, 15
@@ -63,7 +63,7 @@ def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
             f'x="{_LEFT + scale.at(span.start_us - start):.1f}" y="{y + level * _ROW}" '
             f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR}" fill="{color(span.stage)}"'
         )
-        shapes.append(titled("rect", attributes, title))
+        shapes.append(with_tooltip("rect", attributes, title))
     return (max(levels, default=0) + 1) * _ROW
 
 

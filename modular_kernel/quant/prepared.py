@@ -29,7 +29,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
 # Prepared fields of ExpertWeights, and the fields that each is derived from.
-MADE_OF = {
+SOURCE_FIELDS = {
     "w1_tiles": ("w1", "w1_scale"),
     "w1_tile_scales": ("w1", "w1_scale", "w1_zero_point"),
     "w2_tiles": ("w2", "w2_scale"),
@@ -57,7 +57,7 @@ class _Made(NamedTuple):
     own: _Source | None = None
 
     def holds(self, weights: ExpertWeights, name: str) -> bool:
-        current = _tensors(weights, MADE_OF[name])
+        current = _tensors(weights, SOURCE_FIELDS[name])
         recorded = self.sources
         return len(current) == len(recorded) and all(map(_Source.holds, recorded, current))
 
@@ -65,7 +65,7 @@ class _Made(NamedTuple):
 _made: Any = WeakIdKeyDictionary()  # tensor -> _Made
 
 
-def reader(experts: type, problem: Problem) -> str:
+def layout_key(experts: type, problem: Problem) -> str:
     """Return a key of the layout that experts expect: the class that prepares, and the row order.
 
     Tensors of equal shape can differ in layout, so shapes alone do not identify it.
@@ -77,7 +77,7 @@ def reader(experts: type, problem: Problem) -> str:
     return f"{owner.__name__} of {problem.scheme}, rows {rows}"
 
 
-def allocated(
+def allocate_prepared(
     weights: ExpertWeights, specs: Mapping[str, BufferSpec], reader: str
 ) -> dict[str, torch.Tensor]:
     """Allocate a tensor for each spec, on the weights' device, and record its sources.
@@ -85,19 +85,21 @@ def allocated(
     Raises ConfigurationError if a part declares a field that is not in MADE_OF.
     """
     tensors = {}
-    if unknown := sorted(specs.keys() - MADE_OF.keys()):
-        need = f"some of {', '.join(MADE_OF)}"
+    if unknown := sorted(specs.keys() - SOURCE_FIELDS.keys()):
+        need = f"some of {', '.join(SOURCE_FIELDS)}"
         raise ConfigurationError("prepared_specs", got=", ".join(unknown), need=need)
-    with modes.kept():
+    with modes.outside_inference_mode():
         for name, spec in specs.items():
             tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
-            sources = (_Source(_place(t), storage_of(t)) for t in _tensors(weights, MADE_OF[name]))
+            sources = (
+                _Source(_place(t), storage_of(t)) for t in _tensors(weights, SOURCE_FIELDS[name])
+            )
             _made[tensors[name]] = _Made(reader, tuple(sources))
     return tensors
 
 
-def finish(made: Mapping[str, torch.Tensor]) -> None:
-    """Record that the tensors of `allocated` are complete; a later write to them is refused.
+def mark_complete(made: Mapping[str, torch.Tensor]) -> None:
+    """Record that tensors of `allocate_prepared` are complete; later writes to them are refused.
 
     Writes that torch does not track (to `.data`, and by kernels launched outside torch) are not
     detected.
@@ -106,10 +108,10 @@ def finish(made: Mapping[str, torch.Tensor]) -> None:
         _made[tensor] = _made[tensor]._replace(own=_Source(_place(tensor), storage_of(tensor)))
 
 
-def plain(weights: ExpertWeights) -> ExpertWeights:
+def without_prepared(weights: ExpertWeights) -> ExpertWeights:
     """Return the weights without prepared tensors."""
-    if any(getattr(weights, name) is not None for name in MADE_OF):
-        cleared: dict[str, Any] = dict.fromkeys(MADE_OF)
+    if any(getattr(weights, name) is not None for name in SOURCE_FIELDS):
+        cleared: dict[str, Any] = dict.fromkeys(SOURCE_FIELDS)
         return replace(weights, **cleared)
     return weights
 
@@ -123,7 +125,7 @@ def check_prepared(
     valid for these weights.
     Raises WeightsError, ShapeError, DtypeError, DeviceError or LayoutError.
     """
-    present = {name: t for name in MADE_OF if (t := getattr(weights, name)) is not None}
+    present = {name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None}
     for name, tensor in present.items():
         record = _made.get(tensor)
         if record is None:
@@ -153,15 +155,15 @@ def _check_as(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.d
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
 
 
-def sources(weights: ExpertWeights) -> list[torch.Tensor]:
+def source_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
     """Return the tensors that prepared tensors are derived from, without duplicates."""
-    names = {of for name, of in MADE_OF.items() if getattr(weights, name) is not None}
+    names = {of for name, of in SOURCE_FIELDS.items() if getattr(weights, name) is not None}
     return _tensors(weights, sorted({name for of in names for name in of}))
 
 
-def made(weights: ExpertWeights) -> list[torch.Tensor]:
+def prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
     """Return the prepared tensors."""
-    return _tensors(weights, MADE_OF)
+    return _tensors(weights, SOURCE_FIELDS)
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

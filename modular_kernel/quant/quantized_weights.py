@@ -29,10 +29,10 @@ from modular_kernel.errors import (
 from modular_kernel.quant import nvfp4, repacking
 from modular_kernel.quant.scale_tiles import (
     ceil_div,
+    expand_scales,
     extremes,
     from_e8m0,
     pack_pairs,
-    spread,
     unpack_pairs,
 )
 from modular_kernel.spec.problem import Problem, dtype_name
@@ -55,7 +55,7 @@ STORAGE = {
 }
 # The largest magnitude of a symmetric quantized value, and the implicit zero point.
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
-MIDDLE = {"uint8": 128, "uint4": 8}
+IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
 _TOP = {"uint8": 255, "uint4": 15}
 # Lower bound of computed scales: zeros stay zeros, and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
@@ -89,16 +89,16 @@ class TensorSpec:
         return f"{self.legend} = {self.shape} {' or '.join(map(dtype_name, self.dtypes))}"
 
 
-def values_at_once(scheme: QuantScheme) -> int:
+def values_per_word(scheme: QuantScheme) -> int:
     """Return how many values of a row share a byte or repacked word; rows must be multiples."""
     if scheme.repacked:
         return repacking.VALUES
     return 2 if scheme.packed else 1
 
 
-def unpackable(problem: Problem) -> tuple[str, ...]:
-    """Return which of "hidden" and "intermediate" are not multiples of `values_at_once`."""
-    step = values_at_once(problem.scheme)
+def indivisible_sizes(problem: Problem) -> tuple[str, ...]:
+    """Return which of "hidden" and "intermediate" are not multiples of `values_per_word`."""
+    step = values_per_word(problem.scheme)
     if step == 1:
         return ()
     return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % step)
@@ -117,8 +117,8 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
 @cache
 def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     scheme = problem.scheme
-    for name in unpackable(problem):
-        step = values_at_once(scheme)
+    for name in indivisible_sizes(problem):
+        step = values_per_word(scheme)
         need = f"a multiple of {step}: {scheme} packs so many values of a row together"
         raise ConfigurationError(name, got=getattr(problem, name), need=need)
     rows = "2I" if problem.act.gated else "I"
@@ -185,7 +185,9 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
         return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
     if scheme.quantizes_activations or problem.dtype is torch.float32:
         return (torch.float32,)
-    if scheme.weight in MIDDLE:  # checkpoints have either 16-bit dtype, whatever the layer's dtype
+    if (
+        scheme.weight in IMPLICIT_ZERO_POINT
+    ):  # checkpoints have either 16-bit dtype, whatever the layer's dtype
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
@@ -221,7 +223,7 @@ def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.devi
 # ------------------------------------------------------------------------------ dequantization
 
 
-def values_of(
+def dequantized_weights(
     weights: ExpertWeights, name: str, problem: Problem, experts: slice = slice(None)
 ) -> torch.Tensor:
     """Return w1 or w2 of some experts in float32 (e, N, K), from all of its fields.
@@ -260,10 +262,10 @@ def dequantize(
 ) -> torch.Tensor:
     """Return float32 (e, N, K) of weights stored as `weight_specs` declares.
 
-    For nvfp4 the global scale is not applied; `values_of` applies it.
+    For nvfp4 the global scale is not applied; `dequantized_weights` applies it.
     """
     if scheme.repacked:
-        w_eNK = repacking.as_nibbles(w_eNK)
+        w_eNK = repacking.unrepack(w_eNK)
     if scheme.packed:
         w_eNK = unpack_pairs(w_eNK, 2)
     depth = w_eNK.shape[2]
@@ -274,13 +276,13 @@ def dequantize(
     else:
         values = w_eNK.float()
     rows = values.shape[1]
-    if scheme.weight in MIDDLE:
+    if scheme.weight in IMPLICIT_ZERO_POINT:
         if zero_point is None:
-            values = values - MIDDLE[scheme.weight]
+            values = values - IMPLICIT_ZERO_POINT[scheme.weight]
         else:
             zero = unpack_pairs(zero_point, 1) if scheme.packed else zero_point
-            values = values - spread(zero.float(), scheme, rows, depth)
-    return values * spread(scale.float(), scheme, rows, depth)
+            values = values - expand_scales(zero.float(), scheme, rows, depth)
+    return values * expand_scales(scale.float(), scheme, rows, depth)
 
 
 # -------------------------------------------------------------------------------- quantization
@@ -376,7 +378,7 @@ def _quantize(
         scale = torch.maximum(high, -low) / high.new_tensor(LARGEST[scheme.weight])
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
-    q_eNK = w_eNK / spread(scale.float(), scheme, rows, depth)
+    q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
     if scheme.weight in ("float8_e4m3fn", "int8"):
         largest = LARGEST[scheme.weight]
         if scheme.weight == "int8":
@@ -384,10 +386,10 @@ def _quantize(
         return q_eNK.clamp(-largest, largest).to(STORAGE[scheme.weight]), scale, None
     top = _TOP[scheme.weight]
     zero = None
-    middle: torch.Tensor | int = MIDDLE[scheme.weight]
+    middle: torch.Tensor | int = IMPLICIT_ZERO_POINT[scheme.weight]
     if scheme.zero_points:
         zero = (-low.clamp(max=0) / scale.float()).round().clamp(0, top)
-        middle = spread(zero, scheme, rows, depth)
+        middle = expand_scales(zero, scheme, rows, depth)
         zero = pack_pairs(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
     stored = (q_eNK.round() + middle).clamp(0, top).to(torch.uint8)
     return pack_pairs(stored, 2) if scheme.packed else stored, scale, zero
@@ -405,6 +407,6 @@ def _quantize_mxfp4(
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     scale = (exponent + 127).clamp(1, 254).to(torch.uint8)
-    scaled = w_eNK / spread(from_e8m0(scale), scheme, *w_eNK.shape[1:])
+    scaled = w_eNK / expand_scales(from_e8m0(scale), scheme, *w_eNK.shape[1:])
     packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
     return repacking.repack(packed) if scheme.repacked else packed, scale, None

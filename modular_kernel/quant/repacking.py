@@ -42,7 +42,7 @@ def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Ten
     return _rewrite(w_eNK, out, _pack_words, _split_nibbles)
 
 
-def as_nibbles(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def unrepack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Invert `repack`: return the codes packed two per byte."""
     return _rewrite(w_eNK, out, _join_nibbles, unpack_words)
 

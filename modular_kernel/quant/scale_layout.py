@@ -29,7 +29,7 @@ def tiled_shape(rows: int, groups: int) -> tuple[int, int]:
     return -(-rows // ROWS), steps_of(groups) * STEP_BYTES
 
 
-def byte_of(row: int, group: int, groups: int) -> int:
+def scale_offset(row: int, group: int, groups: int) -> int:
     """Return the byte offset of the scale of a row and group."""
     step = row // ROWS * steps_of(groups) + group // STEP
     line = group % STEP // 4 * 512 + row % 32 * 16

@@ -34,7 +34,7 @@ def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
+def expand_scales(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
     """Expand one value per tile to one per weight, broadcastable to (e, rows, depth)."""
     if scheme.granularity == "tensor":
         return tiles[:, None, None]

@@ -2,8 +2,9 @@
 
 `oracle` computes in float64 from the dequantized weights. `recipe` is the same loop over experts
 with the roundings of plain torch in the problem's dtype, and with quantized activations if the
-scheme has them; its distance from the oracle bounds the error of a correct part. `twin` rounds
-exactly where a part declares that it rounds, so the two differ only by the order of float32 sums.
+scheme has them; its distance from the oracle bounds the error of a correct part.
+`bitwise_reference` rounds exactly where a part declares that it rounds, so the two differ only by
+the order of float32 sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from functools import partial
 import torch
 
 from modular_kernel.reference.adapters import Adapters
-from modular_kernel.reference.nvfp4 import held_by_nvfp4
+from modular_kernel.reference.nvfp4 import nvfp4_round_trip
 from modular_kernel.reference.weights import matrix
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -96,7 +97,7 @@ def recipe(
     return _moe(x_TH, weights, routing, problem, rules, behind=behind).double()
 
 
-def twin(
+def bitwise_reference(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
@@ -111,10 +112,10 @@ def twin(
     input multiplies x itself, before it is quantized; otherwise GEMM 1's results, before the bias.
     """
     arguments = x_TH, weights, routing, problem, roundings
-    return twins(*arguments, input_weighted=input_weighted, jitters=(None,))[0]
+    return bitwise_references(*arguments, input_weighted=input_weighted, jitters=(None,))[0]
 
 
-def twins(
+def bitwise_references(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
@@ -159,7 +160,7 @@ def _rounding(
         rows: torch.Tensor, experts_R: torch.Tensor, *, given: torch.Tensor | None
     ) -> torch.Tensor:
         if scheme.scales_by_expert and given is not None:
-            return held_by_nvfp4(rows, experts_R, given, reciprocal=reciprocal)
+            return nvfp4_round_trip(rows, experts_R, given, reciprocal=reciprocal)
         calls = rows.chunk(copies) if copies > 1 else (rows,)
         return torch.cat([_as_quantized(r, scheme, given, reciprocal=reciprocal) for r in calls])
 

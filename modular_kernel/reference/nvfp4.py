@@ -7,7 +7,7 @@ _MAGNITUDES = (0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0)
 _GROUP = 16
 
 
-def held_by_nvfp4(
+def nvfp4_round_trip(
     rows: torch.Tensor, experts_R: torch.Tensor, scale_e: torch.Tensor, *, reciprocal: bool
 ) -> torch.Tensor:
     """Round float32 rows (R, K) to values of nvfp4 with their experts' scales.

@@ -80,6 +80,6 @@ def _no_autocast() -> Any:
         yield
 
 
-def kept() -> torch.inference_mode:
+def outside_inference_mode() -> torch.inference_mode:
     """Disable inference mode, so that tensors that outlive the call can be written later."""
     return torch.inference_mode(False)  # positional: torch.compile does not accept a keyword

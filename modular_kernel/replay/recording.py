@@ -29,7 +29,7 @@ Replayer = Callable[[Sequence[Any], int], Replay]  # (recorded launches, number 
 Watched = Callable[[], bool]  # whether a profiler watches launches, so that none may bypass it
 
 _MAX_LAYOUTS = 1024  # layouts of checked weights to remember: more than a model has layers
-_MOST_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
+_MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
 _ALIGNMENT = 16  # bytes: triton specializes kernels on pointers divisible by it
 # Used with map(), in every call: a third faster than a loop.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
@@ -130,7 +130,7 @@ def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def pause_recording() -> Iterator[None]:
     """Exclude operations inside the block from the recording; they only observe the call."""
     recorder = _recorder.get()
     if recorder is None:
@@ -186,7 +186,7 @@ class CheckedWeights:
         return self.places == _places(self.tensors)
 
 
-class KnownWeights:
+class CheckedWeightsCache:
     """Weights that a kernel and its plans have checked, so that calls need not check them again.
 
     Weights are remembered while they are alive, and not kept alive. Another ExpertWeights with the
@@ -201,8 +201,8 @@ class KnownWeights:
         self._signatures: dict[Hashable, int] = {}
         self._next_number = count().__next__  # atomic; the dict's length could be read twice
 
-    def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
-        return KnownWeights, ()
+    def __reduce__(self) -> tuple[type["CheckedWeightsCache"], tuple[()]]:
+        return CheckedWeightsCache, ()
 
     def bind(
         self,
@@ -290,7 +290,7 @@ class RecordedCalls:
 
     def keep(self, signature: Hashable, recorded: RecordedCall | None) -> None:
         """Store a recording, or None if the signature cannot be replayed."""
-        if len(self._recorded) >= _MOST_RECORDED:
+        if len(self._recorded) >= _MAX_RECORDED:
             del self._recorded[next(iter(self._recorded))]
         self._recorded[signature] = recorded
 

@@ -18,7 +18,7 @@ PREPARE = "mk::prepare"
 RECEIVE = "mk::receive"  # end of an asynchronous dispatch
 EXPERTS = "mk::experts"
 FINALIZE = "mk::finalize"
-HOLDERS = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
+SCOPES = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
 
 QUANTIZE_INPUT = "mk::quantize_input"  # x, for GEMM 1
 DISPATCH = "mk::dispatch"  # rows to the ranks that need them
@@ -51,7 +51,7 @@ def parts(name: str) -> tuple[str, ...]:
     return tuple(PREFIX + part for part in name.removeprefix(PREFIX).split("+"))
 
 
-def among(name: str, wanted: Sequence[str]) -> str | None:
+def matching_stage(name: str, wanted: Sequence[str]) -> str | None:
     """Return the first of `wanted` that `name` contains, alone or fused; None if none."""
     return next((part for part in parts(name) if part in wanted), None)
 
@@ -80,7 +80,7 @@ def stage(name: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
+def watch_stages(watcher: Watcher) -> Iterator[None]:
     """Inside the block, in this thread, enter each stage as `watcher(name)`.
 
     Only for calls that run their stages: a kernel's own call does, a plan's replay does not.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from modular_kernel.bench.tables import label
 from modular_kernel.measure.records import OURS, Report, Row
 from modular_kernel.report.pages.document import Figure
-from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, text, titled
+from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, text, with_tooltip
 from modular_kernel.text import counted
 
 _ACROSS = 3
@@ -162,7 +162,7 @@ def _curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
     if not curve.color:
         return [polyline]
     dots = [
-        titled(
+        with_tooltip(
             "circle",
             f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
             f"{curve.name}, {counted(point.tokens, 'token')}: {point.us:.1f} us",

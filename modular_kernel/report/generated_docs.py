@@ -9,7 +9,7 @@ from modular_kernel.catalog import Catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.benchmarks import benchmarks_document, date_of
 from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.judge_all import Matrix, built_in, judged_matrix
+from modular_kernel.report.judge_all import Matrix, built_in, judge_all
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
 from modular_kernel.report.mutation_page import mutation_document, read_scores
@@ -38,7 +38,7 @@ def html_page(catalog: Catalog, docs: Path) -> str:
 
     Without records, as in an installed wheel, the benchmark section comes last.
     """
-    matrix, records = judged_matrix(catalog), read_records(docs / RECORDS)
+    matrix, records = judge_all(catalog), read_records(docs / RECORDS)
     measured = _below(benchmarks_document(records, cells=True))
     judged = _below(matrix_document(matrix))
     return page(
@@ -80,7 +80,7 @@ def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
     """Return the text of every generated file by its path below `docs`, for built-in parts only."""
     _check_folder(docs)
     documents: dict[str, Document] = {
-        "support-matrix.md": matrix_document(judged_matrix(built_in(catalog))),
+        "support-matrix.md": matrix_document(judge_all(built_in(catalog))),
         "errors.md": errors_document(),
         "benchmark-results.md": benchmarks_document(read_records(docs / RECORDS), cells=False),
         "mutation-scores.md": mutation_document(

@@ -84,7 +84,7 @@ def built_in(catalog: Catalog) -> Catalog:
     return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_DISTRIBUTION)))
 
 
-def furnished(
+def with_required_packages(
     machine: Machine, *parts: type[PrepareAndFinalize | PermuteExpertsUnpermute]
 ) -> Machine:
     """Return the machine with exactly the packages that these parts require.
@@ -95,7 +95,7 @@ def furnished(
     return replace(machine, packages=packages)
 
 
-def judged_matrix(
+def judge_all(
     catalog: Catalog,
     *,
     problem: Problem = PROBLEM,
@@ -133,7 +133,7 @@ def _rejections(
     catalog: Catalog, pair: tuple[str, str], machine: Machine, problems: Iterable[Problem]
 ) -> tuple[Rejection, ...]:
     pf, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
-    with_packages = furnished(machine, pf, experts)
+    with_packages = with_required_packages(machine, pf, experts)
     by_rank = [judge(pf, experts, problem, with_packages).rejections for problem in problems]
     return tuple(dict.fromkeys(rejection for of_rank in by_rank for rejection in of_rank))
 

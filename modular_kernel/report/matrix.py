@@ -9,10 +9,10 @@ from modular_kernel.compatibility.support import (
     ALL_DTYPES,
     Requirements,
     archs_text,
-    numbered,
+    format_sorted,
 )
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
-from modular_kernel.report.judge_all import Matrix, RefusalReason, furnished, reasons
+from modular_kernel.report.judge_all import Matrix, RefusalReason, reasons, with_required_packages
 from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QUANT_SCHEMES
@@ -111,16 +111,16 @@ def _ranks_text(low: int, high: int | None) -> str:
 def _takes(requires: Requirements) -> str:
     words = []
     if requires.dtypes != ALL_DTYPES:
-        words.append(numbered(requires.dtypes))
+        words.append(format_sorted(requires.dtypes))
     for name, prefix in (("schemes", ""), ("dispatch_schemes", "quantizes ")):
         if hasattr(requires, name):
             words.append(f"{prefix}{_schemes(getattr(requires, name))}")
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)
     if activations != ALL_ACTIVATIONS:
-        words.append(f"activations {numbered(activations)}")
+        words.append(f"activations {format_sorted(activations)}")
     hidden: frozenset[str] = getattr(requires, "hides_nan", frozenset())
     if hidden:
-        words.append(f"hides a NaN of weights with {numbered(hidden)}")
+        words.append(f"hides a NaN of weights with {format_sorted(hidden)}")
     return "; ".join(words)
 
 
@@ -129,8 +129,8 @@ def _schemes(names: frozenset[str]) -> str:
         return "every w8a8 scheme"
     others = frozenset(QUANT_SCHEMES) - names
     if len(others) < len(names):
-        return f"all schemes but {numbered(others)}" if others else "all schemes"
-    return numbered(names) or "nothing"
+        return f"all schemes but {format_sorted(others)}" if others else "all schemes"
+    return format_sorted(names) or "nothing"
 
 
 def _can(requires: Requirements) -> str:
@@ -154,7 +154,7 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
 
 
 def _availability(part: Part, machine: Machine) -> str:
-    with_packages = furnished(machine, part.cls)
+    with_packages = with_required_packages(machine, part.cls)
     return _yes_or(r.rule for r in unavailable(part.name, _declared(part), with_packages))
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, ranked
+from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, with_best_peer
 from modular_kernel.utils import json_files
 
 _OUR_PREFIX = "mk_"
-_NARROW = "fp8"
+_FP8 = "fp8"
 # Layer name in the `peer` format -> usual name.
 _LAYERS = {
     "mk_triton": "TritonExperts",
@@ -64,12 +64,12 @@ def _of_layers(found: dict[str, Any]) -> Report:
     device = found["device"]
     environment = {**device, "device": device["name"], "date": found["date"]}
     rows = [_layer_row(row, shapes.get(row["shape"], {})) for row in found["rows"] if row["us"]]
-    return Report(environment, {}, ranked(rows))
+    return Report(environment, {}, with_best_peer(rows))
 
 
 def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
     sizes, name = {**shape, **row}, row["peer"]
-    is_fp8 = _NARROW in row.get("dtype", name)
+    is_fp8 = _FP8 in row.get("dtype", name)
     return Row(
         shape=row["shape"],
         experts=sizes["E"],
@@ -83,7 +83,7 @@ def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
         layer=readable(name),
         origin=OURS if name.startswith(_OUR_PREFIX) else PEER,
         quant="none",
-        operands=_NARROW if is_fp8 else "bf16",
+        operands=_FP8 if is_fp8 else "bf16",
         status=OK,
         us=row["us"],
         floor_us=row["floor_us"],

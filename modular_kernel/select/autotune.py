@@ -23,8 +23,8 @@ from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates, find
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.composed_kernel import ComposedKernel, build
-from modular_kernel.select.prior import shipped
-from modular_kernel.select.process_group import Team, team_of
+from modular_kernel.select.prior import load_shipped_record
+from modular_kernel.select.process_group import Ranks, ranks_of
 from modular_kernel.select.record import Options, bucket_tokens
 from modular_kernel.select.search import Search, Tell
 from modular_kernel.settings import read_settings
@@ -127,7 +127,7 @@ def choose(
     expect("machine", machine, Machine | None)
     expect("terms", terms, Terms | None)
     machine, terms = machine or this_machine(), terms or Terms()
-    ranks, tokens = team_of(problem, group), terms.buckets(problem)
+    ranks, tokens = ranks_of(problem, group), terms.buckets(problem)
     budget = Budget(terms.budget, ranks, first_step=_FIRST_STEP_S[machine.device])
     # Calls with more tokens than the largest bucket, up to the problem's, also need a pairing.
     token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
@@ -138,7 +138,7 @@ def choose(
     )
     versions = cache_keys.versions(machine)
     facts = identity | versions
-    _alike(ranks, facts | {"tokens": str(token_counts), "fresh": str(terms.fresh)})
+    _check_ranks_match(ranks, facts | {"tokens": str(token_counts), "fresh": str(terms.fresh)})
     cache = Cache(terms.folder or read_settings().cache_dir, identity, versions)
     search = Search(
         problem,
@@ -180,7 +180,7 @@ def _options(
     options = Options(
         tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.silent)
     )
-    prior = shipped()
+    prior = load_shipped_record()
     if prior is None or not prior.covers(problem, machine, routing=terms.routing):
         return options
     expected = {
@@ -192,7 +192,7 @@ def _options(
     return replace(options, expected=expected)
 
 
-def _alike(team: Team, facts: cache_keys.Facts) -> None:
+def _check_ranks_match(team: Ranks, facts: cache_keys.Facts) -> None:
     """Raise ConfigurationError if machines, versions or terms differ between ranks.
 
     Such ranks could not share one choice, nor measure in step.

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from modular_kernel.select.process_group import Team
+from modular_kernel.select.process_group import Ranks
 
 
 class Budget:
@@ -16,7 +16,7 @@ class Budget:
     least that of the longest step so far. first_step: estimated seconds of the first step.
     """
 
-    def __init__(self, seconds: float, team: Team, *, first_step: float) -> None:
+    def __init__(self, seconds: float, team: Ranks, *, first_step: float) -> None:
         self.seconds = seconds
         self._team = team
         self._start = time.monotonic()

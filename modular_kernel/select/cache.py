@@ -35,7 +35,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Found:
+class CachedRecord:
     """The cached record of an identity and versions, or None.
 
     notes: messages for the user, about a refused file or changed versions.
@@ -62,22 +62,22 @@ class Cache:
         assert self.folder is not None
         return self.folder / FOLDER / f"{digest(self.identity)}.json"
 
-    def load(self) -> Found:
+    def load(self) -> CachedRecord:
         """Return the cached record; never raise for the contents of the folder."""
         if self.folder is None:
-            return Found(None, (NOT_KEPT,))
+            return CachedRecord(None, (NOT_KEPT,))
         try:
             records = self._read()
         except ConfigurationError as error:
-            return Found(
+            return CachedRecord(
                 None, (f"{self.path} is not used and will be replaced: it holds {error.got}",)
             )
         except OSError as error:
-            return Found(None, (f"{self.path} is not used: {error.strerror or error}",))
+            return CachedRecord(None, (f"{self.path} is not used: {error.strerror or error}",))
         current = next((r for r in records if r.versions == self.versions), None)
         if current is not None or not records:
-            return Found(current)
-        return Found(None, (f"ignoring cached timings: {self._changes(records[0])}",))
+            return CachedRecord(current)
+        return CachedRecord(None, (f"ignoring cached timings: {self._changes(records[0])}",))
 
     def keep(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
         """Add new times to the file; return notes if that fails."""
@@ -128,7 +128,7 @@ class Cache:
     def _read(self) -> tuple[StoredChoice, ...]:
         """Return the records of the file, () without one; ConfigurationError if it is invalid."""
         try:
-            content = json_files.content(self.path, saved_choices.MOST_BYTES, links=False)
+            content = json_files.read_file(self.path, saved_choices.MOST_BYTES, links=False)
         except FileNotFoundError:
             return ()
         except OSError as error:

@@ -26,7 +26,7 @@ _SEED = 5
 
 
 @dataclass(frozen=True)
-class Stretch:
+class KernelRange:
     """A kernel for calls of up to `last` tokens, and more than the previous stretch."""
 
     last: int
@@ -41,10 +41,10 @@ class ComposedKernel:
     maximum over ranks in this call. With replicated input the numbers are equal anyway.
     """
 
-    def __init__(self, choice: Choice, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, choice: Choice, stretches: Sequence[KernelRange]) -> None:
         self.choice, self.stretches = choice, tuple(stretches)
         self.problem = choice.problem
-        self._switch = Switch(choice, [stretch.last for stretch in stretches])
+        self._switch = KernelLookup(choice, [stretch.last for stretch in stretches])
 
     def __repr__(self) -> str:
         return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
@@ -163,7 +163,7 @@ class ComposedPlan:
         return len(numbers)
 
 
-class Switch:
+class KernelLookup:
     """Lookup of a call's stretch. lasts: `last` of every stretch, ascending."""
 
     def __init__(self, choice: Choice, lasts: Sequence[int]) -> None:
@@ -221,9 +221,11 @@ def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKer
     for segment in choice.segments:
         if _fixed(kernel(segment.pair, max_tokens[segment.pair])):
             steps = _steps(segment, choice.tokens)
-            stretches += [Stretch(last, kernel(segment.pair, last)) for last in steps]
+            stretches += [KernelRange(last, kernel(segment.pair, last)) for last in steps]
         else:
-            stretches.append(Stretch(segment.last, kernel(segment.pair, max_tokens[segment.pair])))
+            stretches.append(
+                KernelRange(segment.last, kernel(segment.pair, max_tokens[segment.pair]))
+            )
     return ComposedKernel(choice, stretches)
 
 

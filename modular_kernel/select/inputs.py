@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.measure.cases import first_here, quantized
+from modular_kernel.measure.cases import first_experts_map, quantize
 from modular_kernel.measure.check import FACTOR
 from modular_kernel.measure.roofline import expert_bytes, work_of
 from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
@@ -55,10 +55,10 @@ def make_weights(
         problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
     )
     drawn = _drawn(problem, tuple(local_experts), device, late)
-    expert_map = first_here(problem, device)
+    expert_map = first_experts_map(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
-    return quantized(replace(drawn, expert_map=expert_map), problem)
+    return quantize(replace(drawn, expert_map=expert_map), problem)
 
 
 def _drawn(
@@ -87,7 +87,7 @@ def _drawn(
 
 
 @dataclass(frozen=True)
-class SelectTruth:
+class ExpectedRows:
     """Some rows of the float64 output for `given`, and the error norm of plain torch."""
 
     given: Input
@@ -97,7 +97,7 @@ class SelectTruth:
 
 
 @dataclass(frozen=True)
-class SelectSituation:
+class SelectWorkload:
     """The workload of one number of tokens.
 
     timed: the inputs of the calls of one run. flush: overwrite the L2 cache before each call,
@@ -107,7 +107,7 @@ class SelectSituation:
     problem: Problem
     weights: ExpertWeights
     timed: tuple[Input, ...]
-    truths: tuple[SelectTruth, ...]
+    truths: tuple[ExpectedRows, ...]
     flush: bool
 
     def wrong(self, outputs: Sequence[torch.Tensor]) -> str:
@@ -126,13 +126,13 @@ class SelectSituation:
         return "" if error <= allowed else f"wrong: relative error {error:.2e} > {allowed:.2e}"
 
 
-def situation(
+def make_workload(
     problem: Problem,
     weights: ExpertWeights,
     kind: RoutingKind,
     *,
     replicated: bool,
-) -> SelectSituation:
+) -> SelectWorkload:
     """Draw inputs of `problem.tokens` tokens for this rank; the same on all ranks if replicated."""
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
@@ -146,7 +146,7 @@ def situation(
     bytes_moved = work_of(problem, problem.scheme, [load]).bytes
     # Use a single set of weights, because the candidates' buffers need memory.
     flush = rotation(bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
-    return SelectSituation(problem, weights, timed, truths, flush)
+    return SelectWorkload(problem, weights, timed, truths, flush)
 
 
 def _as_one_rank(problem: Problem) -> Problem:
@@ -165,7 +165,7 @@ def _input(
     return x_TH.to(problem.dtype), draw(problem, kind, generator)
 
 
-def _truth(problem: Problem, given: Input) -> SelectTruth:
+def _truth(problem: Problem, given: Input) -> ExpectedRows:
     """Compute the expected output of a few rows, with only the experts that they use."""
     x_TH, routing = given
     device = x_TH.device
@@ -182,5 +182,5 @@ def _truth(problem: Problem, given: Input) -> SelectTruth:
     row_problem = replace(single_rank, tokens=len(rows), expert_map=True, local_experts=len(ids))
     drawn = replace(_drawn(problem, ids, device), expert_map=expert_map)
     exact = oracle(x_TH[rows], drawn, row_routing, replace(row_problem, quant="none"))
-    reference = recipe(x_TH[rows], quantized(drawn, row_problem), row_routing, row_problem)
-    return SelectTruth(given, rows, exact, float((reference - exact).norm()))
+    reference = recipe(x_TH[rows], quantize(drawn, row_problem), row_routing, row_problem)
+    return ExpectedRows(given, rows, exact, float((reference - exact).norm()))

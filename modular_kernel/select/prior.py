@@ -120,10 +120,10 @@ def _family(scheme: str) -> tuple[str, str]:
 
 
 @cache
-def shipped() -> Prior | None:
+def load_shipped_record() -> Prior | None:
     """Return the record of this package; None, with a log message, if it cannot be read."""
     try:
-        return parse(json_files.content(FILE, _MOST_BYTES))
+        return parse(json_files.read_file(FILE, _MOST_BYTES))
     except (ConfigurationError, OSError, ValueError) as error:
         _LOG.warning("no shipped record of pairings' times: %s: %s", FILE.name, error)
         return None

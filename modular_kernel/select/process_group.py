@@ -15,7 +15,7 @@ from modular_kernel.spec.problem import Problem
 T = TypeVar("T")
 
 
-class Team(Protocol):
+class Ranks(Protocol):
     """The ranks that measure.
 
     rank, size: of this process. group: for parts that exchange tokens.
@@ -32,7 +32,7 @@ class Team(Protocol):
         """Return rank 0's value."""
 
 
-class Alone:
+class SingleProcess:
     """A single process."""
 
     rank, size, group = 0, 1, None
@@ -44,7 +44,7 @@ class Alone:
         return value
 
 
-class RankTeam:
+class GroupRanks:
     """The ranks of a process group. Every method is collective."""
 
     def __init__(self, group: Any) -> None:
@@ -60,17 +60,17 @@ class RankTeam:
         return self.all(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def team_of(problem: Problem, group: object | None) -> Team:
+def ranks_of(problem: Problem, group: object | None) -> Ranks:
     """Return the ranks of the problem; raise ConfigurationError for a group with others."""
     parallel = problem.parallel
     if parallel.world_size == 1:
         if group is not None:
             raise ConfigurationError("group", got="a process group", need="None for one rank")
-        return Alone()
+        return SingleProcess()
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed, initialized, for a problem of several ranks"
         raise ConfigurationError("group", got="none", need=need)
-    team = RankTeam(group if group is not None else dist.group.WORLD)
+    team = GroupRanks(group if group is not None else dist.group.WORLD)
     if (team.size, team.rank) != (parallel.world_size, parallel.rank):
         got = f"rank {team.rank} of {team.size}"
         need = f"rank {parallel.rank} of {parallel.world_size}, the problem's"
@@ -78,12 +78,12 @@ def team_of(problem: Problem, group: object | None) -> Team:
     return team
 
 
-def slowest(team: Team, values: Sequence[float]) -> list[float]:
+def slowest(team: Ranks, values: Sequence[float]) -> list[float]:
     """Return the maximum of each value over ranks."""
     return [max(column) for column in zip(*team.all(list(values)), strict=True)]
 
 
-def any_failure(team: Team, own: str) -> str:
+def any_failure(team: Ranks, own: str) -> str:
     """Return the first failure of any rank, or "". With several ranks it names the rank."""
     texts = team.all(own)
     rank = next((r for r, text in enumerate(texts) if text), None)

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 # Ratios are times relative to that of the default pairing.
-FASTER = 0.98  # pairings with a larger optimistic ratio are not timed
-LEAST_GAIN = 0.02  # minimum of 1 - ratio to replace the default
-SURE = 0.95  # maximum pessimistic ratio for a choice from the record without timing
-ALIKE = 1.01  # keep the smaller bucket's pairing up to this multiple of the best ratio
+MAX_RATIO_TO_TIME = 0.98  # pairings with a larger optimistic ratio are not timed
+MIN_GAIN = 0.02  # minimum of 1 - ratio to replace the default
+MAX_RATIO_UNTIMED = 0.95  # maximum pessimistic ratio for a choice from the record without timing
+MAX_RATIO_TO_KEEP = 1.01  # keep the smaller bucket's pairing up to this multiple of the best ratio
 _MIN_GAIN_PER_NOISE = 2.0  # minimum of (1 - ratio) / noise to replace the default
 _FEWEST_TOKENS = 1
 
 Pair = tuple[str, str]  # names of a PrepareAndFinalize and of an experts part
 
 
-def named(pair: Pair) -> str:
+def pairing_name(pair: Pair) -> str:
     """Return the name of a pairing, as the command line prints it."""
     return f"{pair[0]} x {pair[1]}"
 
@@ -60,7 +60,7 @@ class TimedOutcome:
     def faster(self) -> bool:
         """True if it is faster than the default by more than the noise."""
         gain = 1 - self.ratio if self.ratio is not None else 0.0
-        return not self.rough and gain >= max(LEAST_GAIN, _MIN_GAIN_PER_NOISE * self.noise)
+        return not self.rough and gain >= max(MIN_GAIN, _MIN_GAIN_PER_NOISE * self.noise)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Options:
         expected = self.expected.get(tokens, {})
         timeable = [pair for pair in self.ordered(tokens)[1:] if pair not in self.silent]
         estimated = [pair for pair in timeable if pair in expected]
-        promising = [pair for pair in estimated if expected[pair].optimistic <= FASTER]
+        promising = [pair for pair in estimated if expected[pair].optimistic <= MAX_RATIO_TO_TIME]
         unknown = [pair for pair in timeable if pair not in expected]
         return (*sorted(promising, key=lambda pair: expected[pair].optimistic), *unknown)
 
@@ -196,7 +196,7 @@ def _pick_timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick |
     ratios = {o.pair: o.ratio for o in bucket.outcomes if o.faster and o.ratio is not None}
     if ratios:
         best = min(ratios, key=ratios.__getitem__)
-        if before in ratios and ratios[before] <= ALIKE * ratios[best]:
+        if before in ratios and ratios[before] <= MAX_RATIO_TO_KEEP * ratios[best]:
             best = before
         return Pick(best, Source.TIMED)
     return Pick(bucket.default, Source.TIMED) if options.whole(bucket) else None
@@ -212,7 +212,7 @@ def _recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick 
     sure = {
         pair: estimate.pessimistic
         for pair, estimate in options.expected.get(tokens, {}).items()
-        if estimate.trusted and estimate.pessimistic <= SURE and pair not in tried
+        if estimate.trusted and estimate.pessimistic <= MAX_RATIO_UNTIMED and pair not in tried
     }
     eligible = [pair for pair in options.ordered(tokens)[1:] if pair in sure]
     if eligible and default_at(options, tokens, buckets) == options.ordered(tokens)[0]:

@@ -13,9 +13,9 @@ from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates
-from modular_kernel.select.inputs import make_weights, plain, situation, weight_bytes
+from modular_kernel.select.inputs import make_weights, make_workload, plain, weight_bytes
 from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.process_group import Team
+from modular_kernel.select.process_group import Ranks
 from modular_kernel.select.record import Bucket, Options
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Machine, Problem
@@ -29,7 +29,7 @@ Tell = Callable[[Bucket], object]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     buckets: with outcomes, ascending. timed_now: token counts that were timed in this search, which
@@ -54,7 +54,7 @@ class Search:
 
     problem: Problem
     machine: Machine
-    team: Team
+    team: Ranks
     candidates: Candidates
     options: Options
     cache: Cache
@@ -64,16 +64,16 @@ class Search:
     fresh: bool = False
     tell: Tell | None = None
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Load the cached buckets, and time the others within the budget, few tokens first."""
         if not self._wanted:
-            return Found((), left=self._reason())
+            return SearchResult((), left=self._reason())
         cached, notes = self._cached()
         valid = () if self.fresh else cached
         if not self._missing(valid):
-            return Found(valid, notes=notes)
+            return SearchResult(valid, notes=notes)
         if not self.budget.allows():
-            return Found(valid, left=self._reason(), notes=notes)
+            return SearchResult(valid, left=self._reason(), notes=notes)
         with ExitStack() as stack:
             notes += self._in_turn(stack)
             if not self.fresh:  # another process may have measured during the wait
@@ -84,7 +84,7 @@ class Search:
         by_tokens = {bucket.tokens: bucket for bucket in (*valid, *new)}
         buckets = tuple(by_tokens[tokens] for tokens in sorted(by_tokens))
         seconds = self.team.leader(self.budget.spent)
-        return Found(buckets, tuple(b.tokens for b in new), seconds, left, notes + new_notes)
+        return SearchResult(buckets, tuple(b.tokens for b in new), seconds, left, notes + new_notes)
 
     @property
     def _wanted(self) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class Search:
         kind, options = RoutingKind.parse(self.routing), self.options
         with torch.no_grad():
             with self.budget.step():
-                workload = situation(problem, weights, kind, replicated=self.replicated)
+                workload = make_workload(problem, weights, kind, replicated=self.replicated)
             watch = Stopwatch(
                 workload,
                 options.ordered(problem.tokens),

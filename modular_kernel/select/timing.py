@@ -18,17 +18,17 @@ import torch
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, wiper_of
+from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, samples_ms
 from modular_kernel.select.budget import Budget
-from modular_kernel.select.inputs import SelectSituation
+from modular_kernel.select.inputs import SelectWorkload
 from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.process_group import Team, any_failure, slowest
+from modular_kernel.select.process_group import Ranks, any_failure, slowest
 from modular_kernel.select.record import Bucket, Pair, TimedOutcome
 from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import workspace_bytes
 
-_HOPELESS = 1.25  # ratio to the default in two rounds above which timing stops
+_MAX_RATIO = 1.25  # ratio to the default in two rounds above which timing stops
 _FEWEST_ROUNDS, _MOST_ROUNDS = 9, 41
 _TARGET_S = 0.06  # seconds on the device for each pairing of a comparison
 _OF_FREE = 0.9  # maximum fraction of free memory for a plan
@@ -73,19 +73,19 @@ class Stopwatch:
     known.
     """
 
-    situation: SelectSituation
+    situation: SelectWorkload
     order: Sequence[Pair]
     graph: frozenset[Pair]
     machine: Machine
-    team: Team
+    team: Ranks
     budget: Budget
-    hopeless: float = _HOPELESS
+    hopeless: float = _MAX_RATIO
     outcomes: dict[Pair, TimedOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._device = self.situation.weights.w1.device
         self._clock = clock_of(self._device)
-        self._wipe = wiper_of(self._device) if self.situation.flush else None
+        self._wipe = l2_flusher(self._device) if self.situation.flush else None
 
     def bucket(self, challengers: Iterable[Pair]) -> Bucket:
         """Time the default and the challengers, as far as the budget allows.
@@ -169,7 +169,7 @@ class Stopwatch:
             why = any_failure(self.team, ready.trouble)
             if why:
                 return TimedOutcome(pair, why=why)
-            return _compared(ready, times, default.seconds[-len(times) :], rough=rough)
+            return _compare(ready, times, default.seconds[-len(times) :], rough=rough)
         finally:
             ready.close()
             ready = None
@@ -200,7 +200,7 @@ class Stopwatch:
             return self._run(ready)
         # As in _guarded, any exception is a failure of the candidate.
         except Exception as error:  # noqa: BLE001
-            ready.trouble = _told(error)
+            ready.trouble = _one_line(error)
             return math.inf
 
     def _run(self, ready: _Ready) -> float:
@@ -275,7 +275,7 @@ class Stopwatch:
             if graphs is not None:
                 return _Ready(pair, kernel, graphs, "graph")
         mode = "eager" if self._device.type == "cuda" else "cpu"
-        return _Ready(pair, kernel, [partial(_all, group) for group in groups], mode)
+        return _Ready(pair, kernel, [partial(_call_all, group) for group in groups], mode)
 
     def _guarded(self, work: Callable[[], T]) -> tuple[T | None, str]:
         """Return the result of `work`, or the reason of a failure on any rank."""
@@ -284,7 +284,7 @@ class Stopwatch:
             result = work()
         # Any exception is an outcome of the candidate, and does not end the choice.
         except Exception as error:  # noqa: BLE001
-            failure = _told(error)
+            failure = _one_line(error)
         why = any_failure(self.team, failure)
         if why and isinstance(result, FusedMoEModularKernel):
             _close(result)  # built here, but failed on another rank
@@ -295,7 +295,7 @@ class Stopwatch:
             torch.cuda.empty_cache()
 
 
-def _compared(
+def _compare(
     ready: _Ready, times: Sequence[float], default: Sequence[float], *, rough: bool
 ) -> TimedOutcome:
     """Return the outcome of a pairing that was timed in the same rounds as the default."""
@@ -309,14 +309,14 @@ def _compared(
     return TimedOutcome(ready.pair, us, ratio, noise, rough, ready.mode)
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Format an exception as one line; errors raised by this module without their type."""
     text = str(error).partition("\n")[0]
     is_own = isinstance(error, ArithmeticError | MemoryError)
     return (text if is_own else f"{type(error).__name__}: {text}")[:_LONGEST]
 
 
-def _all(calls: Sequence[Call]) -> torch.Tensor:
+def _call_all(calls: Sequence[Call]) -> torch.Tensor:
     last = calls[0]()
     for call in calls[1:]:
         last = call()

@@ -16,11 +16,18 @@ import torch
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
-from modular_kernel.utils.argument_checks import MOST, Between, Count, check_fields, expect, shown
+from modular_kernel.utils.argument_checks import (
+    MAX_INT32,
+    Between,
+    Count,
+    check_fields,
+    expect,
+    format_value,
+)
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 NO_ADAPTERS = "none"
-MOST_ADAPTERS, MOST_RANK = 65536, 256
+MAX_ADAPTERS, MAX_RANK = 65536, 256
 _OPTION = re.compile(r"(adapters|rank)=([0-9]{1,9})|(a13|outer)=shared")
 _NEED = "none, or adapters=L,rank=R[,a13=shared][,outer=shared], each option once"
 
@@ -34,8 +41,8 @@ class AdapterSpec:
     experts share the A of w1 and the B of w2.
     """
 
-    adapters: Annotated[int, Between(1, MOST_ADAPTERS)]
-    rank: Annotated[int, Between(1, MOST_RANK)]
+    adapters: Annotated[int, Between(1, MAX_ADAPTERS)]
+    rank: Annotated[int, Between(1, MAX_RANK)]
     a13_shared: bool = False
     outer_shared: bool = False
 
@@ -48,10 +55,10 @@ class AdapterSpec:
         if isinstance(text, AdapterSpec):
             return text
         if not isinstance(text, str):
-            raise ConfigurationError("lora", got=shown(text), need=_NEED)
+            raise ConfigurationError("lora", got=format_value(text), need=_NEED)
         if text == NO_ADAPTERS:
             return None
-        return _parsed(text)
+        return _parse(text)
 
     def __str__(self) -> str:
         shared = (("a13", self.a13_shared), ("outer", self.outer_shared))
@@ -82,13 +89,13 @@ class AdapterSpec:
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> AdapterSpec:
+def _parse(text: str) -> AdapterSpec:
     """Parse a spec; cached, because many problems name the same one."""
     items = text.split(",")
     options = [_OPTION.fullmatch(item) for item in items]
     keys = [match[1] or match[3] for match in options if match]
     if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(items):
-        raise ConfigurationError("lora", got=shown(text), need=_NEED)
+        raise ConfigurationError("lora", got=format_value(text), need=_NEED)
     sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
     return AdapterSpec(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
 
@@ -148,7 +155,7 @@ class Adapter:
         return f"Adapter({', '.join(shapes)})"
 
 
-def adapters_of_sequences(
+def slots_from_sequences(
     starts_S1: torch.Tensor, slots_S: torch.Tensor, tokens: int
 ) -> torch.Tensor:
     """Return `Routing.adapters_T`, (T,) int32, for tokens packed sequence by sequence.
@@ -165,7 +172,7 @@ def adapters_of_sequences(
         not_integer = tensor.is_floating_point() or tensor.is_complex()
         if not_integer or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")
-    expect("tokens", tokens, Annotated[int, Between(0, MOST)])
+    expect("tokens", tokens, Annotated[int, Between(0, MAX_INT32)])
     if starts_S1.device != slots_S.device:
         need = f"{starts_S1.device}, where the starts are"
         raise DeviceError("slots of sequences", got=slots_S.device, need=need)

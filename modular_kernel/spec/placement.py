@@ -21,7 +21,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.text import counted
 from modular_kernel.utils.argument_checks import (
-    MOST,
+    MAX_INT32,
     Between,
     Count,
     available_device,
@@ -152,7 +152,7 @@ class Placement:
         expect("placement: ranks", ranks, Experts)
         expect("join", join, bool)
         physical = expect_each(
-            "physical_to_logical", physical_to_logical, Annotated[int, Between(0, MOST)]
+            "physical_to_logical", physical_to_logical, Annotated[int, Between(0, MAX_INT32)]
         )
         per_rank, remainder = divmod(len(physical), ranks)
         if remainder or not per_rank:
@@ -193,7 +193,7 @@ class Placement:
         return self == Placement.linear(self.experts, self.world_size)
 
     @cached_property
-    def homes(self) -> "tuple[Homes, ...]":
+    def homes(self) -> "tuple[Locations, ...]":
         """(rank, slot) of each copy of each expert, by rank."""
         homes: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for rank, slots in enumerate(self.slots):
@@ -218,7 +218,7 @@ class Placement:
     ) -> "PlacementTables":
         """Return the placement as tensors for `pairs_to_slots`.
 
-        near: sets of ranks, nearest first (`near_ranks`). Pairs of an expert go to its copies in
+        near: sets of ranks, nearest first (`rank_tiers`). Pairs of an expert go to its copies in
         the first set that has one. () uses all copies alike.
         """
         target = available_device(device, meta=True)
@@ -232,12 +232,12 @@ class Placement:
         return PlacementTables(homes_ER2.to(target), copies_E.to(target))
 
 
-Homes = tuple[tuple[int, int], ...]
+Locations = tuple[tuple[int, int], ...]
 
 
-def near_ranks(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[int], ...]:
+def rank_tiers(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[int], ...]:
     """Return `rank`, then the ranks of its host if hosts hold blocks of `ranks_per_host`."""
-    expect("rank", rank, Annotated[int, Between(0, MOST)])
+    expect("rank", rank, Annotated[int, Between(0, MAX_INT32)])
     expect("ranks of a host", ranks_per_host, Count | None)
     if ranks_per_host is None:
         return ((rank,),)
@@ -245,7 +245,7 @@ def near_ranks(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[i
     return (rank,), range(first, first + ranks_per_host)
 
 
-def _nearest(homes: Homes, near: Sequence[Sequence[int]]) -> Homes:
+def _nearest(homes: Locations, near: Sequence[Sequence[int]]) -> Locations:
     for ranks in near:
         matches = tuple(home for home in homes if home[0] in ranks)
         if matches:

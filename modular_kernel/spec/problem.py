@@ -12,17 +12,17 @@ from modular_kernel.spec.lora import NO_ADAPTERS, AdapterSpec
 from modular_kernel.spec.placement import Experts, Placement
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import (
-    MOST,
+    MAX_INT32,
     Between,
     Count,
     OneOf,
     check_fields,
     expect,
-    shown,
+    format_value,
 )
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-Size = Annotated[int, Between(0, MOST)]
+Size = Annotated[int, Between(0, MAX_INT32)]
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
@@ -37,7 +37,7 @@ def parse_dtype(value: object) -> torch.dtype:
         value = dtype_name(value)
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in DTYPES:
-        got = value[:80] if isinstance(value, str) else shown(value)
+        got = value[:80] if isinstance(value, str) else format_value(value)
         raise ConfigurationError("dtype", got=got, need=f"one of {', '.join(sorted(DTYPES))}")
     return DTYPES[name]
 

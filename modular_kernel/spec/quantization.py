@@ -96,7 +96,7 @@ class QuantScheme:
             return text._checked()
         if not isinstance(text, str):
             raise ConfigurationError("quant", got=type(text).__name__, need="a scheme by its name")
-        return _parsed(text)
+        return _parse(text)
 
     def _checked(self) -> "QuantScheme":
         """Return this scheme if its name and options reproduce it; else ConfigurationError."""
@@ -165,7 +165,7 @@ QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> QuantScheme:
+def _parse(text: str) -> QuantScheme:
     """Parse a scheme; cached, because many problems name the same one."""
     name, _, rest = text.partition(":")
     if name not in QUANT_SCHEMES:

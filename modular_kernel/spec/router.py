@@ -14,16 +14,16 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.utils.argument_checks import MOST, Between, check_fields, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, check_fields, expect
 
-MOST_TOP_K = 16
+MAX_TOP_K = 16
 # Columns of logits per program of the kernel, including zero experts.
-MOST_COLUMNS = 1024
+MAX_COLUMNS = 1024
 # For eps and floor: float32 has no smaller normal number, and a softmax sums to at most 1.
 _MIN_DIVISOR, _MAX_DIVISOR = 2.0**-126, 1.0
-TopK = Annotated[int, Between(1, MOST_TOP_K)]
-Groups = Annotated[int, Between(1, MOST_COLUMNS)]
-Many = Annotated[int, Between(0, MOST)]
+TopK = Annotated[int, Between(1, MAX_TOP_K)]
+Groups = Annotated[int, Between(1, MAX_COLUMNS)]
+Many = Annotated[int, Between(0, MAX_INT32)]
 
 
 class StandardTopKOutput(NamedTuple):
@@ -128,8 +128,8 @@ class RouterSpec:
         """Return the number of logit columns for `experts`; ConfigurationError if invalid."""
         expect("router experts", experts, int)
         columns = experts + self.zero_experts
-        if experts < 1 or not self.top_k <= columns <= MOST_COLUMNS:
-            need = f"top_k = {self.top_k} to {MOST_COLUMNS} columns of logits"
+        if experts < 1 or not self.top_k <= columns <= MAX_COLUMNS:
+            need = f"top_k = {self.top_k} to {MAX_COLUMNS} columns of logits"
             raise ConfigurationError("router experts", got=experts, need=need)
         if self.groups > 1:
             self._check_groups(experts)

@@ -32,7 +32,7 @@ _LONGEST = 300.0  # seconds to wait for one choice, including those before it in
 
 
 @dataclass(frozen=True)
-class Pair:
+class TunedPair:
     """The parts to tune, by name, and their machine. prepared: calls have prepared weights."""
 
     prepare_finalize: str
@@ -56,7 +56,7 @@ class Pair:
 class CompileTask:
     """Choices of one problem to compile. space: created in the process that has the GPU."""
 
-    pair: Pair
+    pair: TunedPair
     space: Tunable
     problem: Problem
     choices: tuple[Choice, ...]
@@ -133,7 +133,7 @@ class Compiler:
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus)
-        self._begun: dict[tuple[Pair, Problem, Choice], tuple[Future[list[str]], int]] = {}
+        self._begun: dict[tuple[TunedPair, Problem, Choice], tuple[Future[list[str]], int]] = {}
 
     def __enter__(self) -> "Compiler":
         return self
@@ -142,7 +142,7 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(
-        self, pair: Pair, space: Tunable, problem: Problem, choices: Sequence[Choice]
+        self, pair: TunedPair, space: Tunable, problem: Problem, choices: Sequence[Choice]
     ) -> None:
         """Queue choices that were not queued before, in small tasks."""
         new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
@@ -153,7 +153,7 @@ class Compiler:
                 self._begun[pair, problem, choice] = future, index
 
     def refusal(
-        self, pair: Pair, space: Tunable, problem: Problem, choice: Choice
+        self, pair: TunedPair, space: Tunable, problem: Problem, choice: Choice
     ) -> Refusal | None:
         """Wait for this choice; return the reason why it is not worth a launch, or None."""
         self.begin(pair, space, problem, [choice])

@@ -16,18 +16,18 @@ from typing import TypeVar
 import torch
 
 from modular_kernel.catalog import check, make_kernel
-from modular_kernel.contracts import Choice, Took, Tunable
+from modular_kernel.contracts import Choice, StageTimes, Tunable
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, wiper_of
+from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, samples_ms
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.tuning.compilation import Compiler, Pair
+from modular_kernel.tuning.compilation import Compiler, TunedPair
 from modular_kernel.tuning.search import Bench, Refusal
-from modular_kernel.tuning.stage_timer import StageClock, middle
+from modular_kernel.tuning.stage_timer import StageClock, median_times
 from modular_kernel.tuning.weights import tuning_weights
-from modular_kernel.tuning.workload import Situations, TuneSituation
+from modular_kernel.tuning.workload import TuneWorkload, Workloads
 from modular_kernel.workspace import Workspace
 
 _HOPELESS = 1.3  # ratio to the best above which a choice is not timed again
@@ -46,7 +46,7 @@ class TimedSearch(Bench):
 
     def __init__(
         self,
-        pair: Pair,
+        pair: TunedPair,
         problem: Problem,
         compiler: Compiler,
         *,
@@ -65,7 +65,7 @@ class TimedSearch(Bench):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._clock = StageClock(self.space.stages, self.device)
         weights = tuning_weights(problem, self.device)
-        situations = Situations(problem, weights, tokens, self.routing)
+        situations = Workloads(problem, weights, tokens, self.routing)
         self.weights = self._prepared(weights) if pair.prepared else weights
         self._situation = lru_cache(maxsize=1)(situations.at)
 
@@ -82,7 +82,7 @@ class TimedSearch(Bench):
         problem = self.problem.with_tokens(tokens)
         return self.compiler.refusal(self.pair, self.space, problem, choice)
 
-    def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
+    def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
         situation = self._situation(tokens)
         return self._guarded(choice, lambda: self._screened(situation))
 
@@ -109,23 +109,23 @@ class TimedSearch(Bench):
                 torch.cuda.synchronize(self.device)
             return Refusal(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def _screened(self, situation: TuneSituation) -> Took | Refusal:
+    def _screened(self, situation: TuneWorkload) -> StageTimes | Refusal:
         wrong = self._wrong(situation)
         if wrong:
             return Refusal(wrong, wrong=True)
         calls = self._staged_calls(situation)
         wipe = self._wipe if situation.flush else None
         times = self._clock.times(calls, wipe)
-        if self._worth_more(middle(times), situation):
+        if self._worth_more(median_times(times), situation):
             for _ in range(_MORE):
                 times += self._clock.times(calls, wipe)
-        return middle(times)
+        return median_times(times)
 
-    def _wrong(self, situation: TuneSituation) -> str:
+    def _wrong(self, situation: TuneWorkload) -> str:
         x_TH, routing = situation.inputs[0]
         return situation.wrong(self._kernel(situation, poison=True)(x_TH, self.weights, routing))
 
-    def _staged_calls(self, situation: TuneSituation) -> list[Call]:
+    def _staged_calls(self, situation: TuneWorkload) -> list[Call]:
         """Return calls that run every stage on the host, unlike a plan, which replays launches."""
         kernel = self._kernel(situation, poison=False)
         problem = situation.problem
@@ -138,7 +138,7 @@ class TimedSearch(Bench):
 
         return [partial(call, x_TH, routing) for x_TH, routing in situation.inputs]
 
-    def _worth_more(self, took: Took, situation: TuneSituation) -> bool:
+    def _worth_more(self, took: StageTimes, situation: TuneWorkload) -> bool:
         """Return whether some stage, or the call without stages, is near the fastest."""
         times = dict(took.stages) or {"": took.seconds}
         fastest = situation.fastest
@@ -146,7 +146,7 @@ class TimedSearch(Bench):
             fastest[name] = min(seconds, fastest.get(name, seconds))
         return any(seconds <= _HOPELESS * fastest[name] for name, seconds in times.items())
 
-    def _ready(self, situation: TuneSituation) -> list[Call] | Refusal:
+    def _ready(self, situation: TuneWorkload) -> list[Call] | Refusal:
         """Return the runs of one round of a comparison.
 
         They are a graph of all calls, or one graph per call.
@@ -171,10 +171,10 @@ class TimedSearch(Bench):
 
     @cached_property
     def _wipe(self) -> Callable[[], object] | None:
-        return wiper_of(self.device)
+        return l2_flusher(self.device)
 
     def _by_turns(
-        self, runs: Mapping[Choice, Sequence[Call]], situation: TuneSituation
+        self, runs: Mapping[Choice, Sequence[Call]], situation: TuneWorkload
     ) -> dict[Choice, float]:
         """Return median seconds per call, timed alternately so that drift affects all choices."""
         clock, wipe = clock_of(self.device), self._wipe if situation.flush else None
@@ -192,7 +192,7 @@ class TimedSearch(Bench):
                 times[choice].append(once(choice))
         return {choice: median(samples) for choice, samples in times.items()}
 
-    def _kernel(self, situation: TuneSituation, *, poison: bool) -> FusedMoEModularKernel:
+    def _kernel(self, situation: TuneWorkload, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair
         names = pair.prepare_finalize, pair.experts
         return make_kernel(*names, situation.problem, machine=pair.machine, poison=poison)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from modular_kernel.contracts import Best, Choice, Took, Tunable
+from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 
 _MAX_RATIO_TO_UNTUNED = 0.99  # maximum ratio to the untuned time; smaller gains are noise
 _AHEAD = 2  # token counts to compile ahead, including the current one
@@ -38,7 +38,7 @@ class Bench(ABC):
         """
 
     @abstractmethod
-    def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
+    def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
         """Check and time a call, with fewer repetitions if it is far from the best."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Bench(ABC):
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """The result for one number of tokens. best: None if no choice ran correctly.
 
     took: times of the screened choices. finished: all candidates were screened. file: where `best`
@@ -55,8 +55,8 @@ class Tuned:
     """
 
     tokens: int
-    best: Best | None
-    took: Mapping[Choice, Took]
+    best: TunedChoice | None
+    took: Mapping[Choice, StageTimes]
     refused: Mapping[Choice, Refusal]
     finished: bool
     file: Path | None = None
@@ -102,7 +102,7 @@ def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: boo
     return [number for number in dict.fromkeys(tokens) if number not in done]
 
 
-def tune(job: TuneJob) -> Iterator[Tuned]:
+def tune(job: TuneJob) -> Iterator[TuneResult]:
     """Tune each remaining number of tokens, and save the best result so far after each.
 
     Time that one does not use goes to the others. Ends when the budget is spent; another run
@@ -131,10 +131,10 @@ class _Trial:
     job: TuneJob
     tokens: int
     deadline: float
-    took: dict[Choice, Took] = field(default_factory=dict)
+    took: dict[Choice, StageTimes] = field(default_factory=dict)
     refused: dict[Choice, Refusal] = field(default_factory=dict)
 
-    def run(self) -> Tuned:
+    def run(self) -> TuneResult:
         space = self.job.space
         untuned = space.untuned(self.tokens)
         self._screen(untuned)  # even if the compiler refuses it, since it is the current launch
@@ -143,7 +143,7 @@ class _Trial:
         if untuned in self.took:
             finalists[untuned] = None
         best = self._best(list(finalists), untuned)
-        return Tuned(self.tokens, best, self.took, self.refused, finished)
+        return TuneResult(self.tokens, best, self.took, self.refused, finished)
 
     def _screen_all(self, candidates: Sequence[Choice]) -> bool:
         """Screen all candidates; return False if the time did not suffice."""
@@ -167,7 +167,7 @@ class _Trial:
         else:
             self.took[choice] = outcome
 
-    def _best(self, finalists: Sequence[Choice], untuned: Choice) -> Best | None:
+    def _best(self, finalists: Sequence[Choice], untuned: Choice) -> TunedChoice | None:
         outcomes = self.job.bench.compare(self.tokens, finalists) if finalists else {}
         self.job.tick()
         seconds: dict[Choice, float] = {}
@@ -184,4 +184,4 @@ class _Trial:
             and seconds[choice] > _MAX_RATIO_TO_UNTUNED * untuned_seconds
         ):
             choice = untuned
-        return Best(choice, seconds[choice], untuned_seconds)
+        return TunedChoice(choice, seconds[choice], untuned_seconds)

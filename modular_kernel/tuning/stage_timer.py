@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Took
+from modular_kernel.contracts import StageTimes
 from modular_kernel.measure.timing import Clock, Wiper, clock_of
 from modular_kernel.replay import stages
 
@@ -35,7 +35,7 @@ class StageClock:
         self._clock: Clock = clock_of(device)
         self._pause = _FIRST_PAUSE
 
-    def times(self, calls: Sequence[Call], wipe: Wiper = None) -> list[Took]:
+    def times(self, calls: Sequence[Call], wipe: Wiper = None) -> list[StageTimes]:
         """Run each of `calls` once, and return their times.
 
         wipe: called before each, not timed.
@@ -67,25 +67,25 @@ class StageClock:
             wipe()
 
         def watch(name: str) -> AbstractContextManager[object]:
-            stage = stages.among(name, self._names)
+            stage = stages.matching_stage(name, self._names)
             return _NOTHING if stage is None else span(stage)
 
-        with stages.watched(watch):
+        with stages.watch_stages(watch):
             start = clock.mark()
             call()
             end = clock.mark()
         return start, end, spans
 
-    def _took(self, start: Any, end: Any, spans: Spans) -> Took:
+    def _took(self, start: Any, end: Any, spans: Spans) -> StageTimes:
         ms = self._clock.ms
         inside = {name: sum(ms(*mark) for mark in marks) / 1e3 for name, marks in spans.items()}
-        return Took(ms(start, end) / 1e3, inside)
+        return StageTimes(ms(start, end) / 1e3, inside)
 
 
-def middle(took: Sequence[Took]) -> Took:
+def median_times(took: Sequence[StageTimes]) -> StageTimes:
     """Return the medians of the whole call and of every stage."""
     names = took[0].stages
-    return Took(
+    return StageTimes(
         median(one.seconds for one in took),
         {name: median(one.stages.get(name, 0.0) for one in took) for name in names},
     )

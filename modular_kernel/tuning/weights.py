@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.measure.cases import first_here, make_weights, quantized
+from modular_kernel.measure.cases import first_experts_map, make_weights, quantize
 from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
@@ -20,7 +20,7 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
     """Create weights of `problem`, quantized by its scheme."""
     drawn = min(_DRAWN, problem.e)
     drawn_problem = replace(problem, local_experts=drawn, expert_map=True)
-    weights = quantized(make_weights(replace(drawn_problem, quant="none"), device), drawn_problem)
+    weights = quantize(make_weights(replace(drawn_problem, quant="none"), device), drawn_problem)
     copies = torch.arange(problem.e, device=device) % drawn
     tensors = {}
     for name in ("w1", "w2", "b1", "b2", *SCALE_FIELDS):
@@ -33,7 +33,7 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
         if problem.scheme.matrix_scales:
             rescaled = f"{name}_global_scale"
         _rescale(tensors[rescaled], generator)
-    return replace(weights, **tensors, expert_map=first_here(problem, device))
+    return replace(weights, **tensors, expert_map=first_experts_map(problem, device))
 
 
 def _copied(drawn: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:

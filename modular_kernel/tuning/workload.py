@@ -23,7 +23,7 @@ Input = tuple[torch.Tensor, Routing]
 
 
 @dataclass(frozen=True)
-class TuneTruth:
+class ExpectedRows:
     """Expected output. rows: tokens that are compared, ascending.
 
     exact: the rows in float64. fair: the rows as plain torch computes them.
@@ -33,14 +33,14 @@ class TuneTruth:
     exact: torch.Tensor
     fair: torch.Tensor
 
-    def up_to(self, tokens: int) -> "TuneTruth":
+    def up_to(self, tokens: int) -> "ExpectedRows":
         """Return the part for the first `tokens` tokens."""
         selected = self.rows < tokens
-        return TuneTruth(self.rows[selected], self.exact[selected], self.fair[selected])
+        return ExpectedRows(self.rows[selected], self.exact[selected], self.fair[selected])
 
 
 @dataclass
-class TuneSituation:
+class TuneWorkload:
     """The workload of one number of tokens, for all choices.
 
     inputs: one per call. flush: overwrite the L2 cache before each call. fastest: seconds of each
@@ -49,7 +49,7 @@ class TuneSituation:
 
     problem: Problem
     inputs: tuple[Input, ...]
-    truth: TuneTruth
+    truth: ExpectedRows
     flush: bool
     fastest: dict[str, float] = field(default_factory=dict)
     whole: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class TuneSituation:
         return ""
 
 
-class Situations:
+class Workloads:
     """Creates the situation for each of `tokens`, at most problem.tokens.
 
     The first input for fewer tokens is the beginning of that for more, so one oracle is sufficient.
@@ -98,14 +98,14 @@ class Situations:
         rows = {row for number in tokens for row in (*range(min(number, _FIRST_ROWS)), number - 1)}
         self._truth = self._true(torch.tensor(sorted(rows), device=self._device))
 
-    def at(self, tokens: int) -> TuneSituation:
+    def at(self, tokens: int) -> TuneWorkload:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._longest
         first_input = (x_TH[:tokens], routing.of(slice(tokens)))
         calls = _MOST_CALLS if tokens <= _FEW_TOKENS else 2
         inputs = (first_input, *(self._drawn(tokens, index) for index in range(1, calls)))
         flush = self._stays_in_cache(problem, first_input[1])
-        return TuneSituation(problem, inputs, self._truth.up_to(tokens), flush)
+        return TuneWorkload(problem, inputs, self._truth.up_to(tokens), flush)
 
     def _drawn(self, tokens: int, index: int) -> Input:
         generator = torch.Generator(self._device).manual_seed(_SEED * tokens + index)
@@ -113,12 +113,12 @@ class Situations:
         x_TH = torch.randn(shape, device=self._device, generator=generator).to(self.problem.dtype)
         return x_TH, draw(self.problem.with_tokens(tokens), self.routing, generator)
 
-    def _true(self, rows: torch.Tensor) -> TuneTruth:
+    def _true(self, rows: torch.Tensor) -> ExpectedRows:
         x_TH, routing = self._longest
         rows_routing = routing.of(rows)
         problem = self.problem.with_tokens(len(rows))
         exact = oracle(x_TH[rows], self.weights, rows_routing, problem)
-        return TuneTruth(rows, exact, recipe(x_TH[rows], self.weights, rows_routing, problem))
+        return ExpectedRows(rows, exact, recipe(x_TH[rows], self.weights, rows_routing, problem))
 
     def _stays_in_cache(self, problem: Problem, routing: Routing) -> bool:
         """Return whether a call could hit L2 lines that the previous call has loaded."""

@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError
 
-MOST = 2**31 - 1  # kernels index rows, columns, experts and a token's pairs with 32 bits
+MAX_INT32 = 2**31 - 1  # kernels index rows, columns, experts and a token's pairs with 32 bits
 
 Test = Callable[[object], bool]
 
@@ -49,7 +49,7 @@ class OneOf:
     values: tuple[object, ...]
 
 
-Count = Annotated[int, Between(1, MOST)]
+Count = Annotated[int, Between(1, MAX_INT32)]
 
 
 def check_fields(record: Any, of: str = "") -> None:
@@ -63,7 +63,7 @@ def check_fields(record: Any, of: str = "") -> None:
     for name, test, need in _declared(cls):
         value = values[name]
         if not test(value):
-            raise ConfigurationError(of + name, got=shown(value), need=need)
+            raise ConfigurationError(of + name, got=format_value(value), need=need)
 
 
 def expect(what: str, value: object, kind: Any) -> None:
@@ -72,7 +72,7 @@ def expect(what: str, value: object, kind: Any) -> None:
         return
     test, need = _test(kind)
     if not test(value):
-        raise ConfigurationError(what, got=shown(value), need=need)
+        raise ConfigurationError(what, got=format_value(value), need=need)
 
 
 def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
@@ -84,15 +84,17 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
     listed = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
     # A 0-d tensor is an instance of Iterable too.
     if not listed or getattr(values, "ndim", 1) == 0:
-        raise ConfigurationError(what, got=shown(values), need=f"a sequence, each {need}")
+        raise ConfigurationError(what, got=format_value(values), need=f"a sequence, each {need}")
     items = tuple(cast("Iterable[object]", values))
     for value in items:
         if not test(value):
-            raise ConfigurationError(what, got=f"{shown(value)} among them", need=f"each {need}")
+            raise ConfigurationError(
+                what, got=f"{format_value(value)} among them", need=f"each {need}"
+            )
     return items
 
 
-def device_named(device: object) -> torch.device:
+def parse_device(device: object) -> torch.device:
     """Return a device, available or not; ConfigurationError if `device` does not name one."""
     if isinstance(device, torch.device):
         return device
@@ -102,7 +104,7 @@ def device_named(device: object) -> torch.device:
     except (RuntimeError, TypeError, ValueError):  # unknown name, bool, or index out of range
         pass
     need = "a device of torch, such as 'cuda'"
-    raise ConfigurationError("device", got=shown(device), need=need)
+    raise ConfigurationError("device", got=format_value(device), need=need)
 
 
 def available_device(device: object, *, meta: bool = False, what: str = "device") -> torch.device:
@@ -111,7 +113,7 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
     meta: accept the meta device, whose tensors have no memory. Raises ConfigurationError if
     `device` does not name a device, and DeviceError if the device is not available.
     """
-    parsed = device_named(device)
+    parsed = parse_device(device)
     try:
         actual = torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -122,7 +124,7 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
     return actual
 
 
-def shown(value: object) -> object:
+def format_value(value: object) -> object:
     """Format `value` for a message: short, and without reading tensor values."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"

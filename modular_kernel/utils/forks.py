@@ -45,7 +45,7 @@ def on_fork(owner: Forkable) -> None:
     _registered.add(weakref.ref(owner, _registered.discard))
 
 
-def renew(lock: Any) -> bool:
+def reset_lock(lock: Any) -> bool:
     """Reset an RLock in a child unless the forking thread holds it; return whether it does.
 
     A thread that forks inside its own `with lock` block exits that block in the child as well.
@@ -65,7 +65,7 @@ def check_process(made_in: int, what: str, need: str) -> None:
         raise StateError(what, got="a use in a forked child", need=need)
 
 
-class Barred:
+class UnusableLock:
     """Replacement for the lock of an object that cannot be used in a forked child.
 
     Entering it raises StateError, so that calls need no additional check.
@@ -101,7 +101,7 @@ def _runs_on_gnu_openmp() -> bool:
         return False
 
 
-def never_free(value: object) -> None:
+def leak(value: object) -> None:
     """Keep `value` alive until the process ends, without ever running its C++ destructor.
 
     The destructor of a process group joins threads that do not exist in a forked child.
@@ -126,7 +126,7 @@ def _renew_cached_properties() -> None:
         for owner in tuple(vars(module).values()):
             for attribute in tuple(vars(owner).values()) if isinstance(owner, type) else ():
                 if isinstance(attribute, cached_property):
-                    renew(vars(attribute)["lock"])
+                    reset_lock(vars(attribute)["lock"])
 
 
 if hasattr(os, "register_at_fork"):  # absent on Windows, which cannot fork

@@ -16,7 +16,7 @@ from uuid import uuid4
 from modular_kernel.errors import ConfigurationError
 
 
-def content(path: Path, most: int, *, links: bool = True) -> bytes:
+def read_file(path: Path, most: int, *, links: bool = True) -> bytes:
     """Read a regular file of at most `most` bytes; ValueError if unsuitable, OSError if missing.
 
     links: whether the path may be a symbolic link. Opening does not block on a pipe.
@@ -45,12 +45,12 @@ def parse(text: str | bytes, *, constants: bool = False) -> Any:
             raise ValueError("no UTF-8") from None
     constant = float if constants else _no_constant
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def record(text: str, schema: str, what: str) -> dict[str, Any]:
+def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
     """Parse an object whose "schema" must equal `schema`; else ConfigurationError."""
     parsed = parse(text, constants=True)
     actual = parsed.get("schema") if isinstance(parsed, dict) else None
@@ -62,12 +62,12 @@ def record(text: str, schema: str, what: str) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> None:
     """Write a file atomically; on failure it is unchanged."""
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and move the file to `path` at the end.
 
     The temporary file has the suffix of `path` and is in the same folder. On an error it is removed
@@ -88,7 +88,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name twice in one object")

@@ -16,14 +16,14 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import printable
 
 _LOG = logging.getLogger("modular_kernel.parts")
-_PATIENCE_S = 5.0  # before a warning is logged
-_MOST_WORDS = 500  # characters of another package's message
+_WARN_AFTER_S = 5.0  # before a warning is logged
+_MAX_CHARS = 500  # characters of another package's message
 
 # Import packages of this distribution other than modular_kernel.
 OWN_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
 
 
-def loaded_within(load: Callable[[], object], seconds: float, whose: str) -> object:
+def load_with_deadline(load: Callable[[], object], seconds: float, whose: str) -> object:
     """Run `load` in its own thread; return its result or raise its exception.
 
     whose: what is loaded, for the log. Raises TimeoutError, with the line it hangs at, if `load`
@@ -42,10 +42,10 @@ def loaded_within(load: Callable[[], object], seconds: float, whose: str) -> obj
 
     thread = Thread(target=run, name=f"import of {whose}", daemon=True)
     thread.start()
-    thread.join(min(_PATIENCE_S, seconds))
-    if thread.is_alive() and seconds > _PATIENCE_S:
+    thread.join(min(_WARN_AFTER_S, seconds))
+    if thread.is_alive() and seconds > _WARN_AFTER_S:
         _LOG.warning("waiting up to %g s for the import of %s", seconds, whose)
-        thread.join(seconds - _PATIENCE_S)
+        thread.join(seconds - _WARN_AFTER_S)
     if results:
         return results[0]
     if not failures:
@@ -65,16 +65,16 @@ def _innermost(ident: int | None) -> str:
     return "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Format another package's exception as one printable line, the text cut at 500 characters."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  its __str__ is third-party code too
         text = "(no text)"
-    return f"{printable(type(error).__name__)}: {printable(text, most=_MOST_WORDS)}"
+    return f"{printable(type(error).__name__)}: {printable(text, most=_MAX_CHARS)}"
 
 
-def require_own(package: str) -> None:
+def require_own_package(package: str) -> None:
     """Raise ConfigurationError if importing `package` would not load this distribution's package.
 
     For example, a user's experts.py is reported instead of being loaded as a part.

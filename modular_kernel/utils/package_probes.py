@@ -17,13 +17,13 @@ from types import ModuleType
 from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
-_MOST_BYTES = 1 << 20  # read from each inspected file
+_MAX_BYTES = 1 << 20  # read from each inspected file
 # Exceptions seen when importing a package built for another torch, GPU or toolkit.
 _FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True)
-class Provider:
+class PackageProbe:
     """An optional package, identified by its content.
 
     name: as in `Requirements.packages`. places: candidate folders in order of preference, each an
@@ -41,7 +41,7 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbeResult:
     """Location of a provider, or why candidates do not qualify ("" if there are none)."""
 
     folder: Path | None = None
@@ -49,7 +49,7 @@ class Found:
     why: str = ""
 
 
-def find(provider: Provider) -> Found:
+def find(provider: PackageProbe) -> ProbeResult:
     """Search a provider's places in order, without importing anything."""
     reasons = []
     for place in provider.places:
@@ -59,13 +59,13 @@ def find(provider: Provider) -> Found:
             )
             stated = version_in(folder, provider.version_file)
             if not missing:
-                return Found(folder, stated)
+                return ProbeResult(folder, stated)
             reasons.append(f"another {f'{place} {stated}'.strip()}: {missing}")
-    return Found(why="; ".join(reasons))
+    return ProbeResult(why="; ".join(reasons))
 
 
 @contextmanager
-def importing(provider: Provider, *, need: str) -> Iterator[Path]:
+def importing(provider: PackageProbe, *, need: str) -> Iterator[Path]:
     """Yield the folder that holds a provider, to import it from there.
 
     need: description of a usable copy, for messages. Raises ConfigurationError if the provider is
@@ -82,7 +82,7 @@ def importing(provider: Provider, *, need: str) -> Iterator[Path]:
         raise ConfigurationError(what, got=got, need=need) from error
 
 
-def module_of(folder: Path, name: str) -> ModuleType:
+def import_from_folder(folder: Path, name: str) -> ModuleType:
     """Import the package in a folder under `name`; remove it from sys.modules if that fails."""
     spec = spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -94,12 +94,12 @@ def module_of(folder: Path, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        forget(name)
+        unload(name)
         raise
     return module
 
 
-def forget(name: str) -> None:
+def unload(name: str) -> None:
     """Remove a package and its submodules from sys.modules."""
     for module in [
         module for module in sys.modules if module == name or module.startswith(f"{name}.")
@@ -107,7 +107,7 @@ def forget(name: str) -> None:
         del sys.modules[module]
 
 
-def sort_out(providers: Iterable[Provider]) -> tuple[frozenset[str], dict[str, str]]:
+def probe_all(providers: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
     """Return the names of available providers, and why similar packages do not qualify."""
     locations = {provider.name: find(provider) for provider in providers}
     available = frozenset(
@@ -152,6 +152,6 @@ def _missing_sign(folder: Path, file: str, word: str) -> str:
 def _text(path: Path) -> str | None:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_BYTES)
+            return file.read(_MAX_BYTES)
     except OSError:
         return None

@@ -20,7 +20,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.all_to_all import All2AllHandle, TorchAll2AllPrepareAndFinalize
-from prepare_finalize.common.tokens import one_scale_for_all
+from prepare_finalize.common.tokens import has_shared_scale
 from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 
@@ -77,7 +77,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     def _rows_have_scales(self) -> bool:
         """Return whether each row is sent with its own scales."""
         scheme = self.problem.scheme
-        shared = scheme.static or one_scale_for_all(self.problem)
+        shared = scheme.static or has_shared_scale(self.problem)
         return scheme.travels_quantized and not shared
 
     def arrange(

@@ -89,9 +89,9 @@ def agree(
     table = received.view(manager.world_size, -1).tolist()
     fields = [row[: len(own_fields)] for row in table]
     rest = [row[len(own_fields) : -1] for row in table]
-    _not_refused(manager, fields, [row[-1] for row in table], step)
-    _same(manager, fields, step)
-    _bounded(manager, rest, problem.tokens, step)
+    _raise_if_refused(manager, fields, [row[-1] for row in table], step)
+    _check_same_fields(manager, fields, step)
+    _check_counts(manager, rest, problem.tokens, step)
     layer.calls += 1
     bits = torch.tensor([row[-1] for row in rest], dtype=torch.int32).view(torch.float32)
     rows_WW = tuple(tuple(row[1:-1]) for row in rest)
@@ -147,7 +147,7 @@ def _fields(layer: Layer, step: int, others: int) -> list[int]:
     return [*shared, layer.number, layer.calls + 1, step, layer.manager.order, others]
 
 
-def _not_refused(
+def _raise_if_refused(
     manager: TorchGroup, fields: list[list[int]], refusals: list[int], step: int
 ) -> None:
     if max(refusals) < 0:
@@ -163,7 +163,7 @@ def _not_refused(
     raise manager.disagreement("; ".join(refused), need, step=step, peers=peers)
 
 
-def _same(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
+def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
     own_fields = fields[manager.rank]
     if fields.count(own_fields) == len(fields):
         return
@@ -178,7 +178,7 @@ def _same(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
     raise manager.disagreement(got, need, step=step, peers=peers)
 
 
-def _bounded(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -> None:
+def _check_counts(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -> None:
     """Raise CommunicationError for counts out of bounds, before memory is sized by them."""
     peers = []
     for rank, (tokens, *rows, _) in enumerate(rest):

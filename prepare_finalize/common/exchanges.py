@@ -7,12 +7,12 @@ import torch
 
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.utils import forks
-from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.connect import (
     check_process,
     deadline_of,
     member_group,
-    store_at_new_place,
+    new_prefix_store,
 )
 from prepare_finalize.rendezvous.hosts import check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
@@ -61,9 +61,9 @@ class ExchangeManager(ABC, Generic[Shape]):
         self._exchanges: dict[Shape, list[Exchange[Shape]]] = {}
         self._destroyed = False
         try:
-            self._store = store_at_new_place(self._group, self.deadline_s, below=self.beside)
+            self._store = new_prefix_store(self._group, self.deadline_s, below=self.beside)
         except RuntimeError as error:
-            raise self._error(in_short(error), "the group's store to answer") from error
+            raise self._error(first_sentence(error), "the group's store to answer") from error
         self._meeting = Meeting(self._store, self.rank, self.world_size, self.deadline_s)
         self.hosts = find_hosts(self._meeting, self.rank)
         check_one_host(self.hosts, self.package)

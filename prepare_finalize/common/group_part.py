@@ -27,10 +27,10 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Agreement, Layer, refuse
 from prepare_finalize.common.packed_rows import RowLayout
-from prepare_finalize.common.row_buffers import RowBuffers
-from prepare_finalize.common.tokens import one_scale_for_all, quantize_tokens, quantizes
+from prepare_finalize.common.row_buffers import PackedRowBuffers
+from prepare_finalize.common.tokens import dispatches_quantized, has_shared_scale, quantize_tokens
 from prepare_finalize.common.torch_group import TorchGroup
-from prepare_finalize.rendezvous.connect import place_in
+from prepare_finalize.rendezvous.connect import rank_and_size
 from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
 
 
@@ -88,8 +88,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         super().__init__(problem, group)
         has_manager = isinstance(group, self.manager_class)
         manager: Any = group
-        check_place(
-            problem, *((manager.rank, manager.world_size) if has_manager else place_in(group))
+        check_rank(
+            problem, *((manager.rank, manager.world_size) if has_manager else rank_and_size(group))
         )
         self._owns_manager = not has_manager
         self.manager = manager if has_manager else self.manager_class(group)
@@ -201,7 +201,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     def largest_is_local(self, call: Call) -> bool:
         """Return whether no scale depends on other ranks' tokens."""
-        return not (quantizes(self.problem, call) and one_scale_for_all(self.problem))
+        return not (dispatches_quantized(self.problem, call) and has_shared_scale(self.problem))
 
     def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
         """Return this rank's largest magnitude, (1,) float32, if ranks share a scale; else None."""
@@ -212,7 +212,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return x_TH.abs().amax().float().reshape(1)
 
 
-class AtOncePart(GroupPart[M]):
+class FusedDispatchPart(GroupPart[M]):
     """Base of parts whose library can send and receive in one step.
 
     That takes fewer launches, or less host time, if nothing runs between sending and receiving.
@@ -274,7 +274,7 @@ class RowsPart(AgreeingPart):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self.rows = RowBuffers(problem)
+        self.rows = PackedRowBuffers(problem)
 
     @property
     def most_rows(self) -> int:
@@ -318,7 +318,7 @@ class RowsPart(AgreeingPart):
         values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, largest=largest
         )
-        layout = self.rows.layout(quantized=quantizes(self.problem, call))
+        layout = self.rows.layout(quantized=dispatches_quantized(self.problem, call))
         packed = call.workspace.take("packed_own", (rows, layout.nbytes))
         tokens = packed[: len(x_TH)]
         layout.put(tokens, "x", values)
@@ -359,7 +359,7 @@ def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
     return (Rejection("lora", (part, "problem"), got, need),)
 
 
-def check_place(problem: Problem, rank: int, world_size: int) -> None:
+def check_rank(problem: Problem, rank: int, world_size: int) -> None:
     """Raise ConfigurationError unless group size and rank in it match the problem."""
     parallel = problem.parallel
     if world_size != parallel.world_size:

@@ -12,10 +12,10 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.packed_rows import RowLayout
-from prepare_finalize.common.tokens import quantizes
+from prepare_finalize.common.tokens import dispatches_quantized
 
 
-class RowBuffers:
+class PackedRowBuffers:
     """Layout and buffers of packed rows for one problem.
 
     A row has K int32 ids: expert ids of the model, or slots, as the part chooses.
@@ -79,15 +79,15 @@ class RowBuffers:
             specs["rows_scale"] = BufferSpec(scales, torch.float32)
         return specs
 
-    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
+    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "UnpackedRows":
         """Return the sections of all blocks' packed rows, concatenated, each contiguous."""
         unpacked = self.room(call, sum(map(len, blocks)))
         self.fill(unpacked, call, blocks)
         return unpacked
 
-    def room(self, call: Call, rows: int) -> "Unpacked":
+    def room(self, call: Call, rows: int) -> "UnpackedRows":
         """Take the buffers of the sections of `rows` rows from the workspace."""
-        quantized = quantizes(self.problem, call)
+        quantized = dispatches_quantized(self.problem, call)
         layout = self.layout(quantized=quantized)
         hidden, k = self.problem.hidden, self.problem.top_k
         dtype = self._dtype(quantized)
@@ -99,11 +99,11 @@ class RowBuffers:
             scale = call.workspace.take("rows_scale", (rows, layout.sections["scale"][1]))
         if "adapters" in layout.sections:
             adapters = call.workspace.take("rows_adapters", (rows, 1))[:, 0]
-        return Unpacked(x, scale, ids, weights, adapters)
+        return UnpackedRows(x, scale, ids, weights, adapters)
 
-    def fill(self, room: "Unpacked", call: Call, blocks: list[torch.Tensor]) -> None:
+    def fill(self, room: "UnpackedRows", call: Call, blocks: list[torch.Tensor]) -> None:
         """Write the sections of all blocks' packed rows, concatenated, to `room`."""
-        layout = self.layout(quantized=quantizes(self.problem, call))
+        layout = self.layout(quantized=dispatches_quantized(self.problem, call))
         layout.take(blocks, "x", room.x_RH)
         layout.take(blocks, "ids", room.ids_RK)
         layout.take(blocks, "weights", room.weights_RK)
@@ -117,7 +117,7 @@ class RowBuffers:
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class UnpackedRows:
     """Contiguous sections of packed rows.
 
     scale: (R, G) float32 or None. ids_RK: int32. weights_RK: float32. adapters_R: int32 or None.
@@ -129,8 +129,8 @@ class Unpacked:
     weights_RK: torch.Tensor
     adapters_R: torch.Tensor | None
 
-    def rows(self, start: int, stop: int) -> "Unpacked":
+    def rows(self, start: int, stop: int) -> "UnpackedRows":
         """Return views of the rows from `start` to `stop`."""
         sections: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         views: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in sections.items()}
-        return Unpacked(**views)
+        return UnpackedRows(**views)

@@ -16,12 +16,12 @@ from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
 
 
-def quantizes(problem: Problem, call: Call) -> bool:
+def dispatches_quantized(problem: Problem, call: Call) -> bool:
     """Return whether this call dispatches quantized tokens."""
     return problem.scheme.travels_quantized and not call.defer_quant
 
 
-def one_scale_for_all(problem: Problem) -> bool:
+def has_shared_scale(problem: Problem) -> bool:
     """Return whether all tokens of a call share one scale that is computed from them."""
     scheme = problem.scheme
     computed = scheme.travels_quantized and not scheme.static
@@ -51,7 +51,7 @@ def quantize_tokens(
     Takes the buffers of `token_specs`. largest: largest magnitude among the tokens of all ranks, if
     they share one scale.
     """
-    if not quantizes(problem, call):
+    if not dispatches_quantized(problem, call):
         return x_TH, None
     with stages.stage(stages.QUANTIZE_INPUT):
         return _quantized(x_TH, problem, weights, call, largest)
@@ -64,16 +64,18 @@ def number_and_quantize_tokens(
 
     Not for schemes whose scale is computed from all tokens.
     """
-    if not quantizes(problem, call):
+    if not dispatches_quantized(problem, call):
         number_pairs(pairs)
         return x_TH, None
-    quantized = _room(x_TH, problem, weights, call)
+    quantized = _quantized_buffers(x_TH, problem, weights, call)
     with stages.stage(stages.QUANTIZE_INPUT):
         number_and_quantize(x_TH, problem.scheme, pairs, out=quantized)
     return quantized.q_RK, quantized.scale
 
 
-def _room(x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call) -> Quantized:
+def _quantized_buffers(
+    x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call
+) -> Quantized:
     """Return the buffers of a call's quantized tokens, with the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
@@ -87,7 +89,7 @@ def _quantized(
     call: Call,
     largest: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scheme, out = problem.scheme, _room(x_TH, problem, weights, call)
+    scheme, out = problem.scheme, _quantized_buffers(x_TH, problem, weights, call)
     if largest is not None:
         amax = out.scale.new_full((1,), largest)
         # Divide by a tensor, as `quantize_rows` does, so that the scale is rounded the same way.
@@ -122,7 +124,7 @@ def weight_and_reduce(
         reduce.apply(rows, out)
 
 
-def reduced_rows(
+def reduce_rows(
     expert_output: torch.Tensor,
     topk_weights_RK: torch.Tensor,
     problem: Problem,

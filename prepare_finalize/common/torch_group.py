@@ -32,20 +32,20 @@ from modular_kernel.errors import (
 from modular_kernel.utils import forks
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import (
+    check_device_type,
     check_process,
-    check_served,
     connect,
     deadline_of,
     member_group,
-    served_device,
-    store_at_new_place,
+    new_prefix_store,
+    supported_device,
 )
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
 _GRACE_S = 1.0  # time after the deadline in which survivors post their records on the board
-_LEAST_S = 0.3  # minimum of that time, for an exchange that ended after its deadline
+_MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that ended after its deadline
 _POLL_S = 20e-6
 _MAX_STEPS = 64  # number of steps whose layer and call are kept for errors
 
@@ -75,7 +75,7 @@ class TorchGroup:
         self.deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.device = served_device(process_group, device)
+        self.device = supported_device(process_group, device)
         self.step = 0
         self.layers = 0
         self.hosts = Hosts((0,), ("",))  # until they are found
@@ -99,11 +99,11 @@ class TorchGroup:
 
     def _meet(self, process_group: dist.ProcessGroup) -> PrefixStore:
         try:
-            return store_at_new_place(process_group, self.deadline_s)
+            return new_prefix_store(process_group, self.deadline_s)
         except RuntimeError as error:
             raise CommunicationError(
                 "process group's store",
-                got=in_short(error),
+                got=first_sentence(error),
                 need=f"an answer within {self.deadline_s:g} s",
                 rank=self.rank,
                 phase="construct",
@@ -130,7 +130,7 @@ class TorchGroup:
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError unless tensors on `device` can be exchanged."""
-        check_served(device, self.device)
+        check_device_type(device, self.device)
 
     def next_layer(self) -> int:
         """Return the number of a new part; every rank must create its parts in the same order."""
@@ -218,7 +218,7 @@ class TorchGroup:
         if layer:
             what = f"{what}, call {call} of layer {layer}"
         if peers and len(self.hosts) > 1:
-            got = f"{got}; {_whereabouts(self.hosts, peers)}"
+            got = f"{got}; {_describe_hosts(self.hosts, peers)}"
         error = CommunicationError(
             what, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
@@ -316,7 +316,7 @@ class TorchGroup:
     ) -> CommunicationError:
         """Close connections, collect the failures of peers, and return an error naming culprits."""
         elapsed_s = record["waited_s"] = time.monotonic() - started_s
-        reason = in_short(error)
+        reason = first_sentence(error)
         self.last_calls.end(record, f"failed: {reason}")
         need = f"every rank within {self.deadline_s:g} s"
         position = record["phase"], record["step"]
@@ -324,7 +324,7 @@ class TorchGroup:
         self._failure = self._error("exchange between ranks", reason, need, *position, ())
         clear_frames(error.__traceback__)  # frames may hold references to the communicator
         self._hang_up()
-        until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
+        until = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
         peers = self._keeper
         cause = "the group's store, which that rank may keep, does not answer"
@@ -353,7 +353,7 @@ class Exchange:
         self.manager._wait(self)
 
 
-def _whereabouts(hosts: Hosts, peers: Sequence[int]) -> str:
+def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:
     """Describe on which hosts the ranks are, and whether they are all ranks of a host."""
     host_indices = sorted({hosts.index_W[peer] for peer in peers})
     parts = []
@@ -367,7 +367,7 @@ def _whereabouts(hosts: Hosts, peers: Sequence[int]) -> str:
     return "; ".join(parts)
 
 
-def in_short(error: RuntimeError) -> str:
+def first_sentence(error: RuntimeError) -> str:
     """Return the first sentence of the message, without torch's source location."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]

@@ -37,7 +37,7 @@ class BufferArguments:
 
 
 @dataclass(frozen=True)
-class ManyTokens:
+class HighThroughputArguments:
     """Buffer arguments, and dispatch and combine configurations, of the high-throughput kernels."""
 
     arguments: BufferArguments
@@ -45,7 +45,9 @@ class ManyTokens:
     combine: Any
 
 
-def many_tokens(kind: Any, hidden: int, world_size: int, num_sms: int | None) -> ManyTokens:
+def high_throughput_arguments(
+    kind: Any, hidden: int, world_size: int, num_sms: int | None
+) -> HighThroughputArguments:
     """Return arguments for rows of `hidden` bfloat16 values, from the library's size hints.
 
     num_sms: number of SMs; None is the library's choice.
@@ -71,10 +73,10 @@ def many_tokens(kind: Any, hidden: int, world_size: int, num_sms: int | None) ->
         need = f"<= {_MOST_BYTES} between hosts: fewer multiprocessors"
         raise ConfigurationError("DeepEP's high throughput buffer", got=got, need=need)
     arguments = BufferArguments(nvl, rdma, False, sms // 2 if multi_host else 1)
-    return ManyTokens(arguments, dispatch, combine)
+    return HighThroughputArguments(arguments, dispatch, combine)
 
 
-def few_tokens(
+def low_latency_arguments(
     kind: Any, tokens: int, hidden: int, experts: int, world_size: int
 ) -> BufferArguments:
     """Return arguments for the low-latency kernels, with one queue pair per expert of a rank."""

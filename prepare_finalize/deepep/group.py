@@ -26,16 +26,16 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import deepep_disables_gin, nvshmem_asks_for_ibgda
+from modular_kernel.settings import deepep_disables_gin, nvshmem_uses_ibgda
 from modular_kernel.utils import forks
-from prepare_finalize.common.torch_group import in_short
-from prepare_finalize.deepep.arguments import few_tokens, many_tokens
+from prepare_finalize.common.torch_group import first_sentence
+from prepare_finalize.deepep.arguments import high_throughput_arguments, low_latency_arguments
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
 from prepare_finalize.rendezvous.connect import (
     check_process,
     deadline_of,
     member_group,
-    store_at_new_place,
+    new_prefix_store,
 )
 from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
@@ -103,12 +103,12 @@ class DeepEPGroup:
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._destroyed = False
         try:
-            store = store_at_new_place(self.process_group, self.deadline_s, below="/deepep")
+            store = new_prefix_store(self.process_group, self.deadline_s, below="/deepep")
         except RuntimeError as error:
             need = f"an answer within {self.deadline_s:g} s"
             raise CommunicationError(
                 "process group's store",
-                got=in_short(error),
+                got=first_sentence(error),
                 need=need,
                 rank=self.rank,
                 phase="construct",
@@ -204,7 +204,7 @@ class DeepEPGroup:
         """
         if len(self.hosts) == 1:
             return
-        facts = {"IBGDA": nvshmem_asks_for_ibgda(), "buffers": DeepEPGroup._between_hosts}
+        facts = {"IBGDA": nvshmem_uses_ibgda(), "buffers": DeepEPGroup._between_hosts}
         self._check_network(facts)
         if DeepEPGroup._between_hosts:
             need = "one buffer of deep_ep 1.2 in a process, of one kind and size, between hosts"
@@ -231,7 +231,7 @@ class DeepEPGroup:
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughput":
         kind = load_deepep(1).Buffer
-        sizes = many_tokens(kind, hidden, self.world_size, self.num_sms)
+        sizes = high_throughput_arguments(kind, hidden, self.world_size, self.num_sms)
         self._check_nvshmem()
         buffer = sizes.arguments.make(kind, self.process_group)
         return HighThroughput(buffer, sizes.dispatch, sizes.combine)
@@ -239,19 +239,21 @@ class DeepEPGroup:
     def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
         kind = load_deepep(1).Buffer
         self._check_nvshmem()
-        if nvshmem_asks_for_ibgda() and not has_rdma_nic():
-            raise no_queue_pairs("IBGDA asked for, and no RDMA NIC here")
-        arguments = few_tokens(kind, tokens, hidden, experts, self.world_size)
+        if nvshmem_uses_ibgda() and not has_rdma_nic():
+            raise no_queue_pairs_error("IBGDA asked for, and no RDMA NIC here")
+        arguments = low_latency_arguments(kind, tokens, hidden, experts, self.world_size)
         buffer = arguments.make(kind, self.process_group)
         # The library sets the variable itself, unless it was built without IBGDA.
-        if nvshmem_asks_for_ibgda() and not has_rdma_nic():
+        if nvshmem_uses_ibgda() and not has_rdma_nic():
             buffer.destroy()
-            raise no_queue_pairs("a build that turns IBGDA on, and no RDMA NIC here")
+            raise no_queue_pairs_error("a build that turns IBGDA on, and no RDMA NIC here")
         low_latency = LowLatency(buffer, tokens, experts)
         try:
             low_latency.try_out(hidden)
         except RuntimeError as error:
-            raise no_queue_pairs(f"a first exchange that failed: {_in_short(error)}") from error
+            raise no_queue_pairs_error(
+                f"a first exchange that failed: {_in_short(error)}"
+            ) from error
         return low_latency
 
     def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
@@ -299,7 +301,7 @@ def has_rdma_nic() -> bool:
     return _NICS.is_dir() and any(_NICS.iterdir())
 
 
-def no_queue_pairs(got: str) -> ConfigurationError:
+def no_queue_pairs_error(got: str) -> ConfigurationError:
     """Return the error for low-latency kernels that have no IBGDA queue pairs.
 
     The kernels of deep_ep 1.2.1 then stop the device, even if NVLink reaches every peer, and this
@@ -324,4 +326,4 @@ def _nccl_group(group: object | None) -> dist.ProcessGroup:
 
 
 def _in_short(error: BaseException) -> str:
-    return in_short(RuntimeError(str(error).strip() or type(error).__name__))
+    return first_sentence(RuntimeError(str(error).strip() or type(error).__name__))

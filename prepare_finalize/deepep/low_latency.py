@@ -26,7 +26,7 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.tokens import quantizes
+from prepare_finalize.common.tokens import dispatches_quantized
 from prepare_finalize.deepep.arguments import PEERS
 from prepare_finalize.deepep.low_latency_buffer import Arrival, LowLatency
 from prepare_finalize.deepep.part import (
@@ -131,7 +131,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         pairs = self.pairs(routing, call, join=True, factor=factor)
         number_pairs(pairs)
         ids_TK, by_library = pairs.numbers_TK, quantized_by_library(self.problem)
-        by_library = by_library and quantizes(self.problem, call)
+        by_library = by_library and dispatches_quantized(self.problem, call)
         arrival = self._buffer().dispatch(
             x_TH.contiguous(), ids_TK, quantize=by_library, at_once=at_once
         )
@@ -164,7 +164,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
             return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
-        if not quantizes(problem, call):
+        if not dispatches_quantized(problem, call):
             return BatchedTokens(x_eCH, counts_e)
         scheme, (experts, capacity, hidden) = problem.scheme, x_eCH.shape
         static = weights.a1_scale if scheme.static else None

@@ -16,8 +16,8 @@ from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import Handle
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.group_part import AtOncePart, PartHandle
-from prepare_finalize.common.tokens import one_scale_for_all, reduced_rows, token_specs
+from prepare_finalize.common.group_part import FusedDispatchPart, PartHandle
+from prepare_finalize.common.tokens import has_shared_scale, reduce_rows, token_specs
 from prepare_finalize.deepep.group import DeepEPGroup, load_deepep
 
 BF16 = frozenset({torch.bfloat16})
@@ -35,7 +35,7 @@ class DeepEPHandle(PartHandle):
     weights: torch.Tensor
 
 
-class DeepEPPart(AtOncePart[DeepEPGroup]):
+class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     """Base of parts over the buffers of a DeepEPGroup.
 
     Creating and destroying a part is collective. Raises ConfigurationError if the library or the
@@ -60,7 +60,7 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
         rejections = list(super().extra_rejections(problem, machine))
         name = cls.__name__
         parties = (name, "problem")
-        if one_scale_for_all(problem):
+        if has_shared_scale(problem):
             got = f"{problem.quant}: one computed scale for all ranks' tokens"
             need = "a scale of each token or group, or a static one"
             hint = "a dispatch by this library exchanges no maxima"
@@ -129,7 +129,7 @@ class DeepEPRowsPart(DeepEPPart):
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
         own_handle = self.own_handle(handle, DeepEPHandle)
-        rows_RH = reduced_rows(
+        rows_RH = reduce_rows(
             expert_output, own_handle.weights, self.problem, own_handle.call, reduce
         )
         return self.sums_of_ranks(rows_RH, own_handle.given)

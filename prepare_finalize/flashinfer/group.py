@@ -17,7 +17,7 @@ import torch
 
 from modular_kernel.errors import DeviceError
 from prepare_finalize.common.exchanges import Exchange, ExchangeManager
-from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.flashinfer.library import load
 
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
@@ -104,7 +104,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
                 mnnvl_config=library.MnnvlConfig(comm_backend=self._communicator()),
             )
         except _FAILURES as error:
-            got = in_short(RuntimeError(str(error).strip() or type(error).__name__))
+            got = first_sentence(RuntimeError(str(error).strip() or type(error).__name__))
             raise self._error(got, "FlashInfer to share its workspaces") from error
         exchanges.append(FlashInferExchange(all_to_all, shape))
         return exchanges[-1]

@@ -5,9 +5,9 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from modular_kernel.utils.package_probes import Provider, importing
+from modular_kernel.utils.package_probes import PackageProbe, importing
 
-FLASHINFER_ALL2ALL = Provider(
+FLASHINFER_ALL2ALL = PackageProbe(
     name="flashinfer.comm",
     places=("flashinfer",),
     signs=(

@@ -17,9 +17,9 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle
 from prepare_finalize.common.tokens import (
+    has_shared_scale,
     number_and_quantize_tokens,
-    one_scale_for_all,
-    reduced_rows,
+    reduce_rows,
     token_specs,
 )
 from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferExchange, FlashInferGroup
@@ -91,7 +91,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         if problem.top_k not in TOP_KS:
             need = f"one of {', '.join(map(str, sorted(TOP_KS)))}"
             rejections.append(Rejection("top_k", parties, str(problem.top_k), need))
-        if one_scale_for_all(problem):
+        if has_shared_scale(problem):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each token or group"
             rejections.append(Rejection("dispatch_quant", parties, got, need))
@@ -161,7 +161,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         exchange, shape = own_handle.exchange, self._shape
         if not exchange.busy or exchange.turn != own_handle.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
-        rows_RH = reduced_rows(
+        rows_RH = reduce_rows(
             expert_output, own_handle.weights_RK, self.problem, own_handle.call, reduce
         )
         world_size = self.problem.parallel.world_size

@@ -53,7 +53,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Passage:
+class RowCounts:
     """Number of rows of one call by route and chunk, derived from the same counts on every rank.
 
     table: (W, C * (H + W)) int64; row r has the rows of rank r to each host, then to each rank.
@@ -172,12 +172,12 @@ class Passage:
         return rows_W
 
 
-def passage(manager: TorchGroup, agreed: Agreement, at: Geometry) -> Passage:
+def check_counts(manager: TorchGroup, agreed: Agreement, at: Geometry) -> RowCounts:
     """Return the Passage of the counts.
 
     Raises CommunicationError on every rank if the counts contradict T.
     """
-    result = Passage(at, torch.tensor(agreed.rows_WW, dtype=torch.int64))
+    result = RowCounts(at, torch.tensor(agreed.rows_WW, dtype=torch.int64))
     tokens_W = torch.tensor(agreed.tokens_W)
     first = at.tokens * torch.arange(at.chunks)
     limit_WC1 = (tokens_W[:, None] - first).clamp(0, at.tokens)[..., None]

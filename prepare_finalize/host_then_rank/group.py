@@ -24,7 +24,7 @@ from prepare_finalize.rendezvous.failure_log import LastCalls
 from prepare_finalize.rendezvous.hosts import Hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 from prepare_finalize.symm_mem.group import NO_VALUE, Heap, SharedMemory
-from prepare_finalize.symm_mem.shared_files import share_file
+from prepare_finalize.symm_mem.shared_files import share_memory
 
 _WORD = 4  # bytes
 _numbers = count()  # of the groups that this process registers with torch
@@ -82,7 +82,7 @@ class HostMemory(SharedMemory):
         return Meeting(store, self._in_group, len(self._hosts.index_W), self.deadline_s)
 
     def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        return share_file(meeting, self._in_group, nbytes, NO_VALUE, self.ranks)
+        return share_memory(meeting, self._in_group, nbytes, NO_VALUE, self.ranks)
 
     def _rendezvous(self, own: torch.Tensor) -> Any:
         host = self._hosts.index_W[self._in_group]

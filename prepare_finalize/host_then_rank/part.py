@@ -20,17 +20,17 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
-    quantizes,
+    dispatches_quantized,
     token_specs,
     weight_and_reduce,
 )
 from prepare_finalize.common.torch_group import Exchange
-from prepare_finalize.host_then_rank.counts import Geometry, Passage, passage
+from prepare_finalize.host_then_rank.counts import Geometry, RowCounts, check_counts
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
-from prepare_finalize.host_then_rank.slots import HostSlots, Room
+from prepare_finalize.host_then_rank.slots import CallMemory, HostSlots
 from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange
 
-_MOST_RANKS = 8  # per host; the symmetric-memory kernels write to at most as many
+_MAX_RANKS_PER_HOST = 8  # per host; the symmetric-memory kernels write to at most as many
 _MAX_CHUNKS = 4
 # Target tokens per chunk. Tests on a CPU have few tokens, and should use several chunks too.
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 4}
@@ -45,8 +45,8 @@ class HostThenRankHandle(GroupHandle):
     """
 
     token_N: torch.Tensor
-    way: Passage
-    room: Room
+    way: RowCounts
+    room: CallMemory
     passes: tuple[SymmetricExchange | None, ...]
 
 
@@ -74,7 +74,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, None),
-        ranks_per_host=_MOST_RANKS,
+        ranks_per_host=_MAX_RANKS_PER_HOST,
         batch_invariant=True,
         asynchronous=True,
         bounds_received=True,
@@ -98,7 +98,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         host_slots = problem.placement.slots[
             geometry.host * per_host : (geometry.host + 1) * per_host
         ]
-        self._inner = _inside(problem, geometry, tuple(map(len, host_slots)))
+        self._inner = _host_problem(problem, geometry, tuple(map(len, host_slots)))
         self._first_W = _first_numbers(problem.placement, per_host)
         try:
             self._slots = HostSlots(self._inner, problem, manager, self.most_rows)
@@ -134,8 +134,8 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             routing.topk_ids_TK, self.tables(x_TH.device), first_token=manager.rank, together=True
         )
         host_TK = rank_TK.div(geometry.ranks_per_host, rounding_mode="floor")
-        to_hosts = geometry.by_chunk(_wanted(host_TK, geometry.hosts))
-        to_ranks = geometry.by_chunk(_wanted(rank_TK, geometry.world_size))
+        to_hosts = geometry.by_chunk(_needs_place(host_TK, geometry.hosts))
+        to_ranks = geometry.by_chunk(_needs_place(rank_TK, geometry.world_size))
         agreed = agree(
             self.layer,
             call,
@@ -144,7 +144,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
-        counts = passage(manager, agreed, geometry)
+        counts = check_counts(manager, agreed, geometry)
         refuse_more_rows(self.layer, agreed, counts.most_W)
         call.invalid_ids.add_(invalid)
         layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
@@ -180,7 +180,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
 
     def _cross(
         self,
-        way: Passage,
+        way: RowCounts,
         chunk: int,
         came: torch.Tensor,
         sent: torch.Tensor,
@@ -205,7 +205,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
 
     def _pass_on(
         self,
-        way: Passage,
+        way: RowCounts,
         came: torch.Tensor,
         crossing: list[Exchange | None],
         slot: Slot,
@@ -235,7 +235,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             places_LN = places[per_host * chunk_rows.start : per_host * chunk_rows.stop].view(
                 per_host, rows
             )
-            _places(
+            _assign_rows(
                 chunk_unpacked.ids_RK, tables, way.room[:, chunk].to(came.device), out=places_LN
             )
             host_exchange = SymmetricExchange(
@@ -251,7 +251,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
                 chunk_unpacked.weights_RK, chunk_unpacked.ids_RK, chunk_unpacked.adapters_R
             )
             quantized = None
-            if quantizes(self.problem, call):
+            if dispatches_quantized(self.problem, call):
                 scale = bits if chunk_unpacked.scale is None else chunk_unpacked.scale
                 quantized = Quantized(chunk_unpacked.x_RH, scale)
             host_exchange.send(
@@ -311,7 +311,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             out.copy_(sum_TH)
 
 
-def _inside(problem: Problem, at: Geometry, held: tuple[int, ...]) -> Problem:
+def _host_problem(problem: Problem, at: Geometry, held: tuple[int, ...]) -> Problem:
     """Return the problem of one host: its experts are the host's slots, numbered by rank.
 
     held: number of slots of each rank.
@@ -331,7 +331,7 @@ def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
     return tuple(first for block in blocks for first in (*accumulate(block[:-1], initial=0),))
 
 
-def _wanted(place_TK: torch.Tensor, places: int) -> torch.Tensor:
+def _needs_place(place_TK: torch.Tensor, places: int) -> torch.Tensor:
     """Return (places, T): whether any pair of a token goes to each place; -1 goes nowhere."""
     numbers_P = torch.arange(places, device=place_TK.device)
     return (place_TK == numbers_P[:, None, None]).any(2)
@@ -343,7 +343,7 @@ def _chunk(rows: Sequence[int], chunk: int) -> slice:
     return slice(start, start + rows[chunk])
 
 
-def _places(
+def _assign_rows(
     ids_NK: torch.Tensor, tables: PlacementTables, room_2L: torch.Tensor, *, out: torch.Tensor
 ) -> None:
     """out (L, N) int32 = position of each row at each rank of the host, -1 if it is not sent there.
@@ -352,7 +352,7 @@ def _places(
     many rows they write, and no row may exceed those bounds.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
-    needs_LN = _wanted(rank_NK, len(out))
+    needs_LN = _needs_place(rank_NK, len(out))
     place_LN = room_2L[0][:, None] + needs_LN.cumsum(1) - 1
     fits = needs_LN & (place_LN < room_2L[1][:, None])
     out.copy_(torch.where(fits, place_LN, -1))

@@ -20,7 +20,7 @@ _FLAGS = ("arrived_W", "summed_W")
 _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
-class Room:
+class CallMemory:
     """Memory of one call, until it is given back or garbage collected.
 
     slot: all of it. came: the rows used by this call. A call that is never finished, such as after
@@ -75,12 +75,12 @@ class HostSlots:
             need = f"at most {_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
 
-    def take(self, rows: int) -> Room:
+    def take(self, rows: int) -> CallMemory:
         """Take the memory of one call with `rows` rows."""
         index = self._free.pop(0)
         views = dict(self._views[index])
         slot = Slot(scale_RG=views.pop("scale_RG", None), **views, **self._shared)
-        return Room(slot, rows, partial(self._release, index))
+        return CallMemory(slot, rows, partial(self._release, index))
 
     def _release(self, place: int) -> None:
         self._free = sorted((*self._free, place))

@@ -133,7 +133,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         slots_eC, plain_eCH = None, None
         if (slots_T := routing.slots_T) is not None:
             with stages.stage(stages.PERMUTE):
-                slots_eC, plain_eCH = _slots(x_TH, slots_T, row_of_pair_TK, input_weights, buffers)
+                slots_eC, plain_eCH = _permute_adapters(
+                    x_TH, slots_T, row_of_pair_TK, input_weights, buffers
+                )
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
         if not scheme.travels_quantized:
@@ -201,7 +203,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             reduce.apply(rows, out)
 
 
-def _slots(
+def _permute_adapters(
     x_TH: torch.Tensor,
     slots_T: torch.Tensor,
     row_of_pair_TK: torch.Tensor,

@@ -22,7 +22,7 @@ from modular_kernel.errors import (
     DeviceError,
 )
 from prepare_finalize.common.exchanges import Exchange, ExchangeManager
-from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import connect
 from prepare_finalize.rendezvous.failure_log import failure_key
@@ -117,7 +117,9 @@ class PplxGroup(ExchangeManager[PplxShape]):
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
         except RuntimeError as error:
             store.set(failure_key(self.rank), "{}")
-            raise self._error(in_short(error), f"every rank within {deadline_s:g} s") from error
+            raise self._error(
+                first_sentence(error), f"every rank within {deadline_s:g} s"
+            ) from error
         group: Any = dist.ProcessGroup(store, self.rank, self.world_size)
         gloo = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(gloo)
@@ -145,7 +147,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
                 group_name=self._name,
             )
         except RuntimeError as error:
-            raise self._error(in_short(error), "pplx-kernels to share its buffers") from error
+            raise self._error(first_sentence(error), "pplx-kernels to share its buffers") from error
         exchanges.append(PplxExchange(all_to_all, shape))
         return exchanges[-1]
 

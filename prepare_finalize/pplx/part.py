@@ -23,10 +23,10 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
-from prepare_finalize.common.group_part import AtOncePart, PartHandle
+from prepare_finalize.common.group_part import FusedDispatchPart, PartHandle
 from prepare_finalize.common.tokens import (
+    has_shared_scale,
     number_and_quantize_tokens,
-    one_scale_for_all,
     token_specs,
 )
 from prepare_finalize.pplx.group import PplxExchange, PplxGroup, PplxShape
@@ -54,7 +54,7 @@ class PplxHandle(PartHandle):
     sink_counts_S: torch.Tensor
 
 
-class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
+class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
     """Dispatch (T, H) tokens to (e, W * problem.tokens, H) rows, one per token and expert.
 
     The rows of an expert are in any order. The combine applies the router weights and sums in
@@ -92,14 +92,14 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         self._shape = _shape(problem)
-        self._sinks = sinks_of(problem)
+        self._sinks = num_sinks(problem)
         self.manager.agree({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         rejections, name = list(super().extra_rejections(problem, machine)), cls.__name__
-        if one_scale_for_all(problem):
+        if has_shared_scale(problem):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each row"
             rejections.append(Rejection("dispatch_quant", (name, "problem"), got, need))
@@ -230,7 +230,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
     return problem.hidden * itemsize, ceil(scales / _UNIT) * _UNIT
 
 
-def sinks_of(problem: Problem) -> int:
+def num_sinks(problem: Problem) -> int:
     """Return the number of sinks per rank.
 
     It lets all K pairs of a token be skipped, each to a different sink.
@@ -240,7 +240,7 @@ def sinks_of(problem: Problem) -> int:
 
 def _shape(problem: Problem) -> PplxShape:
     row, scales = _row_bytes(problem)
-    slots = problem.parallel.world_size * (slots_of(problem.placement) + sinks_of(problem))
+    slots = problem.parallel.world_size * (slots_of(problem.placement) + num_sinks(problem))
     # The library requires at least one token.
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 

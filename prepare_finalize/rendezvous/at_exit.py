@@ -20,7 +20,7 @@ _PATIENCE_S = 1.0  # timeout for joining a thread whose store may never answer
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
-def run_aside(function: Callable[[], object]) -> threading.Thread:
+def run_in_thread(function: Callable[[], object]) -> threading.Thread:
     """Run `function` in a daemon thread that the caller may abandon."""
     thread = threading.Thread(target=function, daemon=True)
     _threads.add(thread)
@@ -51,7 +51,7 @@ class Communicator:
         group, name = self.group, self.name
         self.group = self.name = None
         if self._made_in != forks.generation():
-            forks.never_free(group)
+            forks.leak(group)
             return None
         if name is not None:
             _unregister_process_group(name)

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from modular_kernel.errors import ConfigurationError, DeviceError
 from modular_kernel.settings import read_settings
 from modular_kernel.utils import forks
-from prepare_finalize.rendezvous.at_exit import run_aside
+from prepare_finalize.rendezvous.at_exit import run_in_thread
 from prepare_finalize.rendezvous.failure_log import failure_key
 
 R = TypeVar("R")
@@ -58,10 +58,10 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
         group.eager_connect_single_device(device_here)
         return group
 
-    return in_time(meet, max(deadline_s, _NCCL_CONNECT_S))
+    return run_with_timeout(meet, max(deadline_s, _NCCL_CONNECT_S))
 
 
-def in_time(function: Callable[[], R], seconds: float) -> R:
+def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
     """Return the result of `function`; raise RuntimeError after `seconds`.
 
     The function then continues in its thread.
@@ -75,7 +75,7 @@ def in_time(function: Callable[[], R], seconds: float) -> R:
         except RuntimeError as error:
             errors.append(error)
 
-    run_aside(run).join(seconds)
+    run_in_thread(run).join(seconds)
     if errors:
         raise errors[0]
     if not results:
@@ -83,14 +83,14 @@ def in_time(function: Callable[[], R], seconds: float) -> R:
     return results[0]
 
 
-def meeting_place(store: Store, rank: int, world_size: int) -> str:
+def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
     """Return the key prefix for ranks that now create a manager; it is the same on each.
 
     Ranks count their attempts. A rank that missed one, because its own was rejected earlier, joins
     the latest attempt of the others, unless that has failed.
     """
     keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
-    last_W = [_number(key, store.get(key)) if store.check([key]) else 0 for key in keys]
+    last_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
     number = max(last_W)
     failed = [f"modular_kernel/{number}/{failure_key(peer)}" for peer in range(world_size)]
     if number == last_W[rank] or any(store.check([key]) for key in failed):
@@ -99,7 +99,7 @@ def meeting_place(store: Store, rank: int, world_size: int) -> str:
     return f"modular_kernel/{number}"
 
 
-def _number(key: str, value: bytes) -> int:
+def _parse_counter(key: str, value: bytes) -> int:
     """Parse a counter; raise RuntimeError, as for a silent store, if it is not a number."""
     try:
         return int(value)
@@ -107,7 +107,7 @@ def _number(key: str, value: bytes) -> int:
         raise RuntimeError(f"the store holds {value[:20]!r} as {key}, not a number") from error
 
 
-def store_at_new_place(
+def new_prefix_store(
     group: dist.ProcessGroup, deadline_s: float, *, below: str = ""
 ) -> PrefixStore:
     """Return the group's store, prefixed with the keys of a new meeting and `below`.
@@ -115,11 +115,11 @@ def store_at_new_place(
     Raises RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
-    prefix = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
+    prefix = run_with_timeout(lambda: attempt_prefix(store, group.rank(), group.size()), deadline_s)
     return PrefixStore(f"{prefix}{below}", store)
 
 
-def place_in(group: object | None) -> tuple[int, int]:
+def rank_and_size(group: object | None) -> tuple[int, int]:
     """Return rank and size in a ProcessGroup.
 
     Raises ConfigurationError if this process is in no group.
@@ -143,7 +143,7 @@ def member_group(group: object | None) -> dist.ProcessGroup:
     return group
 
 
-def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
+def supported_device(group: dist.ProcessGroup, wanted: str | None) -> str:
     """Return the device type that the group's backends serve, a GPU first.
 
     Raises ConfigurationError if there is none.
@@ -157,7 +157,7 @@ def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
     return wanted or served[0]
 
 
-def check_served(device: torch.device | str, served: str) -> None:
+def check_device_type(device: torch.device | str, served: str) -> None:
     """Raise DeviceError unless `device` is of the type `served`, which the group serves."""
     kind = torch.device(device).type
     if kind != served:

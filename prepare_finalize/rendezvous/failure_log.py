@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from prepare_finalize.rendezvous.at_exit import run_aside
+from prepare_finalize.rendezvous.at_exit import run_in_thread
 
 PHASES = ("construct", "counts", "dispatch", "combine")
 _POLL_S = 0.02
@@ -87,7 +87,7 @@ class FailureBoard:
             except RuntimeError:
                 answered_s[0], self.ended = -math.inf, True
 
-        thread = run_aside(poll_store)
+        thread = run_in_thread(poll_store)
         thread.join(until_s + _SILENCE_S - time.monotonic())
         is_silent = time.monotonic() - answered_s[0] > _SILENCE_S
         return None if is_silent else dict(records)

@@ -74,10 +74,11 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
         ]
         readable_by_rank = [set(map(int, facts["met"].split())) for facts in
                  meeting.tell({"met": " ".join(map(str, readable))})]  # fmt: skip
-    first_ranks = [_first(rank, readable_by_rank) for rank in range(len(readable_by_rank))]
+    first_ranks = [_lowest_peer(rank, readable_by_rank) for rank in range(len(readable_by_rank))]
     order = list(dict.fromkeys(first_ranks))
     return Hosts(
-        tuple(map(order.index, first_ranks)), _distinct([gathered[rank]["name"] for rank in order])
+        tuple(map(order.index, first_ranks)),
+        _number_duplicates([gathered[rank]["name"] for rank in order]),
     )
 
 
@@ -126,12 +127,12 @@ def _content(path: str) -> str:
         return ""
 
 
-def _first(rank: int, reach: Sequence[set[int]]) -> int:
+def _lowest_peer(rank: int, reach: Sequence[set[int]]) -> int:
     """Return the lowest rank that shares a host with `rank`: both can read each other's files."""
     return min(peer for peer in {rank, *reach[rank]} if peer == rank or rank in reach[peer])
 
 
-def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+def _number_duplicates(names: Sequence[str]) -> tuple[str, ...]:
     """Make equal host names distinct with a number, from the second on."""
     seen: dict[str, int] = {}
     result = []

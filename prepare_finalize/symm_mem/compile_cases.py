@@ -12,7 +12,12 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import Workspace
-from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantizes_on_the_way, sections
+from prepare_finalize.symm_mem.launch import (
+    Slot,
+    SymmetricExchange,
+    quantizes_in_dispatch,
+    sections,
+)
 
 META = torch.device("meta")
 _BASE = Problem(64, 7168, 2048, experts=8, top_k=8, parallel=Parallel(2, rank=1))
@@ -56,7 +61,7 @@ def launch_all(problem: Problem) -> None:
     )
     tables, call = problem.placement.tables(META), Call(Workspace({}, META), _empty(1))
     quantized = None
-    if problem.scheme.travels_quantized and not quantizes_on_the_way(
+    if problem.scheme.travels_quantized and not quantizes_in_dispatch(
         problem.scheme, problem.hidden
     ):
         scale = _empty(1, dtype=torch.float32)

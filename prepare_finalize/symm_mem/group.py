@@ -22,19 +22,19 @@ import torch
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.text import plural
 from modular_kernel.utils import forks
-from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.connect import (
+    check_device_type,
     check_process,
-    check_served,
     deadline_of,
     member_group,
-    served_device,
-    store_at_new_place,
+    new_prefix_store,
+    supported_device,
 )
 from prepare_finalize.rendezvous.failure_log import LastCalls
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
-from prepare_finalize.symm_mem.shared_files import share_file
+from prepare_finalize.symm_mem.shared_files import share_memory
 
 _ALIGNMENT = 256  # bytes; every section begins at a multiple
 _PHASES = {1: "dispatch", 2: "combine"}
@@ -148,7 +148,7 @@ class SharedMemory(ABC):
         except RuntimeError as error:  # the store is unreachable
             self.last_calls.end(record, str(error))
             need = f"a store that answers within {self.deadline_s:g} s"
-            raise self._error(in_short(error), need, "construct", ()) from error
+            raise self._error(first_sentence(error), need, "construct", ()) from error
         except CommunicationError as error:
             self.last_calls.end(record, str(error))
             raise
@@ -174,7 +174,7 @@ class SharedMemory(ABC):
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError unless tensors on `device` can be exchanged."""
-        check_served(device, self.device)
+        check_device_type(device, self.device)
 
     def next_step(self) -> int:
         """Return the number of the call that begins; it is the same on every rank."""
@@ -247,7 +247,7 @@ class SymmetricGroup(SharedMemory):
         super().__init__(
             rank,
             self._group.size(),
-            device=served_device(self._group, device),
+            device=supported_device(self._group, device),
             deadline_s=seconds,
             last_calls=LastCalls(rank, history),
         )
@@ -266,14 +266,14 @@ class SymmetricGroup(SharedMemory):
 
     def _meeting(self) -> Meeting:
         try:
-            store = store_at_new_place(self._group, self.deadline_s)
+            store = new_prefix_store(self._group, self.deadline_s)
         except RuntimeError as error:  # the store is unreachable
             need = f"a store that answers within {self.deadline_s:g} s"
-            raise self._error(in_short(error), need, "construct", ()) from error
+            raise self._error(first_sentence(error), need, "construct", ()) from error
         return Meeting(store, self.rank, self.world_size, self.deadline_s)
 
     def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        return share_file(meeting, self.rank, nbytes, NO_VALUE)
+        return share_memory(meeting, self.rank, nbytes, NO_VALUE)
 
     def _rendezvous(self, own: torch.Tensor) -> Any:
         import torch.distributed._symmetric_memory as symmetric_memory

@@ -11,7 +11,7 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.quantize import Quantized, scale_shape
 from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.placement import PlacementTables
 from modular_kernel.spec.problem import Problem
@@ -22,7 +22,7 @@ from prepare_finalize.symm_mem.group import Section, SharedMemory
 _LEAST_BLOCK = 1024  # every block is a multiple of this
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """Launch shape.
 
     block: columns that a program moves at a time, at most those of a row rounded up to a power of
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     programs: int
     whole_rows: bool = False
 
-    def fit(self, hidden: int) -> "Shape":
+    def fit(self, hidden: int) -> "LaunchShape":
         widest = max(_LEAST_BLOCK, next_power_of_2(hidden))
         return self._replace(block=min(self.block, widest))
 
@@ -49,9 +49,9 @@ def _for_programs(count: int) -> dict[str, str]:
 # Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168. _FEW is for up to
 # _FEW_TOKENS tokens per rank, the others for more.
 _FEW_TOKENS = 512
-_FEW = Shape(1024, 4, 4)
-_DISPATCH = Shape(2048, 8, 4, whole_rows=True)
-_COMBINE = Shape(2048, 8, 4)
+_FEW = LaunchShape(1024, 4, 4)
+_DISPATCH = LaunchShape(2048, 8, 4, whole_rows=True)
+_COMBINE = LaunchShape(2048, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
     return layout
 
 
-def quantizes_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
+def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
     """Return whether the dispatch kernel quantizes.
 
     It does with one scale per token, or with groups that divide both a block and a row.
@@ -153,7 +153,7 @@ class SymmetricExchange:
             "WORLD": world,
             "PADDED": next_power_of_2(world),
             "INTERPRETED": flags.device.type == "cpu",
-            **overlap(),
+            **pdl_arguments(),
         }
 
     def send(
@@ -168,7 +168,7 @@ class SymmetricExchange:
     ) -> None:
         """Write rows, slots and weights to the ranks that need them, then raise the flag there.
 
-        quantized: the tokens, unless `quantizes_on_the_way`. wait: also wait for the rows of all
+        quantized: the tokens, unless `quantizes_in_dispatch`. wait: also wait for the rows of all
         ranks.
         """
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
@@ -280,19 +280,19 @@ class SymmetricExchange:
         )
 
 
-def _shape(problem: Problem, many: Shape) -> Shape:
+def _shape(problem: Problem, many: LaunchShape) -> LaunchShape:
     return (_FEW if problem.tokens <= _FEW_TOKENS else many).fit(problem.hidden)
 
 
-def _programs(items: int, shape: Shape, device: torch.device) -> int:
+def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:
     """Return the number of concurrent programs; the interpreter runs them one after another."""
     max_programs = 2
     if device.type == "cuda":
-        max_programs = shape.programs * multiprocessors(device)
+        max_programs = shape.programs * num_sms(device)
     return max(1, min(items, max_programs))
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Return the number of SMs of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

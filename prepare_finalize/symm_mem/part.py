@@ -18,9 +18,14 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
-from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
+from prepare_finalize.common.tokens import has_shared_scale, weight_and_reduce
 from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
-from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantizes_on_the_way, sections
+from prepare_finalize.symm_mem.launch import (
+    Slot,
+    SymmetricExchange,
+    quantizes_in_dispatch,
+    sections,
+)
 
 _IN_FLIGHT = 2  # calls between prepare and finalize
 
@@ -81,7 +86,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
                 views = heap.sections(layout, index * nbytes)
                 self._slots.append(_new_slot(views, heap.deltas_W.device))
 
-        self._heap = self.manager.heap(_IN_FLIGHT * nbytes, _meaning(problem), begin)
+        self._heap = self.manager.heap(_IN_FLIGHT * nbytes, layer_signature(problem), begin)
         self._free = list(range(_IN_FLIGHT))
         self._held: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
 
@@ -94,7 +99,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         rejections = list(super().extra_rejections(problem, machine))
-        if one_scale_for_all(problem):
+        if has_shared_scale(problem):
             got, need = str(problem.scheme), "a scale per token, per group, or static"
             rejections.append(Rejection("scale_of_all_ranks", (cls.__name__, "problem"), got, need))
         return (*rejections, *adapter_rejections(cls.__name__, problem))
@@ -116,7 +121,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
     def _quantizes_before(self) -> bool:
         scheme = self.problem.scheme
-        on_the_way = quantizes_on_the_way(scheme, self.problem.hidden)
+        on_the_way = quantizes_in_dispatch(scheme, self.problem.hidden)
         return scheme.travels_quantized and not on_the_way
 
     def prepare(
@@ -159,7 +164,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         quantized = self._quantized(x_TH, weights, call) if self._quantizes_before() else None
         manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
         tables = self.tables(x_TH.device)
-        on_the_way = quantizes_on_the_way(problem.scheme, problem.hidden)
+        on_the_way = quantizes_in_dispatch(problem.scheme, problem.hidden)
         with stages.stage(stages.QUANTIZE_DISPATCH if on_the_way else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
         weights_RK = None if problem.apply_router_weight_on_input else slot.weights_RK
@@ -226,7 +231,7 @@ def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
     )
 
 
-def _meaning(problem: Problem) -> str:
+def layer_signature(problem: Problem) -> str:
     """Return a string that all ranks must share: the layer, and the placement of its experts."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)

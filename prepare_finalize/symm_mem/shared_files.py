@@ -9,7 +9,7 @@ from prepare_finalize.rendezvous.memory_files import memory_file
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
 
-def share_file(
+def share_memory(
     meeting: Meeting, rank: int, nbytes: int, value: int, ranks: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
     """Share a block of each rank, (nbytes,) uint8 filled with `value`.

@@ -19,7 +19,7 @@ from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.measure.cases import LayerCase
-from modular_kernel.measure.records import Report, Row, best, ranked
+from modular_kernel.measure.records import Report, Row, best, with_best_peer
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.reference import recipe
 from modular_kernel.spec.problem import Problem
@@ -298,7 +298,7 @@ WHERE = {
 
 
 def test_the_best_peer_is_one_of_the_same_cell_and_kind() -> None:
-    rows = ranked(
+    rows = with_best_peer(
         [
             row("A", 30.0, "ours"),
             row("p", 20.0),
@@ -315,7 +315,9 @@ def test_the_best_peer_is_one_of_the_same_cell_and_kind() -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    report = Report(WHERE, PEAKS, ranked([row("A", 30.0, "ours"), row("bad", None, error=0.5)]))
+    report = Report(
+        WHERE, PEAKS, with_best_peer([row("A", 30.0, "ours"), row("bad", None, error=0.5)])
+    )
     path = tmp_path / "report.json"
     report.write(path)
     assert Report.from_json(path.read_text(encoding="utf-8")) == report
@@ -339,7 +341,7 @@ def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None
         row("p", 48.0, tokens=16),
         row("F", 9.0, "ours", quant="fp8_w8a8_block", operands="fp8/fp8"),
     ]
-    lines = table.markdown(Report(WHERE, PEAKS, ranked(rows))).splitlines()
+    lines = table.markdown(Report(WHERE, PEAKS, with_best_peer(rows))).splitlines()
     assert lines[0] == "# Layers on a GPU"
     head = "| shape | T | floor | A | p | bad | best of ours / floor | best of ours / best peer |"
     at = lines.index(head)
@@ -352,8 +354,9 @@ def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None
 
 
 def test_text_table_and_summary() -> None:
-    rows = ranked([row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16), row("p", 20.0),
-                   row("p", 20.0, tokens=16), row("bad", None)])  # fmt: skip
+    ours = row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16)
+    peers = row("p", 20.0), row("p", 20.0, tokens=16), row("bad", None)
+    rows = with_best_peer([*ours, *peers])
     columns, cells = table.text_table(rows)
     assert columns == ["shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer"]
     assert [line[1] for line in cells] == ["12", "12", "12", "16", "16"]

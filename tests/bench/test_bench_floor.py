@@ -13,9 +13,9 @@ from modular_kernel.measure.roofline import (
     Peaks,
     Work,
     expert_bytes,
-    floor_of,
     measure_peaks,
     operand_type,
+    roofline_of,
     work_of,
 )
 from modular_kernel.measure.routing_patterns import Load, RoutingKind, draw, load_of
@@ -58,11 +58,11 @@ def test_floor_by_hand() -> None:
     loads = [Load(pairs=32, touched=8, skew=1.0), Load(pairs=32, touched=6, skew=2.0)]
     work = work_of(MIXTRAL, NONE, loads)
     assert work == Work(2 * 32 * EXPERT, 7 * EXPERT * 2 + 2 * 16 * 4096 * 2, 7)
-    least = floor_of(work, MIXTRAL, NONE, PEAKS)
+    least = roofline_of(work, MIXTRAL, NONE, PEAKS)
     assert least.bound == "memory"
     assert least.us == pytest.approx((7 * EXPERT * 2 + 2 * 16 * 4096 * 2) / 4.8e12 * 1e6)
     many = MIXTRAL.with_tokens(16384)
-    least = floor_of(work_of(many, NONE, [Load(32768, 8, 1.0)]), many, NONE, PEAKS)
+    least = roofline_of(work_of(many, NONE, [Load(32768, 8, 1.0)]), many, NONE, PEAKS)
     assert least.bound == "compute"
     assert least.us == pytest.approx(2 * 32768 * EXPERT / 800e12 * 1e6)
     assert least.us == pytest.approx(14431.1, abs=0.1)
@@ -89,9 +89,9 @@ def test_operands_choose_the_peak_and_the_competitors() -> None:
     assert of("int8_w8a16_group") == of("int8_w8a16_channel") == ("bfloat16", "int8/bfloat16")
     assert of("int4_w4a16_group") == ("bfloat16", "int4/bfloat16")
     fp8, work = QuantScheme.parse("fp8_w8a8_tensor"), Work(1500e6, 1.0, 1)
-    assert floor_of(work, MIXTRAL, fp8, PEAKS).us == pytest.approx(1.0)
+    assert roofline_of(work, MIXTRAL, fp8, PEAKS).us == pytest.approx(1.0)
     without = replace(PEAKS, flops={"bfloat16": 750e12})
-    assert floor_of(work, MIXTRAL, fp8, without).us == pytest.approx(2.0)
+    assert roofline_of(work, MIXTRAL, fp8, without).us == pytest.approx(2.0)
 
 
 def test_peaks_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ from modular_kernel.bench.candidates import TorchGroupedMm
 from modular_kernel.bench.launch_count import count_launches, device_work
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure import timing as method
-from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantized
+from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantize
 from modular_kernel.measure.check import (
-    Answer,
     Checked,
-    Finding,
-    answer_to,
-    check_again,
+    CheckResult,
+    ExpectedOutput,
     check_calls,
+    check_unchanged,
+    expected_output,
 )
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import Rotation, host_cost, rotation, time_calls
@@ -119,7 +119,7 @@ class FakeGpu:
             clone_state=lambda: "state", graphsafe_set_state=self.log.append
         )
         monkeypatch.setattr(method, "_generator", lambda: generator)
-        monkeypatch.setattr(method, "wiper_of", lambda _: lambda: self.log.append("wipe"))
+        monkeypatch.setattr(method, "l2_flusher", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
         """Takes `us`, and fills its output with that."""
@@ -238,13 +238,13 @@ def cell(routing: str = "uniform", **changes: Any) -> LayerCase:
     return LayerCase("small", replace(SMALL, **changes), RoutingKind.parse(routing))
 
 
-def judge_output(out: torch.Tensor, answer: Answer, problem: Problem) -> Finding:
+def judge_output(out: torch.Tensor, answer: ExpectedOutput, problem: Problem) -> CheckResult:
     return check_calls([(out.clone, answer)], problem).finding
 
 
-def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, Answer]:
+def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, ExpectedOutput]:
     given, weights = make_input(one, CPU, 0), make_weights(one.problem, CPU)
-    return given, weights, answer_to(one, given, weights, QuantScheme.parse(quant))
+    return given, weights, expected_output(one, given, weights, QuantScheme.parse(quant))
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "hot1"])
@@ -294,7 +294,7 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
     one = cell(tokens=40)
     given, weights, answer = asked(one, quant)
     problem = replace(one.problem, quant=quant)
-    stored = quantized(weights, problem)
+    stored = quantize(weights, problem)
     out = recipe(given.x_TH, stored, given.routing, problem).to(problem.dtype)
     finding = judge_output(out, answer, problem)
     assert least < finding.bound / 2 < most
@@ -319,9 +319,9 @@ def test_calls_are_judged_together_and_each_for_its_form() -> None:
     assert torch.equal(both.last, right[answer.rows].double())
     hole = right.index_fill(0, torch.tensor([3]), math.nan)
     assert "not finite" in judged(right, hole).finding.wrong
-    assert not check_again(right, answer, both, one.problem).wrong
-    assert "away from before" in check_again(right * 1.02, answer, both, one.problem).wrong
-    assert "not finite" in check_again(hole, answer, both, one.problem).wrong
+    assert not check_unchanged(right, answer, both, one.problem).wrong
+    assert "away from before" in check_unchanged(right * 1.02, answer, both, one.problem).wrong
+    assert "not finite" in check_unchanged(hole, answer, both, one.problem).wrong
 
 
 def test_inputs_and_weights_differ_by_index_and_come_again() -> None:

@@ -12,9 +12,9 @@ from modular_kernel.bench.all2all.cases import (
     BF16_BOUND,
     ExchangeCase,
     ExchangeInputs,
-    Place,
+    RankContext,
     TransportLink,
-    dequantized,
+    dequantize,
     distance,
 )
 from modular_kernel.bench.all2all.parts import PartTransport
@@ -220,10 +220,10 @@ def test_distance_is_that_of_the_worst_row() -> None:
 
 def test_dequantized_by_groups_by_rows_and_by_one() -> None:
     rows = torch.ones(2, 6)
-    by_group = dequantized(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
+    by_group = dequantize(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
     assert by_group.tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
-    assert dequantized(rows, torch.tensor([[2.0], [3.0]]), 4)[:, 5].tolist() == [2, 3]
-    assert dequantized(rows, torch.tensor([2.0]), 4)[1, 5] == 2
+    assert dequantize(rows, torch.tensor([[2.0], [3.0]]), 4)[:, 5].tolist() == [2, 3]
+    assert dequantize(rows, torch.tensor([2.0]), 4)[1, 5] == 2
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_bad_usage() -> None:
     assert mk("--load", "/nowhere.json") == 2
 
 
-HERE = Place(0, 1, None, torch.device("cpu"))
+HERE = RankContext(0, 1, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])

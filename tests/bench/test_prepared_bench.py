@@ -20,7 +20,7 @@ from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.measure.cases import LayerCase
-from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
+from modular_kernel.measure.prepared_weights import declared_bytes, prepared_specs_of
 from modular_kernel.measure.records import Report
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.spec.problem import Machine
@@ -117,13 +117,13 @@ def test_what_is_declared_is_asked_of_parts_that_may_declare_something(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     h200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
-    assert declared_specs(PAIR[1], LAYER, h200) == declared_specs(PAIR[1], LAYER) != {}
+    assert prepared_specs_of(PAIR[1], LAYER, h200) == prepared_specs_of(PAIR[1], LAYER) != {}
     a100 = Machine("cuda", (8, 0), frozenset({"triton"}), name="NVIDIA A100")
-    assert declared_specs(PAIR[1], LAYER, a100) == {}
+    assert prepared_specs_of(PAIR[1], LAYER, a100) == {}
     assert declared_bytes(PAIR[1], replace(LAYER, quant="none")) == 0
     made: list[object] = []
     monkeypatch.setattr(PermuteExpertsUnpermute, "__init__", lambda *_: made.append(0))
-    assert declared_specs("DeepGemmExperts", LAYER) == {}
+    assert prepared_specs_of("DeepGemmExperts", LAYER) == {}
     assert not made
 
 

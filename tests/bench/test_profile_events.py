@@ -10,8 +10,14 @@ from profile_samples import launch, one_call, ran, ranged
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.profiling import chrome
-from modular_kernel.profiling.events import NOWHERE, CallTimes, StageTime, calls_of, middle
-from modular_kernel.profiling.stderr import without_own_lines
+from modular_kernel.profiling.events import (
+    UNATTRIBUTED,
+    CallTimes,
+    StageTime,
+    calls_of,
+    median_call,
+)
+from modular_kernel.profiling.stderr import suppress_profiler_lines
 from modular_kernel.replay import stages
 
 
@@ -54,7 +60,7 @@ def test_without_a_gpu_the_host_computes() -> None:
 def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
     events = [*one_call(), ran("whose", 1710, 5, 77), ran("later", 1800, 5, 78)]
     call = only(events)
-    assert StageTime(NOWHERE, 0, 0.0, 5.0, 1) in call.times
+    assert StageTime(UNATTRIBUTED, 0, 0.0, 5.0, 1) in call.times
     assert call.coverage == pytest.approx(1505 / 1540)
 
 
@@ -65,7 +71,7 @@ def test_another_thread_launches_into_the_stage_that_is_open() -> None:
     events += [launch(55, 8, thread=8), ran("of no call", 1820, 7, 8)]
     times = {time.stage: time.device_us for time in only(events).times}
     assert times[stages.GEMM2] == 400 + 40 + 20
-    assert NOWHERE not in times
+    assert UNATTRIBUTED not in times
 
 
 def test_calls_are_told_apart_and_the_middle_one_is_shown() -> None:
@@ -76,9 +82,9 @@ def test_calls_are_told_apart_and_the_middle_one_is_shown() -> None:
         events += [launch(start + 1, number), ran("k", start + 5, dur, number)]
     calls = calls_of(events, on_gpu=True)
     assert [call.span_us for call in calls] == [50, 10, 30]
-    assert middle(calls).span_us == 30
+    assert median_call(calls).span_us == 30
     with pytest.raises(ConfigurationError, match="no call"):
-        middle(calls_of([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
+        median_call(calls_of([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
 
 
 FAULTY = {
@@ -97,7 +103,7 @@ FAULTY = {
 
 @pytest.mark.parametrize("trace", FAULTY.values(), ids=FAULTY)
 def test_what_is_no_chrome_trace_is_refused(trace: object, tmp_path: Path) -> None:
-    assert len(chrome.faults(trace)) == 1
+    assert len(chrome.format_violations(trace)) == 1
     path = tmp_path / "x.json"
     path.write_text(json.dumps(trace))
     with pytest.raises(ConfigurationError, match=r"trace x\.json"):
@@ -116,8 +122,8 @@ def test_ranks_become_processes_on_one_clock() -> None:
     traces = [
         {"baseTimeNanoseconds": base + rank * 3_000, "traceEvents": one_call()} for rank in (0, 1)
     ]
-    merged = chrome.merged(traces, ["rank 0: a", "rank 1: b"])
-    assert chrome.faults(merged) == []
+    merged = chrome.merge_traces(traces, ["rank 0: a", "rank 1: b"])
+    assert chrome.format_violations(merged) == []
     events = merged["traceEvents"]
     assert merged["baseTimeNanoseconds"] == base
     assert {event["pid"] for event in events} == {0, 1}
@@ -150,7 +156,7 @@ def test_clocks_differ_by_no_more_than_the_best_barrier_shows() -> None:
 def test_the_profilers_own_lines_are_dropped_and_others_kept(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with suppress(ValueError), without_own_lines():
+    with suppress(ValueError), suppress_profiler_lines():
         os.write(2, b"USDT:2026 profiler_start\na warning\n")
         raise ValueError
     os.write(2, b"later\n")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from profile_samples import one_call, ran
 
-from modular_kernel.cli.output import plain
+from modular_kernel.cli.output import to_json_types
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.profiling import html, summary
 from modular_kernel.profiling.chrome import Trace
-from modular_kernel.profiling.record import Memory, ProfileJob, RankRecord, Recorded, Total
+from modular_kernel.profiling.record import EndToEndTime, Memory, PairRecord, ProfileJob, RankRecord
 from modular_kernel.profiling.report import Profile, as_record, profile_of
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Machine, Problem
@@ -39,9 +39,9 @@ def profiled(
             link=None,
             load=RankLoad(10, 9, 18, 3, *((4, 6) if ranks > 1 else (0, 0))),
             pairs=tuple(
-                Recorded(
+                PairRecord(
                     pair, Path(f"{rank}.trace.json"),
-                    Total(1500.0 + rank, (1490.0, 1500.0 + rank, 1510.0), mode, 12.0, 0.0),
+                    EndToEndTime(1500.0 + rank, (1490.0, 1500.0 + rank, 1510.0), mode, 12.0, 0.0),
                     Memory(1 << 20, 3 << 20),
                 )
                 for pair in pairs
@@ -128,7 +128,7 @@ def test_what_could_not_be_measured_is_said() -> None:
 
 
 def test_everything_is_in_the_record() -> None:
-    record = plain(as_record(profiled("A x B", "C x D", ranks=2)))
+    record = to_json_types(as_record(profiled("A x B", "C x D", ranks=2)))
     assert isinstance(record, dict)
     (rank, _) = record["pairs"][1]["ranks"]
     assert rank["coverage"] == pytest.approx(1505 / 1535)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel.measure.roofline import Peaks, expert_bytes, floor_of, work_of
+from modular_kernel.measure.roofline import Peaks, expert_bytes, roofline_of, work_of
 from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
 from modular_kernel.profiling.inputs import load_of_rank
@@ -97,7 +97,7 @@ def test_products_together_are_the_layers_work(quant: str) -> None:
     assert sum(work.flops for work in found.values()) == whole.flops
     weights = sum(work.weights for work in found.values())
     assert weights == pytest.approx(3 * expert_bytes(problem, scheme))
-    assert floor_of(whole, problem, scheme, PEAKS).us > 0
+    assert roofline_of(whole, problem, scheme, PEAKS).us > 0
 
 
 def test_what_a_rank_receives_and_sends() -> None:

@@ -9,7 +9,7 @@ import torch
 from test_checkpoint_numbers import error, numbers
 
 import modular_kernel as mk
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.gptq_awq import column_order
@@ -17,8 +17,8 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, We
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
+    dequantized_weights,
     quantize_weights,
-    values_of,
 )
 from modular_kernel.reference import oracle
 from modular_kernel.testing.checkpoints.published_formats import ORDERED
@@ -46,11 +46,11 @@ def test_columns_lie_by_their_size() -> None:
     assert not torch.equal(weights.w1_order[0], weights.w1_order[1])
     largest = plain.w1.abs().amax(1).gather(1, weights.w1_order.long())
     assert (largest.diff(dim=1) <= 0).all()
-    error = (values_of(weights, "w1", problem) - plain.w1).abs().max()
+    error = (dequantized_weights(weights, "w1", problem) - plain.w1).abs().max()
     assert error < plain.w1.abs().max() / 7
     # The same weights in their order are other ones.
     there = torch.arange(96).int().expand(3, 96).contiguous()
-    moved = values_of(replace(weights, w1_order=there), "w1", problem)
+    moved = dequantized_weights(replace(weights, w1_order=there), "w1", problem)
     assert (moved - plain.w1).abs().max() > 1
 
 
@@ -85,11 +85,11 @@ def test_what_does_not_fit_is_named(
 def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() -> None:
     _, weights, problem = made()
     assert weights.w1_order is not None
-    order, want = weights.w1_order.clone(), values_of(weights, "w1", problem)
+    order, want = weights.w1_order.clone(), dequantized_weights(weights, "w1", problem)
     order[0, 5], order[1, 7] = 96, -1
     want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
     wrong = replace(weights, w1_order=order)
-    assert torch.equal(values_of(wrong, "w1", problem), want)
+    assert torch.equal(dequantized_weights(wrong, "w1", problem), want)
     some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(problem.dtype)
     both = mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5))
     plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
@@ -107,7 +107,7 @@ def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() ->
 
 @pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
 def test_the_aligned_path_alone_gathers(text: str) -> None:
-    assert paths_of(replace(BASE, quant=text)) == ("aligned",)
+    assert supported_paths(replace(BASE, quant=text)) == ("aligned",)
     verdict = mk.check("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts", replace(BASE, quant=text))
     assert "quant" in {rejection.rule for rejection in verdict.rejections}
 

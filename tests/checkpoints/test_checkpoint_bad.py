@@ -37,7 +37,9 @@ def test_what_is_not_as_it_says_is_refused(
     make, kind, words = BAD[case]
     make(tmp_path)
     read = list[str]()
-    monkeypatch.setattr(files_module.Tensors, "read", spied(read, files_module.Tensors.read))
+    monkeypatch.setattr(
+        files_module.TensorFiles, "read", spied(read, files_module.TensorFiles.read)
+    )
     with pytest.raises(kind, match=words) as raised:
         mk.load_experts(tmp_path, 0)
     assert type(raised.value) is kind

@@ -17,11 +17,11 @@ import modular_kernel as mk
 from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.testing.cases.covering import Axis, Row, Space, covering_array
-from modular_kernel.testing.checkpoints.published_formats import KINDS, ORDERED
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, ORDERED
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 EXPERTS, HIDDEN, WIDTH = 4, 128, 256
-ALL = KINDS | ORDERED
+ALL = CHECKPOINT_FORMATS | ORDERED
 PLAIN = ("bf16", "gptq", "gptq, zero points", "awq", "compressed int4", "deepseek fp8")
 FORMATS = (*PLAIN, *ORDERED)
 PROJECTION = re.compile(r"(.*experts\.(\d+)\.(\w+))\.(weight|qweight|weight_packed)$")

@@ -12,7 +12,7 @@ import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints.expert_names import LAYOUTS
 from modular_kernel.models.families import FAMILIES
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 
@@ -124,7 +124,7 @@ def test_what_packers_take_apart_is_read_too(family: str, block: str, tmp_path: 
             tensors[f"{at}.{e}.up_proj.bias"] = torch.full((256,), 2.0)
             tensors[f"{at}.{e}.down_proj.bias"] = torch.zeros(128)
     config = SAMPLES[family].config(family, (4, 2, 256, 128))
-    config["quantization_config"] = KINDS["compressed int4"].config
+    config["quantization_config"] = CHECKPOINT_FORMATS["compressed int4"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = mk.load_experts(tmp_path, 0)

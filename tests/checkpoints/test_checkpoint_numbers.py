@@ -14,9 +14,9 @@ import torch
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints.loading import LoadedExperts
-from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.quant.quantized_weights import dequantized_weights
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.testing.checkpoints.published_formats import FUSED, KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")
@@ -30,7 +30,7 @@ PUBLISHERS = {
     "compressed fp8 block": "step3p5",
     "mxfp4": "gpt_oss",
 }
-QUANTIZED = [name for name, kind in KINDS.items() if kind.config is not None]
+QUANTIZED = [name for name, kind in CHECKPOINT_FORMATS.items() if kind.config is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -59,27 +59,27 @@ def numbers(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
     for name in ("w1", "w2"):
         stored = getattr(w, name)
         if scheme.quantized:
-            stored = values_of(w, name, loaded.problem(1))
+            stored = dequantized_weights(w, name, loaded.problem(1))
         found.append(stored.double())
     if loaded.problem_fields["activation"].interleaved:
         found[0] = torch.cat([found[0][:, 0::2], found[0][:, 1::2]], 1)
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_a_layer_is_within_its_bound(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind)
     loaded = mk.load_experts(tmp_path, 0)
-    assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == KINDS[kind].scheme
-    assert error(sample, loaded) <= KINDS[kind].bound
+    assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == CHECKPOINT_FORMATS[kind].scheme
+    assert error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_weights_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind)
     w1, w2 = numbers(mk.load_experts(tmp_path, 0))
     # A scale of each half becomes one: the smaller half is rounded to fp8 again.
-    near = 2.0**-4 if KINDS[kind].scheme.startswith("fp8_w8a8_tensor") else 1e-6
+    near = 2.0**-4 if CHECKPOINT_FORMATS[kind].scheme.startswith("fp8_w8a8_tensor") else 1e-6
     torch.testing.assert_close(w1, sample.w1, rtol=near, atol=1e-3 if near > 1e-3 else 1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
 
@@ -88,7 +88,7 @@ def test_weights_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
 def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind)
     w = mk.load_experts(tmp_path, 0).weights
-    scheme = QuantScheme.parse(KINDS[kind].scheme)
+    scheme = QuantScheme.parse(CHECKPOINT_FORMATS[kind].scheme)
     bits = 4 if scheme.packed else 8
     assert w.w1.nbytes * 8 == sample.w1.numel() * bits
     assert w.w2.nbytes * 8 == sample.w2.numel() * bits
@@ -192,19 +192,23 @@ def dropped(loaded: LoadedExperts) -> LoadedExperts:
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_exchanged_scales_are_seen(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind, exchange)
-    assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * KINDS[kind].bound
+    assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
 
 
-@pytest.mark.parametrize("kind", [k for k in QUANTIZED if "zero_points" in KINDS[k].scheme])
+@pytest.mark.parametrize(
+    "kind", [k for k in QUANTIZED if "zero_points" in CHECKPOINT_FORMATS[k].scheme]
+)
 def test_shifted_zero_points_are_seen(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind, shift)
-    assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * KINDS[kind].bound
+    assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_a_dropped_tile_is_seen(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind)
-    assert error(sample, dropped(mk.load_experts(tmp_path, 0))) > 1.5 * KINDS[kind].bound
+    assert (
+        error(sample, dropped(mk.load_experts(tmp_path, 0))) > 1.5 * CHECKPOINT_FORMATS[kind].bound
+    )
 
 
 def test_symmetric_integers_with_other_zero_points_are_refused(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints import loading
 from modular_kernel.checkpoints.loading import LoadedExperts
-from modular_kernel.checkpoints.safetensors_files import Tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.testing.checkpoints.formats import fp8_block
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
@@ -60,18 +60,18 @@ def expert_bytes(sample: Sample) -> int:
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=512, shards=2)
     whole = summed(sample, ranks(sample, (1, 1), "float32"))
-    truth, scheme = sample.truth(*sample.inputs(16)), KINDS[kind].scheme
+    truth, scheme = sample.truth(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
     w1, w2 = numbers(mk.load_experts(tmp_path, 0))
     size = expert_bytes(sample)
     for ep, tp in GRIDS:
         loaded = ranks(sample, (ep, tp), "float32")
         y = summed(sample, loaded)
         if scheme == OF_ALL or (tp > 1 and scheme in OF_ROWS):
-            assert float((y - truth).norm() / truth.norm()) <= KINDS[kind].bound
+            assert float((y - truth).norm() / truth.norm()) <= CHECKPOINT_FORMATS[kind].bound
         else:
             assert float((y - whole).norm() / whole.norm()) <= 1e-5
         assert len({str(vars(rank.weights)["a2_scale"]) for rank in loaded}) == 1
@@ -92,14 +92,14 @@ def test_bytes_read_are_those_that_were_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = write(tmp_path, "mixtral", "bf16")
-    seen, read = [], Tensors.read
+    seen, read = [], TensorFiles.read
 
-    def counted(self: Tensors, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+    def counted(self: TensorFiles, name: str, box: tuple[slice, ...]) -> torch.Tensor:
         found = read(self, name, box)
         seen.append((name, found.nbytes))
         return found
 
-    monkeypatch.setattr(Tensors, "read", counted)
+    monkeypatch.setattr(TensorFiles, "read", counted)
     loaded = mk.load_experts(tmp_path, 0, ep=(1, 4))
     assert {name.split(".")[5] for name, _ in seen} == {"1"}
     told = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
@@ -107,7 +107,7 @@ def test_bytes_read_are_those_that_were_read(
     assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_pieces_of_a_matrix_are_the_whole(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
         scales = torch.stack([m.tensors["weight_scale_inv"] for m in matrices])
         tensors[f"{at}.{name}_scale_inv"] = scales
     save_file(tensors, tmp_path / "model.safetensors")
-    config = sample.config | {"quantization_config": KINDS["deepseek fp8"].config}
+    config = sample.config | {"quantization_config": CHECKPOINT_FORMATS["deepseek fp8"].config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for tp in (1, 2, 3):
         parts = [numbers(rank) for rank in ranks(sample, (1, tp))]

@@ -16,7 +16,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
 AT = "model.layers.0.block_sparse_moe.experts"
@@ -28,7 +28,7 @@ def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projec
     found = {}
     for name in ("w1", "w3", "w2"):
         own: Projection = {}
-        for stored in format_of(KINDS[kind].config, depth=192).stored:
+        for stored in format_of(CHECKPOINT_FORMATS[kind].config, depth=192).stored:
             each = [
                 tensors.get(f"{AT}.{e}.{name}.{alias}")
                 for alias in (stored.name, *stored.also)
@@ -41,12 +41,12 @@ def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projec
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_stacks_and_single_matrices_merge_alike(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind, intermediate=192)
     loaded = mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / "model.safetensors")
-    format, own = format_of(KINDS[kind].config, depth=192), projections(tensors, kind)
+    format, own = format_of(CHECKPOINT_FORMATS[kind].config, depth=192), projections(tensors, kind)
     scheme = fit(format, 192)
     assert str(scheme) == loaded.problem_fields["quant"]
     dtype = loaded.problem_fields["dtype"]
@@ -76,13 +76,13 @@ def test_mxfp4_and_blocks_are_views(tmp_path: Path) -> None:
         write(tmp_path, "mixtral", kind)
         own = projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
         first = next(iter(own.values()))
-        made = merge(format_of(KINDS[kind].config), [own], torch.bfloat16)
+        made = merge(format_of(CHECKPOINT_FORMATS[kind].config), [own], torch.bfloat16)
         assert made.w.data_ptr() == first.data_ptr()
 
 
 def test_formats_are_told() -> None:
     assert str(format_of(None)) == "none"
-    told = {str(format_of(kind.config, depth=256)) for kind in KINDS.values()}
+    told = {str(format_of(kind.config, depth=256)) for kind in CHECKPOINT_FORMATS.values()}
     assert {
         "fp8_w8a8_block (fp8)",
         "int4_w4a16_group:group=64 (gptq)",
@@ -109,7 +109,7 @@ def test_formats_are_told() -> None:
 def test_a_share_has_tiles_of_its_own(
     kind: str, intermediate: int, world: int, gated: bool, scheme: str
 ) -> None:
-    found = fit(format_of(KINDS[kind].config), intermediate, world=world, gated=gated)
+    found = fit(format_of(CHECKPOINT_FORMATS[kind].config), intermediate, world=world, gated=gated)
     assert str(found) == scheme
 
 
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 
 def test_one_group_of_a_row_is_one_of_each_share() -> None:
     """However it is cut: 100 halves to no group of 32 or more that divides 50."""
-    format = format_of(KINDS["awq, one group"].config, depth=100)
+    format = format_of(CHECKPOINT_FORMATS["awq, one group"].config, depth=100)
     assert fit(format, 100, world=2).group == (100,)
 
 
@@ -169,7 +169,7 @@ def test_compressed_integers_are_checked(case: str) -> None:
 
 
 def test_what_merge_is_given_is_checked() -> None:
-    block = format_of(KINDS["deepseek fp8"].config)
+    block = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
     weight, scale = torch.zeros(192, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
     gate = {"weight": weight, "weight_scale_inv": scale}
     with pytest.raises(

@@ -12,18 +12,18 @@ from modular_kernel import ExpertWeights, Problem
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.fusing import merge
 from modular_kernel.quant import nvfp4
-from modular_kernel.quant.quantized_weights import values_of, weight_specs
+from modular_kernel.quant.quantized_weights import dequantized_weights, weight_specs
 from modular_kernel.quant.scale_tiles import unpack_pairs
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 
 GOLDEN = load_file(Path(__file__).parents[1] / "helpers" / "golden" / "packed.safetensors")
-_GPTQ = KINDS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]
+_GPTQ = CHECKPOINT_FORMATS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]
 # The quantization_config that such a checkpoint has; groups are of 32 columns.
 CONFIGS: dict[str, Any] = {
-    "compressed_nvfp4": KINDS["compressed nvfp4"].config,
-    "modelopt_nvfp4": KINDS["modelopt nvfp4"].config,
-    "compressed_int4": KINDS["compressed int4"].config,
-    "compressed_int4_zeros": KINDS["compressed int4, zero points"].config,
+    "compressed_nvfp4": CHECKPOINT_FORMATS["compressed nvfp4"].config,
+    "modelopt_nvfp4": CHECKPOINT_FORMATS["modelopt nvfp4"].config,
+    "compressed_int4": CHECKPOINT_FORMATS["compressed int4"].config,
+    "compressed_int4_zeros": CHECKPOINT_FORMATS["compressed int4, zero points"].config,
     "gptq_order": _GPTQ | {"sym": True},
     "gptq_order_zeros": _GPTQ,
     "gptq_order_int8": _GPTQ | {"bits": 8},
@@ -58,7 +58,7 @@ def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
     weights = ExpertWeights(w1=given["w2"], **given)
     for name, spec in weight_specs(problem).items():
         assert name.startswith("w1") or given[name].shape == spec.shape
-    got = values_of(weights, "w2", problem)[0]
+    got = dequantized_weights(weights, "w2", problem)[0]
     if made.order is not None:
         assert made.order.tolist() != list(range(96))
         got = torch.empty_like(got).index_copy_(1, made.order.long(), got)

@@ -16,7 +16,10 @@ CPU = torch.device("cpu")
 
 
 def test_dead_weights_are_forgotten() -> None:
-    known, weights = recording.KnownWeights(), replace(make_inputs(BASE, "uniform", CPU).weights)
+    known, weights = (
+        recording.CheckedWeightsCache(),
+        replace(make_inputs(BASE, "uniform", CPU).weights),
+    )
     known.bind(weights)
     assert known.bound(weights, CPU) is not None
     del weights
@@ -26,7 +29,7 @@ def test_dead_weights_are_forgotten() -> None:
 
 def test_a_number_of_dead_weights_is_no_proof() -> None:
     """Even where a record outlives its weights: the object is asked for, not its number alone."""
-    known, first = recording.KnownWeights(), make_inputs(BASE, "uniform", CPU).weights
+    known, first = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
     second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
     known._bound[id(second)] = known.bind(first)
     assert known.bound(first, CPU) is not None

@@ -63,7 +63,7 @@ def test_scripts_run_in_a_checkout(script: str, words: tuple[str, ...], expected
 def test_json_holds_no_infinity() -> None:
     """JSON has no word for one: an error that could not be measured is a string."""
     values = {"errors": (float("inf"), float("nan"), 0.5)}
-    assert output.plain(values) == {"errors": ["inf", "nan", 0.5]}
+    assert output.to_json_types(values) == {"errors": ["inf", "nan", 0.5]}
 
 
 # ------------------------------------------------------------------------------------------ list
@@ -385,7 +385,7 @@ def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from modular_kernel.testing.compile import report as compiling
-    from modular_kernel.testing.compile.cases import Compiled, CompiledRow
+    from modular_kernel.testing.compile.cases import CompiledRow, CompileResult
 
     absent = dict.fromkeys(compiling.FAMILIES, 0)
     monkeypatch.setattr(compiling, "_count", lambda cubin: {**absent, cubin.decode(): 7})
@@ -395,10 +395,10 @@ def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
         record = compiling.CompileRecord("k", "sm_90", {}, {}, 4, 1, 0, 9, 0, 0, counts, 0.0)
         return CompiledRow(f"case {name}", record, ())
 
-    def done(*_: object, **__: object) -> Compiled:
+    def done(*_: object, **__: object) -> CompileResult:
         read = row("HGMMA")
         assert read.record.instructions["HGMMA"] == 7
-        return Compiled((read, row("FFMA")), ())
+        return CompileResult((read, row("FFMA")), ())
 
     monkeypatch.setattr("modular_kernel.testing.compile.cases.compile_all", done)
     checked = mk("compile", "--check").out

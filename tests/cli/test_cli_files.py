@@ -13,7 +13,7 @@ from run_mk import Mk, runs_mk
 
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.main import VERBS
-from modular_kernel.cli.options import flattened
+from modular_kernel.cli.options import flatten_options
 from modular_kernel.cli.output_streams import LOST_OUTPUT
 from modular_kernel.utils import json_files
 
@@ -27,7 +27,7 @@ def options() -> Iterator[tuple[str, str, Any, FileUse | None]]:
     """Every option of every verb: verb, option, what it holds, and its use of a file."""
     for verb, (place, _) in VERBS.items():
         module, function = place.split(":")
-        command = flattened(getattr(import_module(f"modular_kernel.cli.{module}"), function))
+        command = flatten_options(getattr(import_module(f"modular_kernel.cli.{module}"), function))
         for name, parameter in inspect.signature(command).parameters.items():
             option = f"--{name.removeprefix('as_').replace('_', '-')}"
             held, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
@@ -205,7 +205,7 @@ def test_an_interrupt_leaves_no_part(tmp_path: Path) -> None:
     path = tmp_path / "kept.png"
 
     def interrupted() -> None:
-        with json_files.replacing(path) as part:
+        with json_files.atomic_write(path) as part:
             assert part.suffix == ".png"
             part.write_text("half", encoding="utf-8")
             raise KeyboardInterrupt

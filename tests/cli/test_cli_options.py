@@ -20,7 +20,7 @@ from run_mk import run_mk
 from modular_kernel.cli import main, verify
 from modular_kernel.cli import models as list_models_module
 from modular_kernel.cli.machine_setup import parse_arch
-from modular_kernel.cli.options import ProblemOptions, flattened
+from modular_kernel.cli.options import ProblemOptions, flatten_options
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
@@ -274,7 +274,7 @@ def numbers() -> list[tuple[str, str, str]]:
     for verb, (place, _) in main.VERBS.items():
         module, function = place.split(":")
         command = getattr(import_module(f"modular_kernel.cli.{module}"), function)
-        for parameter in inspect.signature(flattened(command)).parameters.values():
+        for parameter in inspect.signature(flatten_options(command)).parameters.values():
             kind = re.match(r"typing.Annotated\[(int|float)\b", str(parameter.annotation))
             if kind:
                 found.append((verb, f"--{parameter.name.replace('_', '-')}", needs[kind[1]]))

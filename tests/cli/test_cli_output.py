@@ -309,8 +309,8 @@ def test_a_profile_that_is_lost_ends_with_a_status_of_its_own(mk: Mk, tmp_path: 
 def test_what_takes_long_is_said_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
-    monkeypatch.setattr(output, "_LATER_WORDS_S", 0.05)
+    monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
+    monkeypatch.setattr(output, "_LINE_INTERVAL_S", 0.05)
     doing = ["the first"]
     with output.waiting(lambda: doing[0]):
         time.sleep(0.3)
@@ -333,7 +333,7 @@ def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
     """The demo's forty lines would scroll its result off the screen."""
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        with output.steps_told(2, "runs") as tell:
+        with output.step_lines(2, "runs") as tell:
             tell("a run took 1 s")
             tell("another took 2 s")
         told = capsys.readouterr().err
@@ -344,7 +344,7 @@ def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
 def test_a_long_step_is_said_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "_STEADY_S", 0.05)
+    monkeypatch.setattr(output, "_STEADY_INTERVAL_S", 0.05)
     with output.progress(3, "kernels", steady=True) as advance:
         advance()
         time.sleep(0.3)
@@ -370,8 +370,8 @@ def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.M
         time.sleep(0.3)
         return {LEFT_OUT.kernel: LEFT_OUT}
 
-    monkeypatch.setattr(output, "_STEADY_S", 0.05)
-    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(output, "_STEADY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
     monkeypatch.setattr("modular_kernel.testing.compile.kernels_defined.defined_kernels", found)
     _compiles(monkeypatch, slow)
     told = mk("compile").err

@@ -11,7 +11,7 @@ from run_mk import run_mk
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import profile
-from modular_kernel.profiling.chrome import faults
+from modular_kernel.profiling.chrome import format_violations
 from modular_kernel.replay import stages
 from modular_kernel.testing.cases.lists import BASE, axes
 
@@ -30,7 +30,7 @@ def run(capsys: Capsys, *words: str) -> tuple[int, str]:
 def stage_events(path: Path) -> dict[str, dict[str, Any]]:
     """The named ranges of a Chrome trace, as the host saw them."""
     trace = json.loads(path.read_text(encoding="utf-8"))
-    assert faults(trace) == []
+    assert format_violations(trace) == []
     return {
         event["name"]: event
         for event in trace["traceEvents"]

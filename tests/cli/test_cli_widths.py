@@ -52,7 +52,7 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(demo, "_packed", lambda *_, **__: checkpoint_rows())
     monkeypatch.setattr(demo, "_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0})
     monkeypatch.setattr(compiled, "compile_all", lambda *_, **__: compiled_kernels())
-    monkeypatch.setattr(call_defects, "put_into_calls", lambda *_: kills())
+    monkeypatch.setattr(call_defects, "run_input_mutations", lambda *_: kills())
     monkeypatch.setattr(mutate, "put_into_calls", lambda *_: kills())
     return partial(run_mk, capsys)
 
@@ -72,7 +72,7 @@ def checkpoint_rows() -> list[CheckpointRow]:
     return [*made[1:], replace(made[0], error=1.0)]
 
 
-def compiled_kernels() -> compiled.Compiled:
+def compiled_kernels() -> compiled.CompileResult:
     config = {f"BLOCK_{letter}": 128 for letter in "MNKH"} | {"ACTIVATION": "swiglu_oai"}
     counts = {"wgmma": 128, "cp.async": 24, "mma.sync": 16, "ldmatrix": 64}
     sizes = {"num_warps": 8, "num_stages": 4, "shared": 229_376, "registers": 255}
@@ -92,8 +92,10 @@ def compiled_kernels() -> compiled.Compiled:
         compiled.CompiledRow(name, record, ()),
         compiled.CompiledRow(name, record, (f"{record}: 8 bytes of local memory a thread",)),
     )
-    left = compiled.LeftOut("_kernel", "experts.triton.gemv.kernels.gate_up", "needs two ranks")
-    return compiled.Compiled(rows, (left,))
+    left = compiled.SkippedKernel(
+        "_kernel", "experts.triton.gemv.kernels.gate_up", "needs two ranks"
+    )
+    return compiled.CompileResult(rows, (left,))
 
 
 def kills() -> list[SimpleNamespace]:

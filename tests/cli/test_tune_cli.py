@@ -15,22 +15,22 @@ import typer
 from run_mk import Mk, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
-from experts.triton.configs.files import ConfigKey, config_as_json
+from experts.triton.configs.files import ConfigKey, config_to_json
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
+from modular_kernel.cli.tune import TuneOptions, _pair, _problems, _run, _valid
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
-from modular_kernel.contracts import Best, Took
+from modular_kernel.contracts import StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.quant.quantized_weights import check_weights_quantized
 from modular_kernel.reference.weights import matrix
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tuning import compilation
-from modular_kernel.tuning.compilation import Pair
+from modular_kernel.tuning.compilation import TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
-from modular_kernel.tuning.search import Refusal, Tuned
+from modular_kernel.tuning.search import Refusal, TuneResult
 from modular_kernel.tuning.weights import tuning_weights
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
@@ -109,9 +109,9 @@ def test_models_and_sizes_together() -> None:
     assert (mixtral.hidden, mixtral.intermediate, mixtral.experts) == (1024, 14336, 8)
     assert (oss.hidden, oss.intermediate, oss.act.kind) == (1024, 2880, "swiglu_oai")
     assert mixtral.quant == oss.quant == "mxfp4_w4a16"
-    assert Search().tokens(ProblemOptions()) == tuple(2**power for power in range(14))
-    assert Search().tokens(ProblemOptions(tokens=7)) == (7,)
-    assert Search(tokens_list="8,1,8").tokens(ProblemOptions(tokens=7)) == (8, 1)
+    assert TuneOptions().tokens(ProblemOptions()) == tuple(2**power for power in range(14))
+    assert TuneOptions().tokens(ProblemOptions(tokens=7)) == (7,)
+    assert TuneOptions(tokens_list="8,1,8").tokens(ProblemOptions(tokens=7)) == (8, 1)
 
 
 def test_all_shapes_in_several_schemes() -> None:
@@ -154,17 +154,19 @@ def test_the_pair_is_the_first_valid_one() -> None:
         _pair(replace(problem, top_k=17), MACHINE, None, None)
 
 
-TOOK = Took(9e-5, {"mk::gemm2": 3e-5})
+TOOK = StageTimes(9e-5, {"mk::gemm2": 3e-5})
 TUNED = [
-    Tuned(1, Best(ONE, 8e-5, 1e-4), {ONE: TOOK, TWO: TOOK}, {}, True, Path("folder/file.json")),
-    Tuned(64, Best(ONE, 8e-5, None), {ONE: TOOK}, {TWO: Refusal("spills")}, False),
-    Tuned(256, None, {}, {TWO: Refusal("error 1 > 2", wrong=True)}, True),
+    TuneResult(
+        1, TunedChoice(ONE, 8e-5, 1e-4), {ONE: TOOK, TWO: TOOK}, {}, True, Path("folder/file.json")
+    ),
+    TuneResult(64, TunedChoice(ONE, 8e-5, None), {ONE: TOOK}, {TWO: Refusal("spills")}, False),
+    TuneResult(256, None, {}, {TWO: Refusal("error 1 > 2", wrong=True)}, True),
 ]
 
 
 def small_layer() -> TunedLayer:
     problem = Problem(tokens=256, hidden=64, intermediate=64, experts=4, top_k=2)
-    space, pair = ConfigSpace(problem, "E"), Pair("P", "E", MACHINE)
+    space, pair = ConfigSpace(problem, "E"), TunedPair("P", "E", MACHINE)
     return TunedLayer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
 
 
@@ -178,9 +180,9 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     assert [line["tokens"] for line in lines] == [1, 64, 1, 64]
     first = lines[0]
     assert first["best"]["us"] == 80.0
-    assert first["best"].items() >= config_as_json(ONE).items()
+    assert first["best"].items() >= config_to_json(ONE).items()
     for choice, pair in zip(first["choices"], (ONE, TWO), strict=True):
-        assert choice.items() >= config_as_json(pair).items()
+        assert choice.items() >= config_to_json(pair).items()
     assert first["choices"][0]["stages"] == {"mk::gemm2": 30.0}
     TuneRecorder(layer, None).keep(TUNED[0])
 
@@ -244,8 +246,8 @@ def test_a_layer_is_tuned_from_end_to_end(
     monkeypatch.setattr(ConfigSpace, "candidates", lambda _self, tokens: [ONE, TWO])
     times = tmp_path / "times.jsonl"
     pair, options = (
-        Pair(*PAIR, machine),
-        Search(budget=250, out=tmp_path / "out", workers=3, times=times),
+        TunedPair(*PAIR, machine),
+        TuneOptions(budget=250, out=tmp_path / "out", workers=3, times=times),
     )
     with on_an_h200(tmp_path, monkeypatch):
         _run([("small", SMALL, pair)], (1, 2), options, as_json=None)
@@ -269,7 +271,7 @@ def bench(problem: Problem = SMALL, **more: Any) -> TimedSearch:
         pytest.skip("no Triton here")
     nothing: Any = SimpleNamespace()
     more = {"tokens": (1, 5, 17, 40), "target_ms": 1.0, **more}
-    return TimedSearch(Pair(*PAIR, machine), problem, nothing, **more)
+    return TimedSearch(TunedPair(*PAIR, machine), problem, nothing, **more)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
@@ -278,7 +280,7 @@ def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
     made = bench(replace(SMALL, hidden=wide, intermediate=wide, experts=2, quant=quant))
     for tokens in (1, 17) if quant == "none" else (5,):
         took = made.screen(tokens, ONE)
-        assert isinstance(took, Took), took
+        assert isinstance(took, StageTimes), took
         assert sorted(took.stages) == sorted(ConfigSpace.stages)
         # They are timed apart from the whole, and another process may have been busy by then.
         assert 0 < sum(took.stages.values()) < 2 * took.seconds
@@ -303,7 +305,7 @@ def test_rows_that_the_oracle_does_not_see_are_compared_with_another_choice_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = bench()
-    assert isinstance(made.screen(17, ONE), Took)
+    assert isinstance(made.screen(17, ONE), StageTimes)
 
     def harm(x: torch.Tensor, routing: Any) -> torch.Tensor:
         out = right(made, x, routing)
@@ -344,7 +346,7 @@ def test_a_launch_that_fails_is_refused_with_its_reason() -> None:
 
     made = bench(space=SimpleNamespace(using=broken, stages=()))
     assert made.screen(17, ONE) == Refusal("RuntimeError: out of resources: shared memory")
-    assert isinstance(made.screen(17, TWO), Took)
+    assert isinstance(made.screen(17, TWO), StageTimes)
 
 
 def test_what_would_overwrite_its_input_is_refused() -> None:
@@ -353,6 +355,6 @@ def test_what_would_overwrite_its_input_is_refused() -> None:
 
 
 def test_a_part_without_choices_is_refused() -> None:
-    pair = Pair("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
+    pair = TunedPair("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
     with pytest.raises(ConfigurationError, match="TorchExperts"):
         pair.space(SMALL)

@@ -8,7 +8,7 @@ import pytest
 
 from modular_kernel.testing.compile import cases as compile_cases
 from modular_kernel.testing.compile import report as compiling
-from modular_kernel.testing.compile.cases import LeftOut, compile_all
+from modular_kernel.testing.compile.cases import SkippedKernel, compile_all
 from modular_kernel.testing.compile.kernels_defined import defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord
 
@@ -28,7 +28,7 @@ def _names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(compiling, "_recording", recording)
+    monkeypatch.setattr(compiling, "_make_recording_run", recording)
 
 
 def jitted() -> dict[str, str]:
@@ -75,7 +75,7 @@ def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
 
 def test_a_kernel_that_no_case_launches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_cases, "_steps", lambda machine, target, only: [])
-    expected = {LeftOut(k.name, k.module, k.left_out) for k in defined_kernels().values()}
+    expected = {SkippedKernel(k.name, k.module, k.left_out) for k in defined_kernels().values()}
     assert sum(kernel.reason == "" for kernel in expected) == len(expected) - 1
     assert set(compile_all("sm_90").left_out) == expected
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from cutlass_code import MISSING, compile_in, told
 
-from modular_kernel.quant.scale_layout import byte_of
+from modular_kernel.quant.scale_layout import scale_offset
 
 pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 
@@ -155,4 +155,6 @@ def test_scales_lie_as_the_dsl_lays_them(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     told_of = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line]
     assert len(told_of) == 52 * 32
-    assert [at for _, _, at in told_of] == [byte_of(row, group, 32) for row, group, _ in told_of]
+    assert [at for _, _, at in told_of] == [
+        scale_offset(row, group, 32) for row, group, _ in told_of
+    ]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from experts.compat.ep_moe_compile_cases import FORMS, FP8, launch_all
+from experts.compat.ep_moe_compile_cases import COMPILE_CASES, FP8, launch_all
 from modular_kernel.testing.compile.report import check, record_compiles
 
 
 # Few rows of bf16: the weights take the side of 64.
-@pytest.mark.parametrize(("tokens", "dtype", "block_shape"), FORMS, ids=str)
+@pytest.mark.parametrize(("tokens", "dtype", "block_shape"), COMPILE_CASES, ids=str)
 def test_every_step_is_clean(
     tokens: int, dtype: torch.dtype, block_shape: list[int] | None
 ) -> None:

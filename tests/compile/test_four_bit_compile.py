@@ -9,7 +9,7 @@ import torch
 from experts.triton.aligned_w4 import aligned_w4_config
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.launch_config import Launch
-from experts.triton.operands import Product, first_product, second_product
+from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.ops.align import Aligned, align_specs
 from modular_kernel.quant.quantized_weights import weight_specs
@@ -45,14 +45,14 @@ def compiled(problem: Problem) -> list[CompileRecord]:
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
     aligned = Aligned(*list(buffers)[:3])
 
-    def multiply(rows: int, product: Product, launch: Launch) -> None:
+    def multiply(rows: int, product: GemmOperands, launch: Launch) -> None:
         a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)
         out = torch.empty(pairs, product.columns, dtype=problem.dtype, device=META)
         path.multiply((a, None), product, launch, aligned, out, None, None)
 
     with record_compiles("sm_90") as records:
-        multiply(problem.tokens, first_product(weights, problem), config.gemm1)
-        multiply(pairs, second_product(weights, problem), config.gemm2)
+        multiply(problem.tokens, gemm1_operands(weights, problem), config.gemm1)
+        multiply(pairs, gemm2_operands(weights, problem), config.gemm2)
     return records
 
 

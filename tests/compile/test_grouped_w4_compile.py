@@ -51,7 +51,7 @@ def test_every_launch_is_clean(
 ) -> None:
     problem = replace(BASE, **change)  # type: ignore[arg-type]
     assert grouped_w4_config.serves(problem, DEVICE)
-    monkeypatch.setattr(grouped_w4_config, "experts_at_once", lambda p: at_once)
+    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda p: at_once)
     tiles = grouped_w4_config.default(problem, rows)
     records = launches_of(GroupedW4Path(problem), problem, tiles)
     parts = -(-4 // at_once)
@@ -70,7 +70,7 @@ def test_every_launch_is_clean(
 def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:
     """Instructions and operands of every innermost loop that has products."""
     found, labels, code = [], {}, []
-    said = report._said(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
+    said = report._run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
     for line in said.splitlines():
         label, instruction = _LABEL.match(line.strip()), _LINE.match(line)
         if label:

@@ -2,19 +2,19 @@
 
 import pytest
 
-from modular_kernel.testing.compile.cases import Compiled, CompiledRow, compile_all
+from modular_kernel.testing.compile.cases import CompiledRow, CompileResult, compile_all
 
 pytestmark = pytest.mark.timeout(1200)  # some 300 forms of kernels, one after the other
 GLUON = ("grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel")
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Compiled:
+def compiled() -> CompileResult:
     return compile_all("sm_90", workers=2)
 
 
 @pytest.fixture(scope="module")
-def rows(compiled: Compiled) -> tuple[CompiledRow, ...]:
+def rows(compiled: CompileResult) -> tuple[CompiledRow, ...]:
     return compiled.rows
 
 
@@ -23,7 +23,7 @@ def test_no_kernel_is_in_violation(rows: tuple[CompiledRow, ...]) -> None:
     assert [f"{row.case}: {v}" for row in rows for v in row.violations] == []
 
 
-def test_none_is_left_out(compiled: Compiled) -> None:
+def test_none_is_left_out(compiled: CompileResult) -> None:
     """By what was compiled; test_compile_coverage says it for other GPUs, by names."""
     assert [kernel.kernel for kernel in compiled.left_out if not kernel.reason] == []
     assert len({row.record.kernel for row in compiled.rows}) >= 33

@@ -24,7 +24,7 @@ DEVICE = Device("sm_90", tma=True)
 
 def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
     """Everything a call launches, and what quantizes its tokens before."""
-    assert grouped_tma_config.serves(problem, DEVICE)
+    assert grouped_tma_config.supports(problem, DEVICE)
     path, scheme = GroupedTmaPath(problem), problem.scheme
     if not scheme.quantized:
         return launches_of(path, problem, tiles)
@@ -67,14 +67,14 @@ def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
 def test_every_launch_is_clean(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
     quantized = problem.scheme.quantized
-    records = compiled(problem, grouped_tma_config.default(problem))
+    records = compiled(problem, grouped_tma_config.default_config(problem))
     products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert len(products) == 2
     for record in records:
         assert check(record) == ()
     for record in products:
         assert check(record, "QGMMA" if quantized else "HGMMA") == ()
-    gathers = grouped_tma_config.gathers(problem)
+    gathers = grouped_tma_config.gathers_tokens(problem)
     moved = [r for r in records if r.kernel == "permute_tokens_kernel"]
     assert len(moved) == (not gathers)
     boxes = [r.instructions["UTMALDG"] for r in products]
@@ -98,7 +98,7 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
 def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
     """Threads put matrices of 8 by 8 into shared memory, not single values; TMA stores them."""
     problem = replace(BASE, **change)
-    records = compiled(problem, grouped_tma_config.default(problem))
+    records = compiled(problem, grouped_tma_config.default_config(problem))
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
         one = record.config["GATED"] and record.config["STEP"] == 1
@@ -111,7 +111,7 @@ def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
 def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
     """Each of two warpgroups has a step that an even number of them leaves, and a loop of two."""
     problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
-    records = compiled(problem, grouped_tma_config.default(problem))
+    records = compiled(problem, grouped_tma_config.default_config(problem))
     products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
 

@@ -18,7 +18,9 @@ BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call whose activations are quantized in them."""
-    return launches_of(GemvPath(problem), problem, gemv_config.default(problem), target=target)
+    return launches_of(
+        GemvPath(problem), problem, gemv_config.default_config(problem), target=target
+    )
 
 
 @pytest.mark.parametrize(

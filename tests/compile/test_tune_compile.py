@@ -11,7 +11,7 @@ from experts.triton.launch_config import (
     Device,
     LaunchConfig,
     MoEConfig,
-    clamped,
+    clamp,
     gemms,
     shared_bytes,
 )
@@ -19,11 +19,11 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.compile.report import CompileRecord
 from modular_kernel.tuning import compilation
-from modular_kernel.tuning.compilation import Compiler, CompileTask, Pair, compile_choice
+from modular_kernel.tuning.compilation import Compiler, CompileTask, TunedPair, compile_choice
 
 MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
-PAIR = Pair("MoEPrepareAndFinalizeNoEP", "TritonExperts", MACHINE)
-BATCHED = Pair("BatchedPrepareAndFinalize", "BatchedTritonExperts", MACHINE)
+PAIR = TunedPair("MoEPrepareAndFinalizeNoEP", "TritonExperts", MACHINE)
+BATCHED = TunedPair("BatchedPrepareAndFinalize", "BatchedTritonExperts", MACHINE)
 PROBLEM = Problem(tokens=64, hidden=512, intermediate=512, experts=4, top_k=2)
 GOOD = MoEConfig(LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 64, 64, 1, 4, 3), "aligned")
 # Rows that start off 16 elements load value by value: such a tile spills.
@@ -36,7 +36,7 @@ TILES = (
 )
 
 
-def reason(pair: Pair, problem: Problem, choice: MoEConfig) -> str:
+def reason(pair: TunedPair, problem: Problem, choice: MoEConfig) -> str:
     return compile_choice(CompileTask(pair, pair.space(problem), problem, (choice,)), choice)
 
 
@@ -74,7 +74,7 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
     problem, device = replace(PROBLEM, quant=quant), Device.of(MACHINE)
     first, second = gemms(problem)
     for tile in TILES:
-        pair = MoEConfig(clamped(tile, first, device), clamped(tile, second, device), "aligned")
+        pair = MoEConfig(clamp(tile, first, device), clamp(tile, second, device), "aligned")
         records = [r for r in launches(problem, pair) if r.kernel == "grouped_gemm_kernel"]
         assert len(records) == 2
         for record, fitted, gemm in zip(

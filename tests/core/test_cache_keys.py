@@ -11,7 +11,7 @@ import torch
 
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import ConfigKey
-from experts.triton.configs.lookup import subfolder
+from experts.triton.configs.lookup import triton_subfolder
 from experts.triton.launch_config import Device
 from modular_kernel.replay import recording
 from modular_kernel.select import cache_keys
@@ -166,7 +166,7 @@ def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
     names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
     assert len(names | {base.file_name}) == len(TILE_CHANGES) + 1
     versions = ("3.6.0", "3.6.1", "3.7.0", "4.6.0")
-    assert len({subfolder(version) for version in versions}) == len(versions)
+    assert len({triton_subfolder(version) for version in versions}) == len(versions)
 
 
 def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
@@ -202,7 +202,7 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
 # ------------------------------------------------------------------------------------- replay
 
 
-def kind(x: torch.Tensor, weights: ExpertWeights, known: recording.KnownWeights) -> Any:
+def kind(x: torch.Tensor, weights: ExpertWeights, known: recording.CheckedWeightsCache) -> Any:
     return recording.signature_and_pointers((x,), known.bind(weights))[0]
 
 
@@ -227,7 +227,7 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
         "one for two": ExpertWeights(w1=w1, w2=w1),
         "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
     }
-    known = recording.KnownWeights()
+    known = recording.CheckedWeightsCache()
     like = ExpertWeights(w1=w1.clone(), w2=w2.clone())
     assert kind(x, weights, known) == kind(memory[64:128].view(4, 16), like, known)
     kinds = {name: kind(tensor, weights, known) for name, tensor in tensors.items()}
@@ -236,8 +236,8 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
     assert len(set(kinds.values())) == len(kinds)
 
 
-def known_and_weights() -> tuple[recording.KnownWeights, ExpertWeights]:
-    known = recording.KnownWeights()
+def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
+    known = recording.CheckedWeightsCache()
     weights = ExpertWeights(w1=torch.zeros(2, 8, 16), w2=torch.zeros(2, 16, 4))
     known.bind(weights)
     return known, weights

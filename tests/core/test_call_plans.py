@@ -214,7 +214,7 @@ def test_an_error_leaves_the_memory_usable() -> None:
 
 
 def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_MOST_STREAMS", 2)
+    monkeypatch.setattr(plan, "_MAX_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
         one = kernel._call_plans._made(kernel, CPU, stream, 4)

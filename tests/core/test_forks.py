@@ -110,7 +110,7 @@ def test_layers_serve_the_child_while_a_thread_makes_their_kernels(
         return make_kernel(*args, **options)
 
     monkeypatch.setattr(kernel_cache, "make_kernel", slow)
-    monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", kernel_cache.Planned())
+    monkeypatch.setattr("modular_kernel.layers.fused_moe._plan_cache", kernel_cache.KernelCache())
     with gate.holding(lambda: layer(given[0], given[2])):
         found = in_child(lambda: layer(given[0], given[2]))
     torch.testing.assert_close(found, layer(given[0], given[2]))
@@ -320,7 +320,7 @@ def test_a_lock_stays_locked_in_the_child_if_the_forking_thread_has_it(owned: bo
     lock = threading.RLock()
 
     def child() -> tuple[bool, bool]:
-        return forks.renew(lock), lock._is_owned()  # type: ignore[attr-defined]
+        return forks.reset_lock(lock), lock._is_owned()  # type: ignore[attr-defined]
 
     def run(function: Callable[[], Any]) -> Any:
         if not owned:

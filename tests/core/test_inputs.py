@@ -8,12 +8,12 @@ import torch
 from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Problem
-from modular_kernel.testing.cases.hostile import VALUES, apart, why_impossible
+from modular_kernel.testing.cases.hostile import VALUES, token_groups, unsupported_reason
 from modular_kernel.testing.cases.inputs import (
     LAYOUTS,
     ROUTINGS,
     Inputs,
-    Manner,
+    InputVariation,
     fenced,
     fences_intact,
     fill_of,
@@ -297,7 +297,7 @@ def test_command_names_what_is_not_the_default() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block:block=48x64", "mxfp4_w4a16"])
 def test_layouts_are_views_of_the_same_values(quant: str, layout: str) -> None:
     problem = replace(BASE, quant=quant, dtype=torch.bfloat16)
-    plain, laid = made(problem), made(problem, manner=Manner(layout))
+    plain, laid = made(problem), made(problem, manner=InputVariation(layout))
     for name, tensor in laid.tensors().items():
         assert torch.equal(tensor.double(), plain.tensors()[name].double())
     check_weights(laid.weights, laid.x_TH, problem)
@@ -328,14 +328,14 @@ def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
     if values == "ties":  # of activations that are quantized
         problem = replace(problem, quant="fp8_w8a8_channel")
     faintest = values == "faint" and dtype is torch.float16
-    assert (why_impossible(problem, values) is not None) is faintest
-    inputs = made(problem, "uniform", manner=Manner(values=values))
+    assert (unsupported_reason(problem, values) is not None) is faintest
+    inputs = made(problem, "uniform", manner=InputVariation(values=values))
     if faintest:  # as the reason says
         assert not bool(inputs.x_TH.any())
         return
     recipe = reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
     finite = recipe.isfinite().all(1)
-    groups = apart(values, problem.tokens)
+    groups = token_groups(values, problem.tokens)
     assert bool(finite[groups == 0].all())
     assert (groups > 0).any() == (values in ("large", "nan_token", "inf_token"))
     if values == "large":
@@ -350,6 +350,6 @@ def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
 
 def test_a_manner_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="layout"):
-        Manner("folded")
+        InputVariation("folded")
     with pytest.raises(ConfigurationError, match="values"):
-        Manner(values="odd")
+        InputVariation(values="odd")

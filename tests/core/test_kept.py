@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experts.cutlass import compiled_kernels
-from modular_kernel.replay.launch.compiled_files import find, keep, key_of
+from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
 
 STEM, SUFFIX = "kernel-0", ".o"
 
@@ -40,24 +40,24 @@ def a_link_to_nothing(path: Path) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("put", [a_pipe, a_link_to_itself, a_link_to_nothing, Path.mkdir])
 def test_what_is_no_file_is_passed_over(folder: Path, put: Callable[[Path], None]) -> None:
-    path = keep(STEM, SUFFIX, written())
+    path = build_cached(STEM, SUFFIX, written())
     path.unlink()
     put(path)
-    assert find(STEM, SUFFIX) is None
-    made = keep(STEM, SUFFIX, written())
+    assert find_cached(STEM, SUFFIX) is None
+    made = build_cached(STEM, SUFFIX, written())
     assert made.read_bytes() == b"code"
     # A folder stays; what is made anew is then this process's alone.
     assert (made == path) != (put is Path.mkdir)
 
 
 def test_a_folder_that_goes_while_a_file_is_made(folder: Path) -> None:
-    keep(STEM, SUFFIX, written()).unlink()
+    build_cached(STEM, SUFFIX, written()).unlink()
 
     def make(path: Path) -> None:
         path.write_bytes(b"code")
         folder.rmdir()
 
-    assert keep(STEM, SUFFIX, make).read_bytes() == b"code"
+    assert build_cached(STEM, SUFFIX, make).read_bytes() == b"code"
 
 
 def test_what_making_raises_is_raised_and_nothing_is_kept(folder: Path) -> None:
@@ -66,15 +66,15 @@ def test_what_making_raises_is_raised_and_nothing_is_kept(folder: Path) -> None:
         raise RuntimeError("no such GPU")
 
     with pytest.raises(RuntimeError, match="no such GPU"):
-        keep(STEM, SUFFIX, make)
-    assert find(STEM, SUFFIX) is None
+        build_cached(STEM, SUFFIX, make)
+    assert find_cached(STEM, SUFFIX) is None
     assert list(folder.iterdir()) == []
 
 
 def test_a_stem_is_no_pattern(folder: Path) -> None:
-    keep("kernel[1]*", SUFFIX, written())
-    assert find("kernel[1]*", SUFFIX) is not None
-    assert find("kernel*", SUFFIX) is None
+    build_cached("kernel[1]*", SUFFIX, written())
+    assert find_cached("kernel[1]*", SUFFIX) is not None
+    assert find_cached("kernel*", SUFFIX) is None
 
 
 def test_a_key_tells_files_and_facts_apart(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from watched_products import WatchedProducts
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.layers.router import Router
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RouterSpec
@@ -105,7 +105,7 @@ def test_the_watch_notices() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_and_references(case: Case) -> None:
     """A case's calls, and the oracle, recipe and twins that they are held against."""
-    with WatchedProducts() as watched, torch_twins():
+    with WatchedProducts() as watched, prefer_torch_reference():
         proof = prove(case, this_machine(device="cpu"))
     assert proof.passed, str(proof)
     assert watched.products
@@ -115,7 +115,7 @@ def test_parts_and_references(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_adapters_beside_the_layer(dtype: torch.dtype) -> None:
     call = moe_lora_calls.call(dtype=dtype)
-    with WatchedProducts() as watched, torch_twins():
+    with WatchedProducts() as watched, prefer_torch_reference():
         call.run()
     assert watched.products
     assert watched.faults == []

@@ -99,6 +99,6 @@ def test_tuning_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", none)
-    search = tune.Search()
+    search = tune.TuneOptions()
     with pytest.raises(ConfigurationError, match="MK_CONFIG_DIR"):
         tune._run([], (1,), search, as_json=False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from modular_kernel import Parallel, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.spec.placement import Placement, near_ranks, pairs_to_slots
+from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
 
 
 def test_linear_gives_blocks_and_the_rest_to_the_first_ranks() -> None:
@@ -80,8 +80,8 @@ def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) 
         (lambda: Placement.of_table([(0, 0.5)], 1), "slot of each expert: got tuple, need a tuple"),
         (lambda: Placement.from_eplb(None, 2), "physical_to_logical: got None, need a sequence"),
         (lambda: Placement.from_eplb([0, 1], 2, join=1), "join: got 1, need True or False"),
-        (lambda: near_ranks(0, 0), "ranks of a host: got 0"),
-        (lambda: near_ranks(-1, 4), "rank: got -1"),
+        (lambda: rank_tiers(0, 0), "ranks of a host: got 0"),
+        (lambda: rank_tiers(-1, 4), "rank: got -1"),
         (lambda: pairs_to_slots(None, Placement.linear(4, 2).tables()), "topk_ids: got None"),
         (lambda: Placement.linear(5, 2).without([0]), "ranks 0: got no copy of experts 0, 1, 2,"),
         (lambda: Placement.linear(4, 2).without([0, 1]), "no copy of experts 0, 1, 2, 3,"),
@@ -155,7 +155,7 @@ def test_copies_that_are_near_come_first() -> None:
     ids = torch.arange(4).repeat_interleave(4)[:, None]  # each expert four times
 
     def ranks_of(rank: int, per_host: int | None) -> list[set[int]]:
-        tables = placement.tables(near=near_ranks(rank, per_host))
+        tables = placement.tables(near=rank_tiers(rank, per_host))
         assert tables.homes_ER2.shape == placement.tables().homes_ER2.shape
         chosen, _, _ = pairs_to_slots(ids, tables, first_token=rank, together=True)
         by_expert = chosen.view(4, 4).tolist()
@@ -170,10 +170,10 @@ def test_copies_that_are_near_come_first() -> None:
 
 def test_near_copies_on_a_host_take_turns() -> None:
     placement = Placement.linear(4, 4).with_copies({0: (1,), 3: (2,)})
-    tables = placement.tables(near=near_ranks(0, 2))
+    tables = placement.tables(near=rank_tiers(0, 2))
     rank, _, _ = pairs_to_slots(torch.full((4, 1), 3), tables)
     assert rank.flatten().tolist() == [2, 3, 2, 3]
-    tables = placement.tables(near=near_ranks(2, 2))
+    tables = placement.tables(near=rank_tiers(2, 2))
     rank, _, _ = pairs_to_slots(torch.zeros(4, 1, dtype=torch.int32), tables)
     assert rank.flatten().tolist() == [0, 1, 0, 1]
 

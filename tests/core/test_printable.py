@@ -13,7 +13,7 @@ from run_mk import run_mk
 
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import all_counted, plural, printable
+from modular_kernel.text import counted_list, plural, printable
 
 # Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
 # a line separator, no width, a lone surrogate.
@@ -144,7 +144,7 @@ def test_no_text_leaves_the_plural_to_the_reader() -> None:
     ]
     assert found == []
     assert [path.name for path in paths if _tokens_uncounted(path)] == []
-    assert [all_counted(n, "token") for n in ((1,), (16,), (1, 16))] == [
+    assert [counted_list(n, "token") for n in ((1,), (16,), (1, 16))] == [
         *("1 token", "16 tokens", "1, 16 tokens")
     ]
     assert (plural("rank", 1), plural("rank", 0), plural("rank", 2)) == ("rank", "ranks", "ranks")

@@ -11,9 +11,9 @@ from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.machine import current_machine
 from modular_kernel.select import cache_keys
 from modular_kernel.spec.problem import ActivationFormat, Reduce
-from modular_kernel.utils.package_probes import Found, Provider, find, sort_out
+from modular_kernel.utils.package_probes import PackageProbe, ProbeResult, find, probe_all
 
-WANTED = Provider(
+WANTED = PackageProbe(
     "swift_gemm",
     ("swift_gemm", "engine/third_party/swift_gemm"),
     (("api.py", "def grouped_gemm("), ("api.py", "psum")),
@@ -43,24 +43,24 @@ def put(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
 
 
 def test_absent() -> None:
-    assert find(WANTED) == Found()
+    assert find(WANTED) == ProbeResult()
 
 
 def test_found_by_its_interface_and_not_imported(site: Path) -> None:
     folder = put(site, "swift_gemm", api=RIGHT)
-    assert find(WANTED) == Found(folder, "2.0")
+    assert find(WANTED) == ProbeResult(folder, "2.0")
     assert "swift_gemm" not in sys.modules
 
 
 def test_found_below_another_package_which_is_not_imported(site: Path) -> None:
     folder = put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    assert find(WANTED) == Found(folder, "2.5.0")
+    assert find(WANTED) == ProbeResult(folder, "2.5.0")
     assert "engine" not in sys.modules
 
 
 def test_another_package_of_the_name(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
-    assert find(WANTED) == Found(why="another swift_gemm 0.1: no api.py")
+    assert find(WANTED) == ProbeResult(why="another swift_gemm 0.1: no api.py")
 
 
 def test_too_old_a_package(site: Path) -> None:
@@ -71,19 +71,19 @@ def test_too_old_a_package(site: Path) -> None:
 def test_a_copy_elsewhere_does_where_the_name_is_taken(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
     folder = put(site, "engine/third_party/swift_gemm", api=RIGHT)
-    assert find(WANTED) == Found(folder, "2.0")
+    assert find(WANTED) == ProbeResult(folder, "2.0")
 
 
 def test_a_file_of_the_name_is_no_package(site: Path) -> None:
     (site / "swift_gemm.py").write_text(RIGHT)
-    assert find(WANTED) == Found()
+    assert find(WANTED) == ProbeResult()
 
 
 def test_the_machine_says_which_is_which(site: Path) -> None:
     other = replace(WANTED, name="calm", places=("calm",))
     put(site, "calm", api=RIGHT)
     put(site, "swift_gemm", version="0.1")
-    here, others = sort_out((WANTED, other))
+    here, others = probe_all((WANTED, other))
     assert here == {"calm"}
     assert others == {"swift_gemm": "another swift_gemm 0.1: no api.py"}
     machine = current_machine(("swift_gemm", "calm"), providers=(WANTED, other), device="cpu")

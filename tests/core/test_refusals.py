@@ -34,7 +34,7 @@ from modular_kernel.spec.problem import (
     Reduce,
     Rows,
 )
-from modular_kernel.utils.package_probes import Provider
+from modular_kernel.utils.package_probes import PackageProbe
 
 BATCHED, STANDARD = ActivationFormat.BATCHED_EXPERTS, ActivationFormat.STANDARD
 PF, EX = "FakePrepare", "FakeExperts"
@@ -135,7 +135,7 @@ ROUND_ROBIN = Placement.round_robin(8, 2)
 INTERLEAVED = ActivationSpec("silu", interleaved=True)
 UP_FIRST = ActivationSpec("silu", up_first=True)
 SIGNS = (("__init__.py", "gemm"),)
-THEIRS = Provider("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
+THEIRS = PackageProbe("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
 WHY = (("theirs", "another theirs 1.0: no gemm in __init__.py"),)
 PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (THEIRS,), "machine.others": WHY}
 ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}

@@ -270,7 +270,7 @@ def test_no_tokens_are_not_recorded() -> None:
 
 
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_MOST_RECORDED", 2)
+    monkeypatch.setattr(recording, "_MAX_RECORDED", 2)
     plan, part = planned()
     for tokens in (1, 2, 3, 3, 2, 1):
         plan(*inputs(tokens=tokens))

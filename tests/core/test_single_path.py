@@ -113,7 +113,7 @@ def test_few_tokens_take_it() -> None:
         (replace(mixtral, quant="fp8_w8a8_channel"), 1),
     ):
         steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
-        assert steps.choose(most) == gemv_config.default(problem)
+        assert steps.choose(most) == gemv_config.default_config(problem)
         assert steps.choose(most + 1).path == "aligned"
         assert heuristics(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
@@ -131,7 +131,7 @@ def test_every_default_can_be_launched() -> None:
             problem = Problem(
                 tokens=1, hidden=depth, intermediate=depth, experts=8, top_k=2, quant=quant
             )
-            pair = gemv_config.default(problem)
+            pair = gemv_config.default_config(problem)
             for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
                 assert not list(violations(tile, replace(gemm, group_k=0), Device()))
 

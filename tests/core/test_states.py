@@ -12,7 +12,7 @@ from run_mk import run_mk
 
 from modular_kernel import process_status
 from modular_kernel.cli import doctor
-from modular_kernel.process_status import State
+from modular_kernel.process_status import ProcessState
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["replay", "interpreter", "packages", "C compiler", "caches", "variables"]
@@ -147,7 +147,7 @@ def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MK_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    assert process_status.caches() == State(
+    assert process_status.caches() == ProcessState(
         "caches", "off", "there is no home folder; set MK_CACHE_DIR"
     )
 
@@ -157,7 +157,7 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
     for gpu in (True, False):
         monkeypatch.setattr(process_status, "_on_gpu", lambda gpu=gpu: gpu)
-        assert process_status.replay() == State(
+        assert process_status.replay() == ProcessState(
             "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
         )
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "")
@@ -226,4 +226,4 @@ def test_doctor_says_what_a_good_state_means(
     good = [(state["name"], state["word"]) for state in told if not state["why"]]
     assert {"packages", "C compiler", "caches", "variables"} <= {name for name, _ in good}
     shown = run_mk(capsys, "doctor").out
-    assert [state for state in good if doctor._MEANS[state] not in shown] == []
+    assert [state for state in good if doctor._EXPLANATIONS[state] not in shown] == []

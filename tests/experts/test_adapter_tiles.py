@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from experts.triton.adapters import TileShrunk
+from experts.triton.adapters import TileShrinkOutput
 from experts.triton.configs.select import on_device
-from experts.triton.contiguous import paths_of
-from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_boxes
+from experts.triton.contiguous import supported_paths
+from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
 from experts.triton.launch_config import Device
 from modular_kernel.interpreter.access_log import watch
-from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.ops.sort import SortedPairs, most_tiles
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import Workspace
@@ -22,8 +22,8 @@ ENDS = (7, 7, 12)  # rows of three experts, of which one has none
 TILE = 16
 
 
-def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrunk:
-    """What a launch of `TileAdapters` leaves in poisoned memory; each place has one writer."""
+def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrinkOutput:
+    """What a launch of `TileShrink` leaves in poisoned memory; each place has one writer."""
     rank = a.shape[2] // 2
     problem = replace(BASE, lora=f"adapters=5,rank={rank}")
     specs = tile_specs(problem, 12, most_tiles(12, TILE, 3))
@@ -31,13 +31,13 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrunk
     tiles = torch.tensor([0, 2, 9, 0, 7, 9, 7, 12, 9, 2], dtype=torch.int32)
     token_of_row = torch.arange(11, -1, -1, dtype=torch.int32)
     starts = torch.tensor([0, *ENDS], dtype=torch.int32)
-    order = Sorted(token_of_row.argsort().int()[:, None], token_of_row, tiles, starts)
-    adapters = TileAdapters(slots, problem, workspace, order, TILE)
+    order = SortedPairs(token_of_row.argsort().int()[:, None], token_of_row, tiles, starts)
+    adapters = TileShrink(slots, problem, workspace, order, TILE)
     b = torch.zeros(5, 3, 96, rank)
     with watch.races() as races:
         found: Any = adapters.of_w1(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
     assert races == []
-    assert isinstance(found, TileShrunk)
+    assert isinstance(found, TileShrinkOutput)
     workspace.check_red_zones()
     return found
 
@@ -54,7 +54,7 @@ def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: in
         slots = torch.full_like(slots, -1)
     a[3] = torch.nan  # of no token
     found = made(slots, a, x_TH)
-    width = whole_boxes(2 * rank)
+    width = round_up_to_box(2 * rank)
     assert (width, found.up) == ({20: 64, 40: 128}[rank], rank)
     for tile, (expert, first, end) in enumerate(((0, 0, 7), (2, 7, 12))):
         tokens = [11 - row for row in range(first, end)]
@@ -87,4 +87,4 @@ def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: in
 def test_layers_whose_adapters_are_more_depth(change: dict[str, Any], taken: bool) -> None:
     problem = replace(BASE, **{"lora": "adapters=4,rank=16", **change})
     with on_device(Device.named("NVIDIA H200")):
-        assert ("grouped_tma" in paths_of(problem)) is taken
+        assert ("grouped_tma" in supported_paths(problem)) is taken

@@ -17,7 +17,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.ops.align import batched_moe_align_block_size
-from modular_kernel.ops.quantize import dequantize_rows, quantized
+from modular_kernel.ops.quantize import dequantize_rows, quantize_values
 from modular_kernel.quant.quantized_weights import dequantize, quantize_weights
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
@@ -56,7 +56,7 @@ def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
     if weights.w2_global_scale is not None:
         b = b * weights.w2_global_scale[:, None]
     if scheme.quantizes_activations:
-        q, scale = quantized(a.flatten(0, 1), scheme)
+        q, scale = quantize_values(a.flatten(0, 1), scheme)
         a = dequantize_rows(q, scale, scheme).view(E, C, K)
         given["a_eCK"] = q.view(E, C, K)
         given["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)

@@ -9,13 +9,13 @@ from tile_samples import ONE, launch, ours
 
 from experts.triton import contiguous as triton_experts
 from experts.triton.configs import lookup
-from experts.triton.configs.heuristics import Steps, heuristics
+from experts.triton.configs.heuristics import ConfigSteps, heuristics
 from experts.triton.configs.select import (
+    buffer_kinds_up_to,
     choose_config,
+    clear_caches,
     explain,
-    kinds_up_to,
     override_config,
-    reread,
 )
 from experts.triton.launch_config import Device
 from modular_kernel.catalog import check, load_catalog, this_machine
@@ -28,7 +28,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     doubling_calls,
-    otherwise_split,
+    rechunked_kernel,
     rows_that_differ,
 )
 from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
@@ -81,7 +81,7 @@ def test_tiles_are_the_same_for_every_number_of_tokens(
     layer = replace(LAYER, quant=quant, dtype=dtype, hidden=sizes[0], intermediate=sizes[1])
     tokens = (0, 1, 7, 64, 500, 4096, 1 << 20)
     assert len({choose_config(layer.with_tokens(n), n) for n in tokens}) == 1
-    assert [path for _, path, _ in kinds_up_to(layer, 4096)] == ["aligned"]
+    assert [path for _, path, _ in buffer_kinds_up_to(layer, 4096)] == ["aligned"]
     assert "one configuration for every number of tokens" in explain(layer, 7)
 
 
@@ -128,17 +128,17 @@ def test_tiles_by_the_number_of_tokens_are_noticed(
         pytest.skip(str(check(*pair, LAYER, machine)))
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
 
-    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> Steps:
+    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
         return heuristics(replace(problem, batch_invariant=False), device, ("aligned",))
 
     assert _found(pair, layer, machine) == []
     monkeypatch.setattr(lookup, "heuristics", by_tokens)
-    reread()
+    clear_caches()
     try:
         assert any("rows have other bits" in line for line in _found(pair, layer, machine))
     finally:
         monkeypatch.undo()
-        reread()
+        clear_caches()
 
 
 def test_a_path_by_the_number_of_tokens_is_noticed(
@@ -146,22 +146,24 @@ def test_a_path_by_the_number_of_tokens_is_noticed(
 ) -> None:
     if not check(*PAIRS[0], LAYER, machine).ok:
         pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
-    plain = triton_experts.paths_of
+    plain = triton_experts.supported_paths
     monkeypatch.setattr(
-        triton_experts, "paths_of", lambda problem: plain(replace(problem, batch_invariant=False))
+        triton_experts,
+        "supported_paths",
+        lambda problem: plain(replace(problem, batch_invariant=False)),
     )
 
-    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> Steps:
+    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
         return heuristics(replace(problem, batch_invariant=False), device)
 
     monkeypatch.setattr(lookup, "heuristics", by_tokens)
-    reread()
+    clear_caches()
     try:
         found = _found(PAIRS[0], LAYER, machine)
         assert any(line.startswith("in calls of 1, 2, 4, ... tokens") for line in found)
     finally:
         monkeypatch.undo()
-        reread()
+        clear_caches()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
@@ -169,7 +171,7 @@ def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine
     trial = Trial(Case(*pair, replace(LAYER, chunk_tokens=8)), machine)
     chunks = load_catalog().experts(pair[1]).requires.chunking
     if chunks and check(*pair, LAYER, machine).ok:
-        split = otherwise_split(trial)
+        split = rechunked_kernel(trial)
         assert split is not None
         assert split.problem.chunk_tokens is None
         assert prove(trial.case, machine).passed

@@ -14,7 +14,7 @@ from modular_kernel import check
 from modular_kernel.errors import InputError
 from modular_kernel.ops.fp4_rows import Fp4Rows
 from modular_kernel.spec.problem import Combine, Machine, Problem
-from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.inputs import InputVariation
 
 BASE = Problem(17, 128, 256, 5, 2, "bfloat16", "nvfp4_w4a4")
 COMMON: tuple[tuple[dict[str, Any], str], ...] = (
@@ -46,7 +46,7 @@ def test_batched(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassFP4, BatchedCutlassFP4])
 def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
-    proof = proven(part, BASE, manner=Manner(layout=layout))
+    proof = proven(part, BASE, manner=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 

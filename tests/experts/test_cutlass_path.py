@@ -13,17 +13,17 @@ from ops_samples import odd_address
 from experts.cutlass.path import CutlassPath
 from experts.cutlass.product import block_gemm
 from experts.triton.configs.select import on_device
-from experts.triton.grouped_tma.grouped_tma_config import default
+from experts.triton.grouped_tma.grouped_tma_config import default_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device
-from experts.triton.operands import first_product, second_product
+from experts.triton.operands import gemm1_operands, gemm2_operands
 from experts.triton.path import PathCall
 from modular_kernel import Problem, check, make_kernel
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import LayoutError, ShapeError
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.spec.problem import Combine, IdSpace, Machine
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, ExpertWeights, Routing
 from modular_kernel.testing.random_inputs import random_inputs
@@ -88,7 +88,7 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
     x_TH, weights, routing = random_inputs(problem, CPU)
     if ids_TK is not None:
         routing = Routing(routing.topk_weights_TK, ids_TK)
-    with torch_twins():
+    with prefer_torch_reference():
         kernel = make_kernel(
             "MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=this_machine(device="cpu")
         )
@@ -106,7 +106,7 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
         output = torch.full(problem.output_shape, torch.nan, dtype=problem.dtype)
         tokens = ContiguousTokens(x.q_RK, arrived, x.scale)
         assert path.takes(weights, x.q_RK)
-        path.run(PathCall(tokens, weights, workspace, output, default(problem)))
+        path.run(PathCall(tokens, weights, workspace, output, default_config(problem)))
     return output, expected
 
 
@@ -154,7 +154,7 @@ def test_the_part_takes_the_path() -> None:
 # ------------------------------------------------------------------------------------- contract
 
 
-def sorted_rows(counts: tuple[int, ...]) -> Sorted:
+def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     tiles, start = [], 0
     for expert, count in enumerate(counts):
         tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
@@ -163,14 +163,14 @@ def sorted_rows(counts: tuple[int, ...]) -> Sorted:
     named[:-1].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
     named[-1] = len(tiles)
     nothing = torch.empty(0, 1, dtype=torch.int32)
-    return Sorted(nothing, nothing, named, nothing)
+    return SortedPairs(nothing, nothing, named, nothing)
 
 
 def operands(rows: int, depth: int) -> tuple[Quantized, ExpertWeights]:
     problem = replace(PROBLEM, tokens=rows, hidden=depth)
     x, weights, _ = random_inputs(problem, CPU)
     a = Quantized(torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, depth // 128))
-    with torch_twins():
+    with prefer_torch_reference():
         quantize_rows(x, problem.scheme, out=a)
     return a, weights
 
@@ -178,7 +178,7 @@ def operands(rows: int, depth: int) -> tuple[Quantized, ExpertWeights]:
 def test_rows_behind_the_last_one_stay() -> None:
     a, weights = operands(330, 256)
     h = Quantized(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
-    block_gemm(a, first_product(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
+    block_gemm(a, gemm1_operands(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
     assert (h.scale[194:] == -7).all()
     assert (h.scale[:194] > 0).all()
     assert not h.q_RK[194:].float().any()
@@ -208,11 +208,11 @@ def test_planted(name: str) -> None:
     a, _ = operands(70, 256)
     weights = random_inputs(problem, CPU)[1]
     order, out = sorted_rows((70,)), torch.zeros(70, 256, dtype=torch.bfloat16)
-    block_gemm(a, second_product(weights, problem), problem, order, out)
+    block_gemm(a, gemm2_operands(weights, problem), problem, order, out)
     assert out.any(1).all()
     if hasattr(a, field):
         a = replace(a, **{field: plant(getattr(a, field))})
     else:
         weights = replace(weights, **{field: plant(getattr(weights, field))})
     with pytest.raises(error):
-        block_gemm(a, second_product(weights, problem), problem, order, out)
+        block_gemm(a, gemm2_operands(weights, problem), problem, order, out)

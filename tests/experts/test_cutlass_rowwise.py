@@ -8,7 +8,7 @@ import torch
 from vendor_stand_in import BatchedCutlass, CutlassRowwise, proven, scaled_grouped_mm
 
 from modular_kernel.spec.problem import Combine, Problem
-from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.inputs import InputVariation
 
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2, quant="fp8_w8a8_channel")
 TENSOR, STATIC = "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"
@@ -46,7 +46,7 @@ def test_batched(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassRowwise, BatchedCutlass])
 def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
-    proof = proven(part, BASE, manner=Manner(layout=layout))
+    proof = proven(part, BASE, manner=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 

@@ -22,18 +22,18 @@ from vendor_stand_in import (
 from experts.deepgemm import library
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.triton_or_deepgemm import (
-    LEAST_ROWS,
+    MIN_ROWS,
     BatchedTritonOrDeepGemmExperts,
     TritonOrDeepGemmExperts,
-    least_tokens,
+    min_tokens,
 )
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, StateError
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.replay.launch import launch
 from modular_kernel.spec.problem import Combine, IdSpace, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.testing.cases.inputs import Manner, make_inputs
+from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
 from modular_kernel.workspace import Workspace
 
 BLOCK = "fp8_w8a8_block"
@@ -80,7 +80,7 @@ def test_masked(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize("part", [DeepGemm, BatchedDeepGemm, TritonOrDeepGemm])
 def test_weights_that_lie_otherwise(part: Any, quant: str, layout: str) -> None:
-    proof = proven(part, replace(BASE, quant=quant), manner=Manner(layout=layout))
+    proof = proven(part, replace(BASE, quant=quant), manner=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 
@@ -93,7 +93,7 @@ FEW = replace(BASE, experts=2, tokens=127)  # with top-2, an expert has the rows
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize(("tokens", "many"), [(127, False), (129, True)])
 def test_either(quant: str, tokens: int, many: bool) -> None:
-    assert least_tokens(FEW, LEAST_ROWS) == 128
+    assert min_tokens(FEW, MIN_ROWS) == 128
     proof = proven(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is many
@@ -102,7 +102,7 @@ def test_either(quant: str, tokens: int, many: bool) -> None:
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
 def test_either_quantizes_what_is_tritons_after_all(layout: str) -> None:
     problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
-    proof = proven(TritonOrDeepGemm, problem, manner=Manner(layout=layout))
+    proof = proven(TritonOrDeepGemm, problem, manner=InputVariation(layout=layout))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is (layout == "plain")
 
@@ -175,7 +175,7 @@ def test_what_is_launched_around_the_products(monkeypatch: pytest.MonkeyPatch) -
     plan = kernel.plan()
     found = plan(given.x_TH, given.weights, given.routing)
     assert names == AROUND
-    with torch_twins():
+    with prefer_torch_reference():
         want = kernel(given.x_TH, given.weights, given.routing)
     assert torch.allclose(found.float(), want.float(), rtol=2**-6, atol=2**-10)
 
@@ -233,7 +233,9 @@ def test_one_that_cannot_be_loaded_says_why(site: Path) -> None:
 def test_a_foreign_alignment_is_refused() -> None:
     deep_gemm_2.alignment[0] = 64
     with pytest.raises(StateError, match="got 64, need 128"):
-        library.contiguous(deep_gemm_2, (torch.empty(0), None), (torch.empty(0), None), *[None] * 2)
+        library.grouped_gemm_contiguous(
+            deep_gemm_2, (torch.empty(0), None), (torch.empty(0), None), *[None] * 2
+        )
 
 
 # ----------------------------------------------------------------------------------- aligned rows
@@ -269,7 +271,7 @@ def test_aligned_rows_and_their_twin(space: IdSpace) -> None:
 
 
 def aligned_in_torch(*given: Any, **named: Any) -> Any:
-    with torch_twins():
+    with prefer_torch_reference():
         return aligned_rows(*given, **named)
 
 

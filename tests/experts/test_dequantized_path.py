@@ -14,13 +14,13 @@ from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_path import DequantizedPath
-from experts.triton.grouped.base import Rows
+from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, gemms
-from experts.triton.operands import Product
+from experts.triton.operands import GemmOperands
 from modular_kernel import Problem
 from modular_kernel.ops.activation import activation_constants
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.spec.problem import Combine, Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
@@ -35,10 +35,10 @@ _BASE = replace(
 
 def _multiply(
     self: GroupedTmaPath,
-    rows: Rows,
-    product: Product,
+    rows: GemmRows,
+    product: GemmOperands,
     tile: LaunchConfig,
-    order: Sorted,
+    order: SortedPairs,
     out: torch.Tensor,
 ) -> None:
     depth = product.w.shape[2]

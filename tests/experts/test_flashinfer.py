@@ -12,8 +12,8 @@ from library_site import library_site
 from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
 
 from experts.flashinfer import library
-from experts.flashinfer.joined_pairs import joined_pairs, joined_pairs_ref
-from experts.flashinfer.library import Layer, run
+from experts.flashinfer.joined_pairs import joined_pairs_ref, merge_repeated_experts
+from experts.flashinfer.library import MoeArguments, run
 from experts.flashinfer.nan_rows import mark_nan_rows, mark_nan_rows_ref
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
@@ -22,7 +22,7 @@ from modular_kernel.quant.row_order import up_rows_first
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Manner, make_inputs
+from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
 from modular_kernel.utils.package_probes import find
 
 STATIC, BLOCK = "fp8_w8a8_tensor:static=true", "fp8_w8a8_block"
@@ -70,7 +70,7 @@ def test_a_token_that_is_nan_is_no_number(act: str) -> None:
     if act != "relu2":
         act += ",up_first=true"
     problem = replace(BASE, activation=act, dtype=BF16, **HERE)
-    proof = proven(FlashInfer, problem, "uniform", manner=Manner("transposed", "nan_token"))
+    proof = proven(FlashInfer, problem, "uniform", manner=InputVariation("transposed", "nan_token"))
     assert proof.passed, str(proof)
 
 
@@ -128,7 +128,7 @@ def test_joined_pairs_and_their_twin(mapped: bool, weighted: bool) -> None:
     router_TK = torch.rand(4, 5).masked_fill(ids_TK < 0, torch.nan)
     expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32) if mapped else None
     made = []
-    for write in (joined_pairs, joined_pairs_ref):
+    for write in (merge_repeated_experts, joined_pairs_ref):
         invalid = torch.zeros(1, dtype=torch.int32)
         routing = DispatchedRouting(
             router_TK if weighted else None, ids_TK, IdSpace.GLOBAL, 4, expert_map, invalid
@@ -170,7 +170,9 @@ def test_marked_rows_and_their_twin(hidden: int, transposed: bool) -> None:
 # ----------------------------------------------------------------------------- the stand-in itself
 
 
-def layer(kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 128) -> Layer:
+def layer(
+    kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 128
+) -> MoeArguments:
     """What a call of the library is given, by mode."""
     x = torch.randn(4, hidden).bfloat16()
     sizes = (2 * inter, hidden), (hidden, inter)
@@ -186,7 +188,7 @@ def layer(kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 
     room = torch.zeros(1 << 20, dtype=torch.uint8)
     room = room[-room.data_ptr() % 128 :]
     out = torch.full((4, hidden), torch.nan, dtype=BF16)
-    return Layer(x, ids, torch.rand(4, 2), w1, w2, scales, None, room, out)
+    return MoeArguments(x, ids, torch.rand(4, 2), w1, w2, scales, None, room, out)
 
 
 def problem_of(kind: str) -> Problem:
@@ -214,12 +216,14 @@ def shifted(t: torch.Tensor) -> torch.Tensor:
     return room[1:].view(t.shape)
 
 
-def with_ids(rows: list[list[int]]) -> Callable[[Layer], Layer]:
+def with_ids(rows: list[list[int]]) -> Callable[[MoeArguments], MoeArguments]:
     return lambda one: replace(one, ids_TK=torch.tensor(rows, dtype=torch.int32))
 
 
-def scale(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], Layer]:
-    def changed(one: Layer) -> Layer:
+def scale(
+    place: int, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[MoeArguments], MoeArguments]:
+    def changed(one: MoeArguments) -> MoeArguments:
         scales = list(one.scales)
         scales[place] = change(scales[place])
         return replace(one, scales=tuple(scales))
@@ -227,7 +231,7 @@ def scale(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
     return changed
 
 
-PLANTED: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
+PLANTED: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
     "ids of 64 bits": ("none", lambda one: replace(one, ids_TK=one.ids_TK.long())),
     "an expert twice in a token": ("none", with_ids([[0, 0], [1, 2], [0, 1], [2, 1]])),
     "an expert that is elsewhere": ("none", with_ids([[0, 3], [1, 2], [0, 1], [2, 1]])),

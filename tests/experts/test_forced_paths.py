@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from experts.triton.configs.select import choose_config, on_device, override_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from experts.triton.dequantized import dequantized_config
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.grouped_tma import grouped_tma_config
@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Machine
 
 DEFAULTS = {
     "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
-    "grouped_tma": grouped_tma_config.default,
+    "grouped_tma": grouped_tma_config.default_config,
     "dequantized": dequantized_config.default,
     "grouped_w4": grouped_w4_config.default,
 }
@@ -52,5 +52,7 @@ def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
             default = DEFAULTS[path](case.problem)
             assert default.path == path
             with override_config(default):
-                tiles = choose_config(case.problem, case.problem.tokens, paths_of(case.problem))
+                tiles = choose_config(
+                    case.problem, case.problem.tokens, supported_paths(case.problem)
+                )
             assert tiles == default, str(case)

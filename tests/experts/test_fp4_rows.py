@@ -11,8 +11,8 @@ from modular_kernel.ops.fp4_rows import (
     Fp4Rows,
     batched_tile_specs,
     fp4_specs,
-    name_batched_tiles,
-    named_tiles,
+    list_tiles,
+    make_batched_tiles,
     quantize_tiles,
     tile_scales,
     tiled_scale_spec,
@@ -171,7 +171,7 @@ def test_scales_of_weights(shape: tuple[int, int, int]) -> None:
 def test_tiles_of_batched_rows(counts: list[int], capacity: int) -> None:
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     workspace = Workspace(batched_tile_specs(len(counts), capacity), counts_e.device)
-    tiles = named_tiles(name_batched_tiles(counts_e, capacity, workspace))
+    tiles = list_tiles(make_batched_tiles(counts_e, capacity, workspace))
     rows = [
         e * capacity + place for e, first, end in tiles
         for place in range(first - e * capacity, min(first + 128, end) - e * capacity)

@@ -4,20 +4,20 @@ import pytest
 import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
-from experts.triton.grouped_w4.bitwise_reference import tile_weights, untiled
-from experts.triton.grouped_w4.layout import Form, form_of, rows_of_tiles
+from experts.triton.grouped_w4.bitwise_reference import tile_weights, untile_weights
+from experts.triton.grouped_w4.layout import PackedFormat, form_of, rows_of_tiles
 from modular_kernel.errors import DtypeError, ShapeError
 from modular_kernel.spec.quantization import QuantScheme
 
 COLUMNS = 200
-MXFP4 = Form("e2m1")
+MXFP4 = PackedFormat("e2m1")
 
 
 def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) -> None:
     up_row = 1 if step == 2 else COLUMNS
     s = sample(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
     rows = rows_of_tiles(COLUMNS, step, up_row, gated=gated)
-    got = untiled(s.tiled(rows), s.form)
+    got = untile_weights(s.tiled(rows), s.form)
     taken = rows.flatten()
     there = taken >= 0
     other = got[:, there, :depth] != s.values[:, taken[there]]
@@ -52,9 +52,13 @@ def test_forms() -> None:
     assert form_of(parse("mxfp4_w4a16"), 64) == form_of(parse("mxfp4_w4a16:repacked=true"), 64)
     assert form_of(parse("nvfp4_w4a16"), 64).lines == 16
     int4 = parse("int4_w4a16_group:group=96")
-    assert form_of(int4, 96, torch.bfloat16) == Form("integer", 1, "bfloat16")  # one group is all
-    assert form_of(int4, 192) == Form("integer", 2, "float32")
-    assert form_of(parse("int4_w4a16_group:zero_points=true"), 512) == Form("integer", 1, zero=True)
+    assert form_of(int4, 96, torch.bfloat16) == PackedFormat(
+        "integer", 1, "bfloat16"
+    )  # one group is all
+    assert form_of(int4, 192) == PackedFormat("integer", 2, "float32")
+    assert form_of(parse("int4_w4a16_group:zero_points=true"), 512) == PackedFormat(
+        "integer", 1, zero=True
+    )
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -66,7 +70,7 @@ def test_what_is_no_number_stays_none() -> None:
             s.scale[0, 3, 1] = torch.nan
         else:
             s.scale.view(torch.uint8)[0, 3, 1] = first
-        got = untiled(s.tiled(rows), s.form)
+        got = untile_weights(s.tiled(rows), s.form)
         assert not got[0, 3, each : 2 * each].isfinite().any()
         assert got[0, 3, :each].isfinite().all()
         assert got[0, :3].isfinite().all()

@@ -14,7 +14,7 @@ from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
 
 from experts.triton.configs.heuristics import heuristics, require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.launch_config import Device, gemms
@@ -51,11 +51,9 @@ def test_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = replace(MXFP4, **changes)
-    monkeypatch.setattr(
-        grouped_w4_config, "experts_at_once", lambda problem: min(at_once, problem.e)
-    )
+    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda problem: min(at_once, problem.e))
     with override_config(grouped_w4_config.default(problem, 64)):
-        assert choose_config(problem, 1, paths_of(problem)).path == "grouped_w4"
+        assert choose_config(problem, 1, supported_paths(problem)).path == "grouped_w4"
         case = Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, routing)
         proof = prove(case, machine)
     assert proof.passed, str(proof)
@@ -124,7 +122,7 @@ def test_the_first_and_last_number_of_tokens(experts: int) -> None:
 def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
     mixtral = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
     with on_device(H200):
-        assert choose_config(mixtral, tokens, paths_of(mixtral)).path == path
+        assert choose_config(mixtral, tokens, supported_paths(mixtral)).path == path
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_weights_in_order_are_a_bounded_buffer() -> None:
         tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, dtype=torch.bfloat16,
         quant="mxfp4_w4a16",
     )  # fmt: skip
-    assert grouped_w4_config.experts_at_once(layer) == 64
+    assert grouped_w4_config.chunk_size(layer) == 64
     specs = GroupedW4Path(layer).specs(4096, 128)
     held = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
     assert (1 << 28) < held <= 1 << 30

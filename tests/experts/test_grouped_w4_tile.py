@@ -4,7 +4,7 @@ import pytest
 import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
-from experts.triton.grouped_w4.bitwise_reference import untiled
+from experts.triton.grouped_w4.bitwise_reference import untile_weights
 from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles
 from experts.triton.grouped_w4.product import tile_experts, tiled_shapes
 
@@ -50,6 +50,6 @@ def test_a_scale_that_is_no_number_gives_none(quant: str, bits: int) -> None:
     starts = torch.tensor([0, 1], dtype=torch.int32)
     tile_experts(s.product(64, 1, 0, gated=False), starts, got, 0)
     for made in (got, s.tiled(rows_of_tiles(64, 1, 0, gated=False))):
-        values = untiled(made, s.form)[0, :64]
+        values = untile_weights(made, s.form)[0, :64]
         assert values[3].isnan().all()
         assert torch.cat([values[:3], values[4:]]).isfinite().all()

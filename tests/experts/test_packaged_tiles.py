@@ -6,8 +6,8 @@ import pytest
 from tile_samples import MACHINE
 
 import experts
-from experts.triton.configs.files import ConfigKey, Recipe, read_recipe
-from experts.triton.configs.lookup import ConfigLookup, fit
+from experts.triton.configs.files import ConfigKey, TunedConfigs, read_config_file
+from experts.triton.configs.lookup import ConfigLookup, fit_to_problem
 from experts.triton.launch_config import Device
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.spec.problem import Problem
@@ -23,9 +23,9 @@ def shape_of(name: str) -> tuple[int, int]:
     return SHAPES[name]["experts"], SHAPES[name]["intermediate"]
 
 
-def layer_of(path: Path) -> tuple[Recipe, Problem]:
+def layer_of(path: Path) -> tuple[TunedConfigs, Problem]:
     """What a file was tuned for, by its name and its contents."""
-    key, recipe = ConfigKey.parse(path.name), read_recipe(path)
+    key, recipe = ConfigKey.parse(path.name), read_config_file(path)
     assert recipe.tuned_for is not None
     for quant in SCHEMES:
         sizes = recipe.tuned_for.hidden, key.intermediate, key.experts, recipe.tuned_for.top_k
@@ -43,7 +43,7 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
     assert source.notes == ()
     assert source.looked_in == ()
     assert recipe.triton == "3.6.0"
-    assert fit(recipe, problem, DEVICE).steps == source.steps
+    assert fit_to_problem(recipe, problem, DEVICE).steps == source.steps
     # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.
     assert min(recipe.configs()) == 1
     assert max(recipe.configs()) >= 4096

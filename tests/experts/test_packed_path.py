@@ -7,7 +7,7 @@ import pytest
 import torch
 from forced_cases import proof_by
 
-from experts.triton.configs.heuristics import config_violations, fits, heuristics
+from experts.triton.configs.heuristics import config_violations, heuristics, is_launchable
 from experts.triton.configs.select import override_config
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
@@ -184,11 +184,11 @@ def test_few_tokens_take_it() -> None:
             for tokens in range(1, most + 1):
                 pair = steps.choose(tokens)
                 assert pair == gemv_w4_config.default(problem, tokens)
-                assert fits(pair, problem, Device())
+                assert is_launchable(pair, problem, Device())
 
 
 def test_only_gate_and_up_are_narrow_in_the_first_gemm() -> None:
-    assert fits(_NARROW, _BASE, Device())
+    assert is_launchable(_NARROW, _BASE, Device())
     found = list(config_violations(_NARROW, replace(_BASE, activation="relu2"), Device()))
     assert [(gemm, violation.what) for gemm, violation in found] == [("GEMM 1", "block_n")]
 
@@ -197,7 +197,7 @@ def test_only_gate_and_up_are_narrow_in_the_first_gemm() -> None:
 def test_how_narrow_the_second_gemm_may_be(quant: str) -> None:
     for columns in (4, 8, 16):
         pair = _pair((32, 256, 4, 1), (columns, 256, 4, 1))
-        assert fits(pair, replace(_BASE, quant=quant), Device()) is (columns >= 8)
+        assert is_launchable(pair, replace(_BASE, quant=quant), Device()) is (columns >= 8)
 
 
 @pytest.mark.parametrize(

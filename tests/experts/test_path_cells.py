@@ -10,7 +10,12 @@ from modular_kernel.cli.verify import CaseResult, VerifyJob
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, cases_for
-from modular_kernel.testing.cases.path_coverage import PathCell, path_cases, predicted, reachable
+from modular_kernel.testing.cases.path_coverage import (
+    PathCell,
+    path_cases,
+    predict_cells,
+    reachable_cells,
+)
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 WORDS = replace(BASE, tokens=1, hidden=128, intermediate=64, dtype=torch.bfloat16)
@@ -23,13 +28,13 @@ needs_paths = pytest.mark.skipif(
 
 @needs_paths
 def test_the_full_list_enters_every_reachable_cell(machine: Machine) -> None:
-    wanted = set(reachable(*PAIR, machine))
+    wanted = set(reachable_cells(*PAIR, machine))
     assert {cell.path for cell in wanted} == {"aligned", "aligned_w4", "gemv", "gemv_w4"}
     assert len(wanted) > 500
     for case in reversed(cases_for(*PAIR, machine).cases):
         if not wanted:
             break
-        wanted -= predicted(case)
+        wanted -= predict_cells(case)
     assert not wanted, sorted(map(str, wanted))
 
 
@@ -39,13 +44,13 @@ def test_a_proof_says_what_its_calls_entered(quant: str, machine: Machine) -> No
     case = Case(*PAIR, replace(WORDS, quant=quant))
     proof = prove(case, machine)
     assert proof.passed, str(proof)
-    assert proof.cells == predicted(case)
+    assert proof.cells == predict_cells(case)
     name = {"int4": "gemv_w4", "nvfp": "aligned_w4", "fp8_": "gemv"}[quant[:4]]
     assert {cell.path for cell in proof.cells} == {name}
 
 
 def test_a_part_with_one_path_has_no_cells(machine: Machine) -> None:
-    assert reachable("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
+    assert reachable_cells("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
     assert list(path_cases("TorchExperts")) == []
 
 

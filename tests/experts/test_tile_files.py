@@ -12,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import BLOCK_FP8, H200, MIXTRAL, NAME, launch, ours, store, write
 
-from experts.triton.configs.files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
-from experts.triton.configs.lookup import fit, nearest
+from experts.triton.configs.files import (
+    FORMAT,
+    MAX_FILE_BYTES,
+    dump_config_file,
+    parse_config_file,
+    read_config_file,
+)
+from experts.triton.configs.lookup import fit_to_problem, nearest
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
 from modular_kernel.errors import ConfigurationError
@@ -24,21 +30,25 @@ def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
     path = write(
         tmp_path / "x.json", {"triton_version": "3.4.0", "64": launch(32, 128, 64, USE_TMA=True)}
     )
-    read = read_recipe(path)
-    gated = fit(read, MIXTRAL, H200).steps.choose(64)
+    read = read_config_file(path)
+    gated = fit_to_problem(read, MIXTRAL, H200).steps.choose(64)
     assert gated == MoEConfig(
         LaunchConfig(32, 64, 64, 1, 4, 3), LaunchConfig(32, 128, 64, 1, 4, 3), "aligned"
     )
-    plain = fit(read, replace(MIXTRAL, activation="relu2"), H200).steps.choose(64)
+    plain = fit_to_problem(read, replace(MIXTRAL, activation="relu2"), H200).steps.choose(64)
     assert plain.gemm1 == plain.gemm2 == LaunchConfig(32, 128, 64, 1, 4, 3)
-    narrow = parse_recipe(json.dumps({"64": launch(n=16)}), "x")
-    assert fit(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
+    narrow = parse_config_file(json.dumps({"64": launch(n=16)}), "x")
+    assert fit_to_problem(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
 
 
 def test_vllm_may_leave_out_triton_s_defaults() -> None:
     entry = launch()
     del entry["num_warps"], entry["num_stages"]
-    tile = fit(parse_recipe(json.dumps({"1": entry}), "x"), MIXTRAL, H200).steps.choose(1).gemm2
+    tile = (
+        fit_to_problem(parse_config_file(json.dumps({"1": entry}), "x"), MIXTRAL, H200)
+        .steps.choose(1)
+        .gemm2
+    )
     assert (tile.num_warps, tile.num_stages) == (4, 3)
 
 
@@ -70,20 +80,20 @@ def test_ours_is_read_as_written_and_written_as_read() -> None:
             "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
         }
     )
-    read = parse_recipe(text, "x")
-    pair = fit(read, MIXTRAL, H200).steps.choose(8)
+    read = parse_config_file(text, "x")
+    pair = fit_to_problem(read, MIXTRAL, H200).steps.choose(8)
     assert pair == MoEConfig(
         LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 128, 64, 1, 4, 3), "aligned"
     )
-    assert parse_recipe(dump_recipe(read), "x") == read
+    assert parse_config_file(dump_config_file(read), "x") == read
     assert [tokens for tokens, _ in read.gemm1] == [1, 8]
 
 
 def test_times_are_kept_beside_the_tiles() -> None:
     entry = {"gemm1": launch(), "gemm2": launch(), "us": 12.5, "untuned_us": 13}
-    read = parse_recipe(json.dumps({"format": FORMAT, "64": entry}), "x")
+    read = parse_config_file(json.dumps({"format": FORMAT, "64": entry}), "x")
     assert read.times[64].us == 12.5
-    assert parse_recipe(dump_recipe(read), "x").times == read.times
+    assert parse_config_file(dump_config_file(read), "x").times == read.times
 
 
 @pytest.mark.parametrize(
@@ -104,14 +114,16 @@ def test_the_nearest_number_of_tokens_serves(
 ) -> None:
     assert nearest(keys, tokens) == expected
     file = {str(key): launch(k=64, GROUP_SIZE_M=key) for key in keys}
-    found = fit(parse_recipe(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(tokens)
+    found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(
+        tokens
+    )
     assert found.gemm1.group_m == expected
 
 
 @given(st.sets(st.integers(1, 2000), min_size=1, max_size=8), st.integers(0, 2500))
 def test_steps_and_nearest_agree(keys: set[int], tokens: int) -> None:
     file = {str(key): launch(GROUP_SIZE_M=key) for key in keys}
-    found = fit(parse_recipe(json.dumps(file), "x"), MIXTRAL, H200)
+    found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200)
     assert found.steps.choose(tokens).gemm2.group_m == nearest(found.keys, tokens)
 
 
@@ -172,11 +184,11 @@ def test_a_hostile_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / NAME, "")
     good = json.dumps({"64": launch(note="x")}).encode()
-    for data in (good.replace(b"x", b"\xff"), good.ljust(MOST_BYTES + 1)):
+    for data in (good.replace(b"x", b"\xff"), good.ljust(MAX_FILE_BYTES + 1)):
         path.write_bytes(data)
         with pytest.raises(ConfigurationError, match="device_name=NVIDIA_H200"):
             store(path.parent).source(MIXTRAL)
-    path.write_text(json.dumps({"64": launch()}).ljust(MOST_BYTES), encoding="utf-8")
+    path.write_text(json.dumps({"64": launch()}).ljust(MAX_FILE_BYTES), encoding="utf-8")
     assert store(path.parent).source(MIXTRAL).keys == (64,)
 
 
@@ -269,10 +281,12 @@ def test_one_scale_for_all_of_the_depth_bounds_nothing() -> None:
 
 def test_their_files_give_way_where_memory_is_short(tmp_path: Path) -> None:
     """A tile for an H200 on a card with 99 KiB: fewer stages first."""
-    large = parse_recipe(json.dumps({"1": launch(128, 256, 64, num_warps=8, num_stages=4)}), "x")
+    large = parse_config_file(
+        json.dumps({"1": launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"
+    )
     small = Device("NVIDIA L40S", 101_376, warpgroups=False)
-    assert fit(large, MIXTRAL, H200).notes == ()
-    found = fit(large, MIXTRAL, small)
+    assert fit_to_problem(large, MIXTRAL, H200).notes == ()
+    found = fit_to_problem(large, MIXTRAL, small)
     assert (found.steps.choose(1).gemm2.num_stages, found.steps.choose(1).gemm2.block_n) == (3, 256)
     assert "clamped" in found.notes[0]
     for pair in found.steps.configs:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import MIXTRAL, NAME
 
-from experts.triton.configs.files import ConfigKey, device_key, names_for
+from experts.triton.configs.files import ConfigKey, device_key, file_names_for
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
@@ -104,7 +104,7 @@ def test_a_key_without_a_name_cannot_be_made(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_problem_has_names(quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
-    names = names_for(problem, "NVIDIA H200")
+    names = file_names_for(problem, "NVIDIA H200")
     assert ConfigKey.of(problem, "NVIDIA H200").file_name == names[0]
     keys = [ConfigKey.parse(name) for name in names]
     assert {key.experts for key in keys} == {8}
@@ -128,12 +128,12 @@ def test_every_problem_has_names(quant: str, dtype: str) -> None:
 def test_names_of_schemes(quant: str, names: list[str]) -> None:
     problem = replace(MIXTRAL, quant=quant)
     stem = NAME.removesuffix(".json")
-    assert names_for(problem, "NVIDIA H200") == tuple(f"{stem},{name}.json" for name in names)
+    assert file_names_for(problem, "NVIDIA H200") == tuple(f"{stem},{name}.json" for name in names)
 
 
 def test_packed_weights_are_found_under_both_sizes() -> None:
     """vLLM counts I = 14336, SGLang the bytes of a packed row; ours also names the group."""
-    names = names_for(replace(MIXTRAL, quant="int4_w4a16_group"), "NVIDIA H200")
+    names = file_names_for(replace(MIXTRAL, quant="int4_w4a16_group"), "NVIDIA H200")
     keys = [ConfigKey.parse(name) for name in names]
     assert (keys[0].intermediate, keys[0].block_shape) == (14336, (0, 128))
     assert ConfigKey(8, 14336, "NVIDIA_H200", "int4_w4a16") in keys
@@ -144,7 +144,7 @@ def test_packed_weights_are_found_under_both_sizes() -> None:
 
 def test_experts_are_those_of_this_rank() -> None:
     problem = replace(MIXTRAL, experts=64, local_experts=8, expert_map=True)
-    assert names_for(problem, "NVIDIA H200") == (NAME,)
+    assert file_names_for(problem, "NVIDIA H200") == (NAME,)
 
 
 def test_repacked_weights_take_the_files_of_their_format() -> None:

@@ -7,11 +7,22 @@ import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
 from experts.triton.configs import nearest
-from experts.triton.configs.files import ConfigKey, Recipe, parse_recipe, read_recipe
+from experts.triton.configs.files import (
+    ConfigKey,
+    TunedConfigs,
+    parse_config_file,
+    read_config_file,
+)
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.lookup import fit
-from experts.triton.configs.nearest import Borrowed, Known, Point, borrow, steps_of
-from experts.triton.configs.select import _why, explain, on_device, this_store
+from experts.triton.configs.lookup import fit_to_problem
+from experts.triton.configs.nearest import (
+    BorrowedConfig,
+    Point,
+    TunedLayer,
+    borrow_configs,
+    steps_from_borrowed,
+)
+from experts.triton.configs.select import _reason, current_lookup, explain, on_device
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
@@ -35,12 +46,12 @@ def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: i
     return write(folder / FOLDER / name, contents)
 
 
-def known(folder: Path, problem: Problem, **entries: int) -> Known:
+def known(folder: Path, problem: Problem, **entries: int) -> TunedLayer:
     path = packaged(folder, problem, **entries)
-    return Known.of(ConfigKey.parse(path.name), read_recipe(path))
+    return TunedLayer.of(ConfigKey.parse(path.name), read_config_file(path))
 
 
-def block_ms(found: list[Borrowed]) -> list[int]:
+def block_ms(found: list[BorrowedConfig]) -> list[int]:
     return [one.config.gemm1.block_m for one in found]
 
 
@@ -49,8 +60,8 @@ def test_rows_of_an_expert_are_what_counts_most(
 ) -> None:
     """64 tokens of Mixtral are 16 rows an expert: as 256 tokens of Qwen3 are."""
     qwen = known(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
-    monkeypatch.setattr(nearest, "NEAR", 9.0)
-    found = borrow([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
+    monkeypatch.setattr(nearest, "MAX_DISTANCE", 9.0)
+    found = borrow_configs([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
     assert block_ms(found) == [16, 32, 64, 128]
     assert found[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
 
@@ -59,17 +70,17 @@ def test_of_equal_rows_the_likest_sizes_win(tmp_path: Path) -> None:
     wide = known(tmp_path, replace(MIXTRAL, intermediate=7168), t16=16)
     narrow = known(tmp_path, replace(MIXTRAL, intermediate=1792), t16=32)
     for order in ([wide, narrow], [narrow, wide]):
-        assert block_ms(borrow(order, MIXTRAL, H200, NOTHING, [16])) == [16]
+        assert block_ms(borrow_configs(order, MIXTRAL, H200, NOTHING, [16])) == [16]
         small = replace(MIXTRAL, intermediate=2048)
-        assert block_ms(borrow(order, small, H200, NOTHING, [16])) == [32]
+        assert block_ms(borrow_configs(order, small, H200, NOTHING, [16])) == [32]
 
 
 def test_where_nothing_is_near_the_regimes_decide(tmp_path: Path) -> None:
     qwen = known(tmp_path, QWEN, t1=16)
     for lenders in ([qwen], []):
-        (found,) = borrow(lenders, MIXTRAL, H200, NOTHING, [4096])
-        assert found == Borrowed(4096, NOTHING.choose(4096), "heuristics")
-    (found,) = borrow([qwen], replace(QWEN, top_k=7), H200, NOTHING, [1])
+        (found,) = borrow_configs(lenders, MIXTRAL, H200, NOTHING, [4096])
+        assert found == BorrowedConfig(4096, NOTHING.choose(4096), "heuristics")
+    (found,) = borrow_configs([qwen], replace(QWEN, top_k=7), H200, NOTHING, [1])
     assert found.origin == "E=128, K=8, H=2048, I=768, 1 token"
 
 
@@ -84,28 +95,32 @@ def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.Monk
     mine = replace(QWEN, quant="int4_w4a16_group:group=32")
     text = '{"format": "modular_kernel.tiles/1", "1": {"gemm1": %s, "gemm2": %s}}'
     tile = '{"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": %d, "GROUP_SIZE_M": 1}'
-    deep, fit = (parse_recipe(text % (tile % k, tile % k), "x") for k in (4096, 32))
-    lenders = [Known(128, 8, 2048, 768, deep), Known(8, 2, 4096, 14336, fit)]
-    monkeypatch.setattr(nearest, "NEAR", 99.0)
-    assert all(one.config.gemm1.block_k == 32 for one in borrow(lenders, mine, H200, NOTHING))
-    assert all(one.origin == "heuristics" for one in borrow(lenders[:1], mine, H200, NOTHING))
+    deep, fit = (parse_config_file(text % (tile % k, tile % k), "x") for k in (4096, 32))
+    lenders = [TunedLayer(128, 8, 2048, 768, deep), TunedLayer(8, 2, 4096, 14336, fit)]
+    monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
+    assert all(
+        one.config.gemm1.block_k == 32 for one in borrow_configs(lenders, mine, H200, NOTHING)
+    )
+    assert all(
+        one.origin == "heuristics" for one in borrow_configs(lenders[:1], mine, H200, NOTHING)
+    )
 
 
 def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest, "NEAR", 99.0)
-    single, pair = gemv_config.default(MIXTRAL), NOTHING.choose(64)
+    monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
+    single, pair = gemv_config.default_config(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
-    recipe = Recipe("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
-    lender = Known(8, 2, 4096, 14336, recipe)
-    paths = {b.tokens: b.config.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
+    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
+    lender = TunedLayer(8, 2, 4096, 14336, recipe)
+    paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, NOTHING)}
     few = gemv_config.most_tokens(MIXTRAL)
     assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
-    own = fit(recipe, MIXTRAL, H200)
+    own = fit_to_problem(recipe, MIXTRAL, H200)
     assert own.steps.choose(few) == single
     assert own.steps.choose(few + 1) == own.steps.choose(64) == pair, "though 1 may be nearer"
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
-        last = fit(recipe, problem, H200).steps.lasts[0]
+        last = fit_to_problem(recipe, problem, H200).steps.lasts[0]
         assert last == min(32, max(1, gemv_config.most_tokens(problem)))
 
 
@@ -113,24 +128,26 @@ def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """How many programs a multiprocessor has differs: 360 of 8 columns there, 512 here."""
-    monkeypatch.setattr(nearest, "NEAR", 99.0)
+    monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
     lent = gemv_w4_config.default(theirs)
-    recipe = Recipe(
+    recipe = TunedConfigs(
         "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
     )
-    lender = Known(128, 4, 2880, 2880, recipe)
+    lender = TunedLayer(128, 4, 2880, 2880, recipe)
     most = gemv_w4_config.most_tokens(mine)
     for number in (1, 2, most):
-        (found,) = borrow([lender], mine, H200, NOTHING, [number])
+        (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])
         assert found.config == gemv_w4_config.default(mine, number) != lent
         assert found.origin.startswith("E=128, K=4, H=2880")
 
 
 def test_a_call_takes_the_nearest_number_of_tokens() -> None:
     pairs = [MoEConfig(*[LaunchConfig(m, 64, 64, 1, 4, 3)] * 2, "aligned") for m in (16, 32, 64)]
-    steps = steps_of([Borrowed(t, p, "x") for t, p in zip((1, 2, 8), pairs, strict=True)])
+    steps = steps_from_borrowed(
+        [BorrowedConfig(t, p, "x") for t, p in zip((1, 2, 8), pairs, strict=True)]
+    )
     wanted = {0: 16, 1: 16, 2: 32, 5: 32, 6: 64, 8: 64, 1 << 40: 64}
     assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
 
@@ -180,7 +197,7 @@ def test_rows_decide_which_path_and_block_of_a_neighbor_are_taken(tmp_path: Path
     assert {config.path for config in only.configs} == {"aligned"}
     assert only.choose(512).gemm1.block_m == 128
     with on_device(device):
-        assert "heuristics: 64 rows an expert" in _why(source, layer, 512, own.choose(512))
+        assert "heuristics: 64 rows an expert" in _reason(source, layer, 512, own.choose(512))
 
 
 def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
@@ -192,10 +209,10 @@ def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
 def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
     monkeypatch.setattr(
-        "experts.triton.configs.select._machine_s_store", lambda: store(tmp_path / "u", tmp_path)
+        "experts.triton.configs.select._machine_lookup", lambda: store(tmp_path / "u", tmp_path)
     )
     with on_device(H200):
-        assert this_store().triton == TRITON
+        assert current_lookup().triton == TRITON
         text = explain(MIXTRAL, 8)
         far = explain(MIXTRAL, 8192)
     assert "the nearest layer with a file: E=8, K=2, H=6144, I=16384, 8 tokens" in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tile_samples import MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
 
-from experts.triton.configs.select import choose_config, kinds_up_to, override_config
+from experts.triton.configs.select import buffer_kinds_up_to, choose_config, override_config
 from experts.triton.launch_config import MoEConfig
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
@@ -23,7 +23,7 @@ def test_an_override_nests_and_ends_as_it_began() -> None:
     before = choose_config(MIXTRAL, 64)
     with override_config(ONE):
         assert choose_config(MIXTRAL, 64) == choose_config(MIXTRAL, 4096) == ONE
-        assert kinds_up_to(MIXTRAL, 4096) == [(4096, "aligned", 16)]
+        assert buffer_kinds_up_to(MIXTRAL, 4096) == [(4096, "aligned", 16)]
         with override_config(TWO):
             assert choose_config(MIXTRAL, 64) == TWO
             with override_config(None):

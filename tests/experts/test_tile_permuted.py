@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts.triton.configs.files import override_recipe
+from experts.triton.configs.files import configs_from_override
 from experts.triton.configs.heuristics import heuristics, require_config
-from experts.triton.configs.lookup import fit
+from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.select import override_config
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
@@ -44,16 +44,18 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
 
 def test_who_gathers() -> None:
     """Long rows: as many steps as the largest ring of any tile asks for ahead."""
-    assert grouped_tma_config.gathers(MIXTRAL)
-    assert grouped_tma_config.gathers(replace(MIXTRAL, quant="fp8_w8a8_channel"))
-    assert not grouped_tma_config.gathers(replace(MIXTRAL, quant="fp8_w8a8_block"))
+    assert grouped_tma_config.gathers_tokens(MIXTRAL)
+    assert grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_channel"))
+    assert not grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_block"))
     for quant, most in (("none", 256), ("fp8_w8a8_channel", 512)):
         problem = replace(MIXTRAL, quant=quant)
-        assert not grouped_tma_config.gathers(replace(problem, hidden=most))
-        assert grouped_tma_config.gathers(replace(problem, hidden=most + 16))
+        assert not grouped_tma_config.gathers_tokens(replace(problem, hidden=most))
+        assert grouped_tma_config.gathers_tokens(replace(problem, hidden=most + 16))
         gemm = gemms(problem)[0]
         ring = (most + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
-        tile = replace(grouped_tma_config.default(problem).gemm1, block_n=64, num_stages=ring + 2)
+        tile = replace(
+            grouped_tma_config.default_config(problem).gemm1, block_n=64, num_stages=ring + 2
+        )
         mode = grouped_tma_config.MODES[quant]
         assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
@@ -111,13 +113,13 @@ def test_results_wait_in_what_the_ring_leaves(
 )
 def test_what_it_does_not_serve_keeps_to_the_aligned_path(other: dict[str, object]) -> None:
     problem = replace(MIXTRAL, **other)
-    assert not grouped_tma_config.serves(problem, H200)
+    assert not grouped_tma_config.supports(problem, H200)
     assert "grouped_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not grouped_tma_config.serves(MIXTRAL, Device("NVIDIA A100"))
-    assert not grouped_tma_config.serves(MIXTRAL, Device())
+    assert not grouped_tma_config.supports(MIXTRAL, Device("NVIDIA A100"))
+    assert not grouped_tma_config.supports(MIXTRAL, Device())
 
 
 @pytest.mark.parametrize(
@@ -136,10 +138,12 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
 ) -> None:
     tile = LaunchConfig(128, 128, 64, 8, 4, 4)
     wide = replace(tile, block_n=256)
-    assert fit(override_recipe(MoEConfig(tile, wide, "grouped_tma")), MIXTRAL, H200)
+    assert fit_to_problem(
+        configs_from_override(MoEConfig(tile, wide, "grouped_tma")), MIXTRAL, H200
+    )
     broken = MoEConfig(replace(tile, **change), replace(wide, **change), "grouped_tma")
     with pytest.raises(ConfigurationError, match=named):
-        fit(override_recipe(broken), MIXTRAL, H200)
+        fit_to_problem(configs_from_override(broken), MIXTRAL, H200)
 
 
 def test_a_pair_that_is_none_is_refused() -> None:

@@ -24,13 +24,13 @@ from tile_samples import (
 )
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.files import ConfigKey, read_recipe
+from experts.triton.configs.files import ConfigKey, read_config_file
 from experts.triton.configs.heuristics import config_violations
-from experts.triton.configs.lookup import ConfigLookup, fit
+from experts.triton.configs.lookup import ConfigLookup, fit_to_problem
 from experts.triton.configs.select import (
+    buffer_kinds_up_to,
     choose_config,
     explain,
-    kinds_up_to,
     on_device,
     override_config,
 )
@@ -131,14 +131,14 @@ def test_without_a_gpu_no_file_is_looked_for(tmp_path: Path) -> None:
 def test_packaged_files_are_sound() -> None:
     folder = Path(tiles.__file__).parent / "data"
     for path in folder.rglob("*.json"):
-        key, read = ConfigKey.parse(path.name), read_recipe(path)
+        key, read = ConfigKey.parse(path.name), read_config_file(path)
         assert read.strict, f"{path} is not in our format"
         assert read.tuned_for is not None
         assert path.parent.name.replace("triton_", "").replace("_", ".") == read.triton
         hidden, top_k = read.tuned_for.hidden, read.tuned_for.top_k
         problem = Problem(1, hidden, key.intermediate, key.experts, top_k)
         if not key.dtype:
-            fit(read, problem, H200)
+            fit_to_problem(read, problem, H200)
 
 
 # -------------------------------------------------------------------------- fallback and heuristics
@@ -207,18 +207,18 @@ def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) 
 
 def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
     with on_device(Device()):  # for which there is no file
-        assert kinds_up_to(MIXTRAL, 512) == [
+        assert buffer_kinds_up_to(MIXTRAL, 512) == [
             (40, "aligned", 16),
             (96, "aligned", 32),
             (192, "aligned", 64),
             (512, "aligned", 128),
         ]
-        assert kinds_up_to(MIXTRAL, 60) == [(40, "aligned", 16), (60, "aligned", 32)]
-        assert kinds_up_to(MIXTRAL, 0) == [(0, "aligned", 16)]
+        assert buffer_kinds_up_to(MIXTRAL, 60) == [(40, "aligned", 16), (60, "aligned", 32)]
+        assert buffer_kinds_up_to(MIXTRAL, 0) == [(0, "aligned", 16)]
     file = {"1": launch(64), "9": launch(16), "21": launch(64), "61": launch(128, 64, 64)}
     with override_config(file):
-        assert {m: t for t, _, m in kinds_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
-        assert {m: t for t, _, m in kinds_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
+        assert {m: t for t, _, m in buffer_kinds_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
+        assert {m: t for t, _, m in buffer_kinds_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
 
 
 @given(
@@ -233,7 +233,7 @@ def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None
         most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
             block_m = choose_config(problem, tokens).gemm1.block_m
-            assert block_m in [m for _, _, m in kinds_up_to(problem, tokens)]
+            assert block_m in [m for _, _, m in buffer_kinds_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
                 assert spec.numel <= most[name].numel, (name, tokens)
 
@@ -282,7 +282,7 @@ def test_files_are_read_once_until_reread(here: Path) -> None:
     path.write_text("broken", encoding="utf-8")
     assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
     assert choose_config(MIXTRAL.with_tokens(2), 700).gemm1.block_m == 64
-    tiles.reread()
+    tiles.clear_caches()
     with pytest.raises(ConfigurationError, match="device_name"):
         choose_config(MIXTRAL, 3)
 
@@ -290,7 +290,7 @@ def test_files_are_read_once_until_reread(here: Path) -> None:
 def test_the_user_s_folder_goes_first(here: Path) -> None:
     for place, block_m in (("packaged", 32), ("user", 64)):
         write(here.parent / place / NAME, ours(tokens_1=(launch(block_m), launch(block_m))))
-        tiles.reread()
+        tiles.clear_caches()
         assert choose_config(MIXTRAL, 3).gemm1.block_m == block_m
 
 

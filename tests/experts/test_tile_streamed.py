@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from experts.triton.configs.files import Recipe, override_recipe
+from experts.triton.configs.files import TunedConfigs, configs_from_override
 from experts.triton.configs.heuristics import heuristics, require_config
-from experts.triton.configs.lookup import fit
-from experts.triton.configs.nearest import Known, borrow
+from experts.triton.configs.lookup import fit_to_problem
+from experts.triton.configs.nearest import TunedLayer, borrow_configs
 from experts.triton.configs.select import on_device
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
@@ -106,18 +106,18 @@ def test_other_devices_do_not_run_it() -> None:
 def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     change: dict[str, int], named: str
 ) -> None:
-    assert fit(override_recipe(PAIR), QWEN, H200).steps.choose(1) == PAIR
+    assert fit_to_problem(configs_from_override(PAIR), QWEN, H200).steps.choose(1) == PAIR
     broken = MoEConfig(replace(PAIR.gemm1, **change), replace(PAIR.gemm2, **change), "gemv_tma")
     with pytest.raises(ConfigurationError, match=named):
-        fit(override_recipe(broken), QWEN, H200)
+        fit_to_problem(configs_from_override(broken), QWEN, H200)
 
 
 def test_a_file_s_few_tokens_end_where_the_path_stops_to_pay() -> None:
     """8 tokens are nearer to 1 than to 64."""
     other = LaunchConfig(16, 64, 128, 1, 4, 3)
     launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
-    recipe = Recipe("x", *launches, False, True, paths=((1, "gemv_tma"), (64, "aligned")))
-    steps = fit(recipe, BLOCKS, H200).steps
+    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"), (64, "aligned")))
+    steps = fit_to_problem(recipe, BLOCKS, H200).steps
     assert [steps.choose(tokens).path for tokens in (1, 4, 5)] == [
         "gemv_tma",
         "gemv_tma",
@@ -128,11 +128,11 @@ def test_a_file_s_few_tokens_end_where_the_path_stops_to_pay() -> None:
 def test_a_neighbor_lends_the_path_not_the_ring() -> None:
     """How many places there are depends on the depths, which are the borrower's own."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
-    recipe = Recipe("x", *launches, False, True, paths=((1, "gemv_tma"),))
+    recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
-    known = Known(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, recipe)
+    known = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, recipe)
     otherwise = heuristics(deep, H200, ("aligned",))
-    (borrowed,) = borrow([known], deep, H200, otherwise, tokens=(1,))
+    (borrowed,) = borrow_configs([known], deep, H200, otherwise, tokens=(1,))
     assert borrowed.origin.startswith(known.name)
     assert borrowed.config == gemv_tma_config.default(deep, H200) != PAIR
 

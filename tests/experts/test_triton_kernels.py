@@ -16,7 +16,7 @@ from experts.triton_kernels import library
 from experts.triton_kernels.tile_maps import (
     SIZES,
     TileMaps,
-    most_tiles,
+    max_num_tiles,
     tile_maps_ref,
     tile_specs,
     write_tile_maps,
@@ -69,7 +69,7 @@ def test_tile_maps_and_their_twin(counts: list[int]) -> None:
         assert torch.equal(kernel, torch_s)
     for place, size in enumerate(SIZES):
         tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]
-        behind = most_tiles(sum(counts) + 2, len(counts)) - len(tiles)
+        behind = max_num_tiles(sum(counts) + 2, len(counts)) - len(tiles)
         assert made.maps[place].tolist() == tiles + [-1] * behind
 
 
@@ -96,7 +96,7 @@ def changed(tensor: torch.Tensor, value: int, *place: int) -> torch.Tensor:
 
 def test_the_stand_in_computes() -> None:
     one = given()
-    library.ragged(triton_kernels_3_5, **one)
+    library.ragged_matmul(triton_kernels_3_5, **one)
     want = one["rows"][7:40].float() @ one["weights"][0][2].float().T
     assert torch.equal(one["out"][7:40], want.bfloat16())
     assert one["out"][40:].isnan().all()
@@ -138,14 +138,14 @@ def in_mxfp4() -> dict[str, Any]:
 
 def test_the_stand_in_computes_mxfp4() -> None:
     one, problem = in_mxfp4(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
-    library.ragged(triton_kernels_3_5, **one)
+    library.ragged_matmul(triton_kernels_3_5, **one)
     values = dequantize(*one["weights"], None, problem.scheme)
     want = one["rows"][7:40].float() @ values[2].T
     torch.testing.assert_close(one["out"][7:40], want.bfloat16(), rtol=1e-2, atol=1e-2)
     # A step of 128 values reaches past these rows.
     codes, exponents = one["weights"]
     short = {"rows": one["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
-    library.ragged(triton_kernels_3_5, **one | short)
+    library.ragged_matmul(triton_kernels_3_5, **one | short)
     assert one["out"][7:40].isnan().all()
 
 
@@ -176,7 +176,7 @@ def test_mxfp4_proven(routing: str) -> None:
 def with_each_size(**one: Any) -> None:
     """Each size of tiles has its turn."""
     for _ in SIZES:
-        library.ragged(triton_kernels_3_5, **one)
+        library.ragged_matmul(triton_kernels_3_5, **one)
 
 
 @pytest.mark.parametrize("name", PLANTED)

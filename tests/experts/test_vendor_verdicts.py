@@ -12,7 +12,7 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel.catalog import check, load_catalog
-from modular_kernel.compatibility.support import Planned
+from modular_kernel.compatibility.support import PlannedPart
 from modular_kernel.errors import UnknownPartError
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 
@@ -267,6 +267,8 @@ def test_every_name_of_the_table_is_there_or_planned(
     assert all(name in text for name in SEED.split())
     # None is planned now: a name that is gets its reason where it is asked for.
     assert not planned
-    later = replace(catalog, planned=(Planned("LaterExperts", "experts", "its GPU is not there"),))
+    later = replace(
+        catalog, planned=(PlannedPart("LaterExperts", "experts", "its GPU is not there"),)
+    )
     with pytest.raises(UnknownPartError, match="planned: its GPU is not there"):
         later.experts("LaterExperts")

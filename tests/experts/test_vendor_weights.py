@@ -7,9 +7,9 @@ import torch
 import vendor_stand_in as parts
 from vendor_stand_in import proven
 
-from experts.common.row_major import by_rows
+from experts.common.row_major import to_row_major
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.inputs import InputVariation
 
 PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
 
@@ -26,16 +26,16 @@ PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
 )
 def test_weights_off_16_bytes(part: str, quant: str) -> None:
     problem = replace(PLAIN, quant=quant)
-    proof = proven(getattr(parts, part), problem, manner=Manner(layout="shifted"))
+    proof = proven(getattr(parts, part), problem, manner=InputVariation(layout="shifted"))
     assert proof.passed, str(proof)
 
 
 def test_only_what_must_be_is_copied() -> None:
     room = torch.arange(3 * 4 * 16 + 1, dtype=torch.bfloat16)
     there = room[:-1].view(3, 4, 16)
-    assert by_rows(there) is there
+    assert to_row_major(there) is there
     for view in (room[1:].view(3, 4, 16), there.transpose(1, 2)):
-        made = by_rows(view)
+        made = to_row_major(view)
         assert made.is_contiguous()
         assert made.data_ptr() % 16 == 0
         assert torch.equal(made, view)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from experts.triton.configs.select import choose_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.inputs import InputVariation
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ FEW: tuple[dict[str, Any], ...] = (
 
 
 def path(problem: Problem) -> str:
-    paths = paths_of(problem)
+    paths = supported_paths(problem)
     return choose_config(problem.with_tokens(0), problem.tokens, paths).path
 
 
@@ -59,7 +59,7 @@ def test_more_depth_of_products_fed_by_tma(
         pytest.skip("of sm_90")
     problem = replace(BASE, **change)
     assert path(problem) == "grouped_tma"
-    proof = prove(Case(*PAIR, problem, routing, manner=Manner(**manner)))
+    proof = prove(Case(*PAIR, problem, routing, manner=InputVariation(**manner)))
     assert proof.passed, str(proof)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experts.triton.configs.select import override_config
-from experts.triton.grouped_tma.grouped_tma_config import default
+from experts.triton.grouped_tma.grouped_tma_config import default_config
 from modular_kernel import Machine, Problem, check, make_kernel
 from modular_kernel.machine import current_machine
 from modular_kernel.spec.problem import Combine
@@ -52,7 +52,7 @@ def test_the_same_bits(change: dict[str, object], hostile: bool) -> None:
         ids_TK[::11] = problem.experts - 1
         routing = replace(routing, topk_ids_TK=ids_TK)
     results = []
-    with override_config(default(problem)):
+    with override_config(default_config(problem)):
         for name in ("TritonExperts", "CutlassExpertsFP8"):
             plan = make_kernel(PF, name, problem).plan()
             first = plan(x_TH, weights, routing).clone()
@@ -64,7 +64,7 @@ def test_the_same_bits(change: dict[str, object], hostile: bool) -> None:
 
 def test_in_a_graph() -> None:
     x_TH, weights, routing = random_inputs(BASE, torch.device("cuda"))
-    with override_config(default(BASE)):
+    with override_config(default_config(BASE)):
         plan = make_kernel(PF, "CutlassExpertsFP8", BASE).plan()
         expected = plan(x_TH, weights, routing).clone()
         graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ many tiles, all experts at once and a few at a time.
 import pytest
 from forced_cases import CHANGES, LARGE, cases_on, of_quantized_weights
 
-from experts.triton.configs.select import override_config, this_store
+from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.dequantized import dequantized_config
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
@@ -32,7 +32,7 @@ CASES = cases_on("dequantized", of_quantized_weights(QUANTS, ALL_CHANGES, [(LARG
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 100) == this_store().device.tma
+    assert (len(CASES) > 100) == current_lookup().device.tma
 
 
 @pytest.mark.parametrize("at_once", [64, 3])

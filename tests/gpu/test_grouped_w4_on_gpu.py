@@ -10,7 +10,7 @@ import pytest
 import torch
 from forced_cases import CHANGES, LARGE, PAIR, SMALL, cases_on, of_quantized_weights
 
-from experts.triton.configs.select import override_config, this_store
+from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.grouped_w4 import grouped_w4_config
 from modular_kernel import make_kernel
 from modular_kernel.errors import WeightsError
@@ -49,13 +49,13 @@ OTHER_CASES += SHORT_SCALES
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 60 and len(OTHER_CASES) > 90) == this_store().device.tma
+    assert (len(CASES) > 60 and len(OTHER_CASES) > 90) == current_lookup().device.tma
 
 
 def _proven(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_w4_config, "experts_at_once", lambda p: min(at_once, p.e))
+    monkeypatch.setattr(grouped_w4_config, "chunk_size", lambda p: min(at_once, p.e))
     with override_config(grouped_w4_config.default(case.problem, rows)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from nan_matrix import Counts, judge_calls, pairs_here, run, taken
 
-from experts.triton.configs.select import choose_config, override_config, this_store
-from experts.triton.contiguous import paths_of
+from experts.triton.configs.select import choose_config, current_lookup, override_config
+from experts.triton.contiguous import supported_paths
 from experts.triton.paths import BY_NAME
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
-from modular_kernel.testing.cases.nan import holders
+from modular_kernel.testing.cases.nan import nan_arguments
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
@@ -39,10 +39,10 @@ SIZE = 256  # hidden and intermediate: every path takes it
 def judged(problem: Problem, machine: Machine, counts: Counts) -> set[str]:
     """Judge `problem` on every path that it may take; returns those that a call took."""
     took = set()
-    for path in paths_of(problem):
-        config = BY_NAME[path].default_config(problem, problem.tokens, this_store().device)
+    for path in supported_paths(problem):
+        config = BY_NAME[path].default_config(problem, problem.tokens, current_lookup().device)
         with override_config(config):
-            took.add(choose_config(problem, problem.tokens, paths_of(problem)).path)
+            took.add(choose_config(problem, problem.tokens, supported_paths(problem)).path)
             judge_calls(TRITON, problem, machine, counts, f"path {path}:")
     return took
 
@@ -54,8 +54,8 @@ def test_paths(quant: str, machine: Machine, capsys: pytest.CaptureFixture[str])
     took = judged(problem, machine, counts)
     with capsys.disabled():
         sys.stdout.write(f"\n{quant}, by {', '.join(sorted(took))}: {counts}")
-    assert took == set(paths_of(problem))
-    assert counts.calls == len(took) * len(holders(problem))
+    assert took == set(supported_paths(problem))
+    assert counts.calls == len(took) * len(nan_arguments(problem))
     assert counts.wrong == []
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.random_inputs import random_inputs
@@ -39,7 +39,9 @@ def late_copy_kernel(
 
 def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
     grid = (triton.cdiv(source.numel(), 1024),)
-    late_copy_kernel[grid](source, target, source.numel(), NS=LATE_NS, BLOCK=1024, **overlap())
+    late_copy_kernel[grid](
+        source, target, source.numel(), NS=LATE_NS, BLOCK=1024, **pdl_arguments()
+    )
 
 
 @pytest.mark.parametrize("tokens", [5, 64, 300])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from forced_cases import cases_on
 
-from experts.triton.configs.select import override_config, this_store
+from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.grouped_tma import grouped_tma_config
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
@@ -39,11 +39,11 @@ CASES = cases_on("grouped_tma", variants())
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 100) == this_store().device.tma
+    assert (len(CASES) > 100) == current_lookup().device.tma
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(grouped_tma_config.default(case.problem)):
+    with override_config(grouped_tma_config.default_config(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts.triton.configs.select import this_store
-from experts.triton.grouped.base import Rows
+from experts.triton.configs.select import current_lookup
+from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig
-from experts.triton.operands import first_product, second_product
+from experts.triton.operands import gemm1_operands, gemm2_operands
 from modular_kernel.ops.activation import gated_activation_ref
-from modular_kernel.ops.quantize import dequantize_rows, quantized
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.quantize import dequantize_rows, quantize_values
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.random_inputs import random_inputs
@@ -25,10 +25,10 @@ from modular_kernel.testing.random_inputs import random_inputs
 ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
 HERE = Device("sm_90", tma=True)
 
-pytestmark = pytest.mark.skipif(not this_store().device.tma, reason="needs sm_90")
+pytestmark = pytest.mark.skipif(not current_lookup().device.tma, reason="needs sm_90")
 
 
-def sorted_rows(counts: tuple[int, ...]) -> Sorted:
+def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     tiles, start = [], 0
     for expert, count in enumerate(counts):
         tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
@@ -38,7 +38,7 @@ def sorted_rows(counts: tuple[int, ...]) -> Sorted:
     named[: 3 * most].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
     named[-1] = len(tiles)
     nothing = torch.empty(0, 1, dtype=torch.int32)
-    return Sorted(nothing, nothing, named.cuda(), nothing)
+    return SortedPairs(nothing, nothing, named.cuda(), nothing)
 
 
 def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias: bool) -> Problem:
@@ -46,7 +46,7 @@ def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias
         sum(ROWS), hidden, intermediate, len(ROWS), 1, "bfloat16", quant,
         activation=activation, bias=bias,
     )  # fmt: skip
-    assert grouped_tma_config.serves(problem, HERE)
+    assert grouped_tma_config.supports(problem, HERE)
     return problem
 
 
@@ -86,22 +86,22 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     """Few tokens, each in many rows, in a wider tensor; what lies beside them is NaN."""
     base = problem_of("none", "silu", 1024, 264, True)
     problem = replace(base, **change)
-    assert grouped_tma_config.gathers(problem)
+    assert grouped_tma_config.gathers_tokens(problem)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
-    product = first_product(weights, problem)
+    product = gemm1_operands(weights, problem)
     generator = torch.Generator("cuda").manual_seed(stages)
     wide = torch.full((40, problem.hidden + 64), float("nan"), device="cuda").bfloat16()
     values = wide[:, 32 : 32 + problem.hidden]
     values.normal_(generator=generator)
     x, scale = values, None
     if problem.scheme.quantized:
-        x, scale = quantized(values.float(), problem.scheme)
+        x, scale = quantize_values(values.float(), problem.scheme)
     tokens = torch.randint(0, 40, (sum(ROWS),), device="cuda", generator=generator)
-    moved = Rows(x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous())
+    moved = GemmRows(x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous())
     # Behind the last row tokens are anything.
     beyond = torch.full((9,), 0x3F3F3F3F, device="cuda")
-    found = Rows(x, scale, tokens=torch.cat([tokens, beyond]).int())
-    tile = replace(grouped_tma_config.default(problem).gemm1, num_stages=stages)
+    found = GemmRows(x, scale, tokens=torch.cat([tokens, beyond]).int())
+    tile = replace(grouped_tma_config.default_config(problem).gemm1, num_stages=stages)
     outs = []
     for rows in (moved, found):
         out = torch.full((sum(ROWS) + 2, product.columns), float("nan"), device="cuda").bfloat16()
@@ -116,7 +116,7 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
 def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which: int) -> None:
     problem = problem_of(*case)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
-    product = (first_product if which == 1 else second_product)(weights, problem)
+    product = (gemm1_operands if which == 1 else gemm2_operands)(weights, problem)
     depth = product.depth
     generator = torch.Generator("cuda").manual_seed(which)
     # Two rows past the last expert's stand for skipped pairs; nobody may touch their results.
@@ -124,12 +124,12 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
     values = values.to(torch.bfloat16)
     a, scale, exact = values, None, values.double()
     if problem.scheme.quantized:
-        a, scale = quantized(values.float(), problem.scheme)
+        a, scale = quantize_values(values.float(), problem.scheme)
         exact = dequantize_rows(a, scale, problem.scheme).double()
     out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
-    pair = grouped_tma_config.default(problem)
+    pair = grouped_tma_config.default_config(problem)
     tile: LaunchConfig = pair.gemm1 if which == 1 else pair.gemm2
-    GroupedTmaPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
+    GroupedTmaPath(problem).multiply(GemmRows(a, scale), product, tile, sorted_rows(ROWS), out)
     w, b = product.w, product.bias
     if product.scale is not None:
         w = dequantize(w, product.scale, None, problem.scheme)

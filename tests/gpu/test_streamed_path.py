@@ -11,8 +11,8 @@ import pytest
 import torch
 from forced_cases import PAIR, cases_on
 
-from experts.triton.configs.select import override_config, this_store
-from experts.triton.contiguous import paths_of
+from experts.triton.configs.select import current_lookup, override_config
+from experts.triton.contiguous import supported_paths
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.spec.problem import Machine, Problem
@@ -45,12 +45,12 @@ CASES = cases_on("gemv_tma", variants())
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 60) == this_store().device.tma
+    assert (len(CASES) > 60) == current_lookup().device.tma
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(gemv_tma_config.default(case.problem, this_store().device)):
+    with override_config(gemv_tma_config.default(case.problem, current_lookup().device)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
 
@@ -60,7 +60,7 @@ def test_proven(case: Case, machine: Machine) -> None:
 def test_every_ring(quant: str, block_k: int, places: int, machine: Machine) -> None:
     """Whatever a place holds of the depth, and however few places there are."""
     problem = replace(LARGE, quant=quant, tokens=3)
-    if "gemv_tma" not in paths_of(problem):
+    if "gemv_tma" not in supported_paths(problem):
         pytest.skip("no sm_90")
     pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, places) for n in (32, 64)), "gemv_tma")
     with override_config(pair):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from experts.triton.configs.select import choose_config, reread
+from experts.triton.configs.select import choose_config, clear_caches
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
-from modular_kernel.contracts import Took
+from modular_kernel.contracts import StageTimes
 from modular_kernel.spec.problem import Problem
-from modular_kernel.tuning.compilation import Compiler, Pair
+from modular_kernel.tuning.compilation import Compiler, TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
 from modular_kernel.tuning.search import TuneJob, tune
 
@@ -21,14 +21,14 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
 def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
-    pair = Pair(*PAIR, this_machine())
+    pair = TunedPair(*PAIR, this_machine())
     space = pair.space(PROBLEM)
     with Compiler(workers=4) as compiler:
         bench = TimedSearch(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
         untuned = space.untuned(256)
         bench.screen(256, untuned)  # compiles
         took = bench.screen(256, untuned)
-        assert isinstance(took, Took), took
+        assert isinstance(took, StageTimes), took
         (seconds,) = bench.compare(256, [untuned]).values()
     assert isinstance(seconds, float)
     assert sorted(took.stages) == sorted(ConfigSpace.stages)
@@ -40,9 +40,9 @@ def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
 def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path))
-    reread()
+    clear_caches()
     problem = replace(PROBLEM, quant=quant)
-    pair = Pair(*PAIR, this_machine())
+    pair = TunedPair(*PAIR, this_machine())
     space = pair.space(problem)
     try:
         with Compiler(workers=8) as compiler:
@@ -61,4 +61,4 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert sorted(space.saved(tmp_path)) == [1, 64]
     finally:
         monkeypatch.undo()
-        reread()
+        clear_caches()

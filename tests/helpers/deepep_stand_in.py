@@ -10,10 +10,14 @@ from prepare_finalize import (
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
 )
-from prepare_finalize.deepep.arguments import BufferArguments, few_tokens, many_tokens
+from prepare_finalize.deepep.arguments import (
+    BufferArguments,
+    high_throughput_arguments,
+    low_latency_arguments,
+)
 from prepare_finalize.deepep.group import HighThroughput
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
-from prepare_finalize.rendezvous.connect import place_in
+from prepare_finalize.rendezvous.connect import rank_and_size
 from prepare_finalize.rendezvous.hosts import Hosts
 
 FOLDER = Path(__file__).parent / "stand_ins"
@@ -38,7 +42,7 @@ class GlooGroup:
     device, num_sms, capturing = "cpu", None, False
 
     def __init__(self, group=None):
-        self.rank, self.world_size = place_in(group)
+        self.rank, self.world_size = rank_and_size(group)
         self.hosts = Hosts((0,) * self.world_size, ("here",))
         self._kept = {}
 
@@ -49,13 +53,13 @@ class GlooGroup:
         pass
 
     def high_throughput(self, hidden):
-        made = many_tokens(FIRST.Buffer, hidden, self.world_size, self.num_sms)
+        made = high_throughput_arguments(FIRST.Buffer, hidden, self.world_size, self.num_sms)
         return HighThroughput(made.arguments.make(FIRST.Buffer, None), made.dispatch, made.combine)
 
     def low_latency(self, tokens, hidden, experts):
         key = tokens, hidden, experts
         if key not in self._kept:
-            arguments = few_tokens(FIRST.Buffer, *key, self.world_size)
+            arguments = low_latency_arguments(FIRST.Buffer, *key, self.world_size)
             self._kept[key] = LowLatency(arguments.make(FIRST.Buffer, None), tokens, experts)
         return self._kept[key]
 

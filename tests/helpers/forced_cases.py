@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from experts.triton.launch_config import MoEConfig
 from modular_kernel import check
 from modular_kernel.spec.problem import Combine, Machine, Problem
@@ -35,7 +35,7 @@ def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
     return [
         case
         for case in dict.fromkeys(found)
-        if path in paths_of(case.problem) and check(*PAIR, case.problem).ok
+        if path in supported_paths(case.problem) and check(*PAIR, case.problem).ok
     ]
 
 

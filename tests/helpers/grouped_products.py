@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from experts.triton.configs.select import on_device
-from experts.triton.grouped.base import Rows
-from experts.triton.grouped_w4.bitwise_reference import untiled
+from experts.triton.grouped.base import GemmRows
+from experts.triton.grouped_w4.bitwise_reference import untile_weights
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.grouped_w4.layout import Tiled, form_of, rows_of_tiles
 from experts.triton.launch_config import Device, LaunchConfig
-from experts.triton.operands import Product
+from experts.triton.operands import GemmOperands
 from modular_kernel.ops.activation import activation_constants
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.reference import activation
 from modular_kernel.testing.cases.lists import BASE
 
@@ -39,12 +39,12 @@ def products_by(path: type, multiply: Callable[..., None]) -> Any:
 
 
 def multiply_tiles(
-    rows: Rows,
+    rows: GemmRows,
     weight_of: Callable[[int], torch.Tensor],
     bias: torch.Tensor | None,
     spec: Any,
     tile: LaunchConfig,
-    order: Sorted,
+    order: SortedPairs,
     out: torch.Tensor,
 ) -> None:
     """Multiply rows by weight_of(expert) (N, K) in float32, add bias, activate where spec says."""
@@ -61,10 +61,10 @@ def multiply_tiles(
 
 def multiply_w4(
     self: GroupedW4Path,
-    rows: Rows,
-    product: Product,
+    rows: GemmRows,
+    product: GemmOperands,
     tile: LaunchConfig,
-    order: Sorted,
+    order: SortedPairs,
     out: torch.Tensor,
 ) -> None:
     """Multiply by the tiled weights that the kernel would unpack in registers."""
@@ -83,7 +83,7 @@ def multiply_w4(
     def weight_of(expert: int) -> torch.Tensor:
         one = Tiled(*(part[expert : expert + 1] for part in tiled))
         w = torch.empty(len(there), depth)
-        w[taken[there]] = untiled(one, form)[0, there, :depth]
+        w[taken[there]] = untile_weights(one, form)[0, there, :depth]
         if product.global_scale is not None:
             up = torch.arange(len(w)) // max(1, product.up_row) % product.global_scale.shape[1]
             w *= product.global_scale[expert, up][:, None]

@@ -168,16 +168,16 @@ def refusals() -> dict[str, str]:
         shared=232_448,
         instrumentation_mode="",
     )
-    found = {"as it is": compat.unreplayed(plain)}
+    found = {"as it is": compat.why_not_replayed(plain)}
     for what, change in (
         ("instrumented", {"instrumentation_mode": "consan"}),
         ("clusters", {"num_ctas": 2}),
         ("scratch", {"global_scratch_size": 8}),
         ("oversized", {"shared": 233_473}),
     ):
-        found[what] = compat.unreplayed(SimpleNamespace(**{**vars(plain), **change}))
+        found[what] = compat.why_not_replayed(SimpleNamespace(**{**vars(plain), **change}))
     compat.RELEASE = "3.10"
-    return {**found, "another release": compat.unreplayed(plain)}
+    return {**found, "another release": compat.why_not_replayed(plain)}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from modular_kernel.utils.package_probes import forget
+from modular_kernel.utils.package_probes import unload
 
 
 @contextmanager
@@ -20,4 +20,4 @@ def library_site(
     yield folder
     library.load.cache_clear()
     for name in names:
-        forget(name)
+        unload(name)

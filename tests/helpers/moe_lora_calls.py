@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.moe_lora import BUFFERS, MoELoRABatchInfo, run_moe_lora
 from modular_kernel.ops.moe_lora_stages import PairBatch
 
@@ -136,7 +136,7 @@ def kernels_and_twins() -> Any:
 
     @pytest.fixture(name="_way", params=["kernels", "twins"])
     def way(request: pytest.FixtureRequest) -> Any:
-        with torch_twins(wanted=request.param == "twins"):
+        with prefer_torch_reference(wanted=request.param == "twins"):
             yield
 
     return way

@@ -12,8 +12,8 @@ import torch
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.cases.inputs import Manner
-from modular_kernel.testing.cases.nan import holders
+from modular_kernel.testing.cases.inputs import InputVariation
+from modular_kernel.testing.cases.nan import nan_arguments
 from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.verify.sample import Sample
@@ -76,10 +76,10 @@ def judge_calls(
     counts.kernels += 1
     counts.schemes.add(problem.quant)
     hidden = problem.act.kind in kernel.experts.requires.hides_nan
-    for name in holders(problem):
+    for name in nan_arguments(problem):
         if hidden and name not in ("x", "topk_weights"):
             continue
-        case = Case(*pair, problem, manner=Manner(nan=name))
+        case = Case(*pair, problem, manner=InputVariation(nan=name))
         sample = Sample(case, device, tokens=problem.tokens, salt=0)
         found = sample.compare(call(kernel, sample)).problems
         counts.calls += 1

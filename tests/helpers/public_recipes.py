@@ -26,7 +26,7 @@ from modular_kernel.ops import align, moe_lora, reduce
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.quant import repacking, scale_tiles
 from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.spec.lora import Adapter, adapters_of_sequences
+from modular_kernel.spec.lora import Adapter, slots_from_sequences
 from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights, Routing
@@ -52,7 +52,7 @@ _SHAPES = "reads shapes alone, of tensors that `load_experts` made"
 EXEMPT: Mapping[str, str] = {
     "modular_kernel.layers.adapter_pool.AdapterPool.weights": _BASE,
     "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
-    "modular_kernel.layers.module_state.moved_only": "nn.Module._apply maps it over a layer",
+    "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply maps it over a layer",
     "modular_kernel.contracts.Call": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.path_of": _PART,
@@ -432,13 +432,13 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         scale_tiles.from_e8m0, {"scale": whole(3, 4, high=256, dtype=torch.uint8)}
     ),
     "modular_kernel.quant.repacking.repack": lambda: _repacked(repacking.repack),
-    "modular_kernel.quant.repacking.as_nibbles": lambda: _repacked(repacking.as_nibbles),
+    "modular_kernel.quant.repacking.unrepack": lambda: _repacked(repacking.unrepack),
     # ------------------------------------------------------------------------------ adapters
     "modular_kernel.spec.lora.Adapter.share": lambda: Call(
         _shared_adapter, {"adapter": adapter()}, receiver="adapter"
     ),
-    "modular_kernel.spec.lora.adapters_of_sequences": lambda: Call(
-        adapters_of_sequences,
+    "modular_kernel.spec.lora.slots_from_sequences": lambda: Call(
+        slots_from_sequences,
         {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
     ),
     "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from modular_kernel.testing import Case
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.forked_worker import Child, Tell
-from modular_kernel.testing.mutation.patched_module import reattach, serve
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.patched_module import patch_modules, reattach
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE = 300.0  # seconds for a case
@@ -38,7 +38,7 @@ def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
     (defect,) = read_defects(listed, ROOT)
 
     def work(tell: Tell) -> None:
-        serve(defect.mutant)
+        patch_modules(defect.mutant)
         runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         machine = runs.this_machine()
@@ -48,7 +48,7 @@ def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
             if failure is not None:
                 return
 
-    child = Child(work, _PATIENCE)
+    child = ChildProcess(work, _PATIENCE)
     said = [message["failure"] for message in child]
     assert child.ended.how == "done", child.ended
     return [failure for failure in said if failure is not None]

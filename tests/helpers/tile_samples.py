@@ -58,11 +58,11 @@ def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tiles, "current_machine", lambda: MACHINE)
     monkeypatch.setattr(tiles, "_PACKAGED", folder / "packaged")
     monkeypatch.setattr(tiles, "triton_version", lambda: TRITON)
-    tiles.reread()
+    tiles.clear_caches()
     try:
         yield folder / "user"
     finally:
-        tiles.reread()
+        tiles.clear_caches()
 
 
 def here_an_h200() -> Any:

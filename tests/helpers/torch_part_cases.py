@@ -10,7 +10,7 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case
-from modular_kernel.testing.cases.inputs import LAYOUTS, Manner
+from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
@@ -25,7 +25,7 @@ NAMED = (
             activation="swiglu_oai:alpha=1.702,limit=1.0,interleaved=false",
             ids_dtype=torch.int64, lora="adapters=3,rank=7,a13=shared",
         ),
-        "empty_experts", 1, Manner(values="inf_token"),
+        "empty_experts", 1, InputVariation(values="inf_token"),
     ),
     Case(
         *BATCHED,
@@ -34,7 +34,7 @@ NAMED = (
             ids_dtype=torch.int64, combine=Combine.TOPK_WEIGHTED,
             lora="adapters=8,rank=33,outer=shared",
         ),
-        "uniform", 2, Manner(values="large", own_scales=True), by_turns=True,
+        "uniform", 2, InputVariation(values="large", own_scales=True), by_turns=True,
     ),
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ def _spread() -> tuple[Case, ...]:
         for layout in LAYOUTS:
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 problem = replace(_BASE, dtype=dtype, quant=next(quants), lora=next(loras))
-                manner = Manner(layout, next(values))
+                manner = InputVariation(layout, next(values))
                 found.append(Case(*pair, problem, manner=manner))
         next(values)
     return tuple(found)

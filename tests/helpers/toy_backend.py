@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from experts.staged import experts_of, fused_experts_of
+from experts.staged import make_experts, make_fused_experts
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.count import local_ids
 from modular_kernel.runner import (
@@ -86,7 +86,7 @@ def mlp(rows: torch.Tensor, expert: int, call: RunnerCall[ToyState]) -> torch.Te
     return gated_activation_ref(h, problem.act) @ weights.w2[expert].float().T
 
 
-ToyExperts = experts_of(
+ToyExperts = make_experts(
     "ToyExperts",
     "toy",
     "standard",
@@ -110,6 +110,6 @@ def fused_none_to_toy(call: RunnerCall[ToyState]) -> None:
     call.output.copy_(total * call.problem.routed_scaling_factor)
 
 
-FusedToyExperts = fused_experts_of("FusedToyExperts", "none", "toy")
+FusedToyExperts = make_fused_experts("FusedToyExperts", "none", "toy")
 
 PARTS = (ToyExperts, FusedToyExperts)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from experts.triton.tuning.space import ConfigSpace
-from modular_kernel.contracts import Best, Choice, Took, Tunable
-from modular_kernel.tuning.search import Bench, Refusal, Tuned, TuneJob, tune
+from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
+from modular_kernel.tuning.search import Bench, Refusal, TuneJob, TuneResult, tune
 
 FOLDER = Path("nowhere")
 
@@ -18,9 +18,9 @@ class Space(Tunable):
 
     def __init__(self, choices: Sequence[int] = (1, 2, 3), finalists: int = 2) -> None:
         self.choices, self.count = choices, finalists
-        self.kept: dict[int, Best] = {}
+        self.kept: dict[int, TunedChoice] = {}
         self.saves: list[list[int]] = []
-        self.told: list[Mapping[Choice, Took]] = []
+        self.told: list[Mapping[Choice, StageTimes]] = []
 
     def untuned(self, tokens: int) -> Choice:
         return 0
@@ -28,7 +28,7 @@ class Space(Tunable):
     def candidates(self, tokens: int) -> Sequence[Choice]:
         return self.choices
 
-    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         self.told.append(dict(took))
         return sorted(took, key=lambda choice: took[choice].seconds)[: self.count]
 
@@ -39,10 +39,10 @@ class Space(Tunable):
     def as_json(self, choice: Choice) -> Mapping[str, object]:
         return {"number": choice}
 
-    def saved(self, folder: Path) -> Mapping[int, Best]:
+    def saved(self, folder: Path) -> Mapping[int, TunedChoice]:
         return self.kept
 
-    def save(self, best: Mapping[int, Best], folder: Path) -> Path:
+    def save(self, best: Mapping[int, TunedChoice], folder: Path) -> Path:
         self.kept = dict(best)
         self.saves.append(list(best))
         return folder / "file"
@@ -73,12 +73,16 @@ class Fake(Bench):
     def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
         return Refusal("spills") if choice in self.spilled else None
 
-    def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
+    def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
         self.now += self.cost
         self.events.append(("time", tokens))
         self.timed.append((tokens, choice))
         outcome = self.asked(self.times, tokens, choice)
-        return outcome if isinstance(outcome, Refusal) else Took(outcome, staged(outcome, choice))
+        return (
+            outcome
+            if isinstance(outcome, Refusal)
+            else StageTimes(outcome, staged(outcome, choice))
+        )
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
         self.compared += choices
@@ -105,7 +109,7 @@ def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> TuneJob:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def only(space: Tunable, bench: Fake, **more: object) -> Tuned:
+def only(space: Tunable, bench: Fake, **more: object) -> TuneResult:
     (tuned,) = tune(job(space, bench, **more))
     return tuned
 

@@ -23,9 +23,9 @@ from experts import (
 )
 from experts.cutlass.path import CutlassPath
 from experts.cutlass.product import TILE_M
-from experts.triton.contiguous import _Kind
+from experts.triton.contiguous import _CallGroup
 from experts.triton.grouped_tma import grouped_tma_config as grouped_tma
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 
@@ -72,11 +72,11 @@ class CutlassBlock(CutlassExpertsFP8):
 
     def _kinds_of_calls(self, tokens):
         path = self._paths[grouped_tma.NAME]
-        return (*super()._kinds_of_calls(tokens), _Kind(path, TILE_M, tokens, prepared=False))
+        return (*super()._kinds_of_calls(tokens), _CallGroup(path, TILE_M, tokens, prepared=False))
 
     def _config(self, x_TH, weights):
         if self._paths[grouped_tma.NAME].takes(weights, x_TH):
-            return grouped_tma.default(self.problem)
+            return grouped_tma.default_config(self.problem)
         return super()._config(x_TH, weights)
 
 
@@ -123,7 +123,10 @@ class FlashInfer(FlashInferExperts):
 @contextmanager
 def libraries():
     """Every stand-in in its library's place; our own operations by their twins in torch."""
-    with mock.patch.object(torch, "_scaled_grouped_mm", scaled_grouped_mm), torch_twins():
+    with (
+        mock.patch.object(torch, "_scaled_grouped_mm", scaled_grouped_mm),
+        prefer_torch_reference(),
+    ):
         yield
 
 

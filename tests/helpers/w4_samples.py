@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from experts.triton.grouped_w4.bitwise_reference import tile_weights
-from experts.triton.grouped_w4.layout import Form, Tiled, form_of
-from experts.triton.operands import Product, scale_group
+from experts.triton.grouped_w4.layout import PackedFormat, Tiled, form_of
+from experts.triton.operands import GemmOperands, scale_group
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.quant.repacking import repack
 from modular_kernel.spec.quantization import QuantScheme
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     values: torch.Tensor
 
     @property
-    def form(self) -> Form:
+    def form(self) -> PackedFormat:
         return form_of(self.scheme, 2 * self.w.shape[2], self.scale.dtype)
 
     @property
@@ -43,9 +43,9 @@ class Sample(NamedTuple):
             self.w, self.scale, rows, self.form, group=self.group, zero_point=self.zero
         )
 
-    def product(self, columns: int, step: int, up_row: int, *, gated: bool) -> Product:
+    def product(self, columns: int, step: int, up_row: int, *, gated: bool) -> GemmOperands:
         w = repack(self.w) if self.scheme.repacked else self.w
-        return Product(
+        return GemmOperands(
             w, self.scale, self.zero, None, None, None, self.scheme, columns, step, up_row,
             {"GATED": gated},
         )  # fmt: skip

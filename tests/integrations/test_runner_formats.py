@@ -20,7 +20,7 @@ from modular_kernel.integrations.runner_formats import (
     format_is_deepep_normal,
     format_is_standard,
 )
-from modular_kernel.ops.quantize import quantized
+from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import oracle
 from modular_kernel.tensors import Routing
@@ -63,7 +63,7 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
     local = Routing(routing.topk_weights_TK, ids)
     rows, scale = x_TH, None
     if problem.scheme.quantized:
-        rows, scale = quantized(x_TH, problem.scheme)
+        rows, scale = quantize_values(x_TH, problem.scheme)
     config = MoeRunnerConfig(
         num_experts=16, num_local_experts=E, routed_scaling_factor=2.0, inplace=False
     )
@@ -89,7 +89,7 @@ def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: 
         x_eCH[expert, :count] = x_TH[:count]
     rows, scale = x_eCH, None
     if problem.scheme.quantized:
-        rows, scale = quantized(x_eCH.nan_to_num().flatten(0, 1), problem.scheme)
+        rows, scale = quantize_values(x_eCH.nan_to_num().flatten(0, 1), problem.scheme)
         rows, scale = rows.view(E, 4, H), scale.view(E, 4, 1)
     runner = MoeRunner(backend, MoeRunnerConfig(routed_scaling_factor=2.5), dtype=torch.float32)
     given = DeepEPLLDispatchOutput(

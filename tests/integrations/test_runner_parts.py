@@ -11,7 +11,7 @@ from test_runner_stages import REGISTER, Core, fused, post, pre
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
 
 from experts import StagedTritonExperts, TritonExperts
-from experts.staged import experts_of, fused_experts_of
+from experts.staged import make_experts, make_fused_experts
 from modular_kernel import runner
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, UnknownPartError
@@ -25,7 +25,7 @@ from modular_kernel.runner import (
 from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce
 from modular_kernel.testing import Case
 from modular_kernel.testing.random_inputs import random_inputs
-from modular_kernel.testing.verify.checks import staged_twin
+from modular_kernel.testing.verify.checks import staged_reference
 from modular_kernel.testing.verify.one_process import prove
 from modular_kernel.testing.verify.trial import Trial
 
@@ -44,12 +44,12 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 def test_requirements_are_checked_where_the_part_is_made() -> None:
     for requires, words in WRONG:
         with pytest.raises(ConfigurationError, match=words):
-            experts_of("X", "x", "standard", **requires)
+            make_experts("X", "x", "standard", **requires)
     for name in ("a b", ""):
         with pytest.raises(ConfigurationError, match="name of a part"):
-            experts_of(name, "x", "standard")
+            make_experts(name, "x", "standard")
     with pytest.raises(UnknownPartError, match="pre-permute"):
-        experts_of("X", "x", "deepep_ll")
+        make_experts("X", "x", "deepep_ll")
 
 
 @pytest.mark.usefixtures("stages")
@@ -62,7 +62,7 @@ def test_state_is_made_for_each_call() -> None:
 
     register_pre_permute("deepep_normal", "x")(pre)
     register_post_permute("x", "deepep_normal")(watching)
-    part = experts_of("X", "x", "deepep_normal")
+    part = make_experts("X", "x", "deepep_normal")
     kernel = make_kernel(NO_EP, part, PROBLEM)
     (x, weights, routing), expected = random_inputs(PROBLEM, torch.device("cpu")), []
     calls = (x, x.flip(0))
@@ -90,7 +90,7 @@ def test_what_another_backend_takes_is_refused_with_both_names(made: str) -> Non
     register_pre_permute("standard", "x")(wrong)
     register_post_permute("x", "standard")(post)
     register_core("x")(Core)
-    kernel = make_kernel(NO_EP, experts_of("X", "x", "standard"), PROBLEM)
+    kernel = make_kernel(NO_EP, make_experts("X", "x", "standard"), PROBLEM)
     words = {
         "toys": "pre-permute of 'x': got one of 'toys', need one of 'x'",
         "none": "pre-permute of 'x': got Tensor, need RunnerInput",
@@ -109,9 +109,9 @@ def test_a_fused_part_inherits_what_its_twin_declares() -> None:
     ]
     assert rules == [["bias"], ["bias"]]
     with pytest.raises(UnknownPartError, match="fused operation"):
-        fused_experts_of("X", "none", "nobody")
+        make_fused_experts("X", "none", "nobody")
     with pytest.raises(ConfigurationError, match="got the part TritonExperts, need a function"):
-        fused_experts_of("X", "none", "triton")
+        make_fused_experts("X", "none", "triton")
 
 
 def trial_of(part: type, **changes: Any) -> Trial:
@@ -122,7 +122,7 @@ def trial_of(part: type, **changes: Any) -> Trial:
 @pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_harness_compares_a_fused_part_with_its_twin(dtype: torch.dtype) -> None:
-    staged = experts_of("X", "x", "standard")
+    staged = make_experts("X", "x", "standard")
 
     def scaled(call: RunnerCall[Any]) -> None:
         fused(call)
@@ -136,17 +136,17 @@ def test_the_harness_compares_a_fused_part_with_its_twin(dtype: torch.dtype) -> 
     register_fused_func("scaled", "x", twin=staged)(scaled)
     register_fused_func("uncounted", "x", twin=staged)(uncounted)
     right, wrong, silent = (
-        fused_experts_of("F", name, "x") for name in ("right", "scaled", "uncounted")
+        make_fused_experts("F", name, "x") for name in ("right", "scaled", "uncounted")
     )
-    assert list(staged_twin(trial_of(staged, dtype=dtype))) == []  # it has none
-    assert list(staged_twin(trial_of(right, dtype=dtype))) == []
+    assert list(staged_reference(trial_of(staged, dtype=dtype))) == []  # it has none
+    assert list(staged_reference(trial_of(right, dtype=dtype))) == []
     assert [
-        "relative difference" in found for found in staged_twin(trial_of(wrong, dtype=dtype))
+        "relative difference" in found for found in staged_reference(trial_of(wrong, dtype=dtype))
     ] == [True]
     trial = Trial(
         Case(NO_EP, silent, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
     )  # type: ignore[arg-type]
-    assert ["counted 0 invalid ids" in found for found in staged_twin(trial)] == [True]
+    assert ["counted 0 invalid ids" in found for found in staged_reference(trial)] == [True]
 
 
 class Fused(TritonExperts):
@@ -181,4 +181,4 @@ def test_triton_by_stages_is_triton_fused(change: dict[str, Any]) -> None:
     """Every check of the harness on the stages; the fused part beside them."""
     problem = replace(PROBLEM, **change)
     assert prove(Case(NO_EP, StagedTritonExperts, problem, "skips")).failures == ()  # type: ignore[arg-type]
-    assert list(staged_twin(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine()))) == []  # type: ignore[arg-type]
+    assert list(staged_reference(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine()))) == []  # type: ignore[arg-type]

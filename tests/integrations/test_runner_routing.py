@@ -15,7 +15,7 @@ from modular_kernel.integrations.runner_formats import (
     DeepEPNormalDispatchOutput,
     StandardDispatchOutput,
 )
-from modular_kernel.ops.quantize import quantized
+from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.ops.routing_data import by_experts, by_tokens
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Problem
@@ -90,7 +90,7 @@ def test_deep_gemm_by_its_stand_in(format: str, quant: str) -> None:
         return
     rows, scale = x_TH, None
     if quant != "none":
-        rows, scale = quantized(x_TH.float(), problem.scheme)
+        rows, scale = quantize_values(x_TH.float(), problem.scheme)
     if format == "deepep_normal":
         got = runner.run(DeepEPNormalDispatchOutput(rows, scale, ids, gates), info)
         close(got.hidden_states, want, 0.1)

@@ -14,9 +14,9 @@ from third_party import install, mk
 from toy_backend import ToyExperts, ToyInput, ToyOutput
 
 from experts import TorchExperts
-from experts.staged import experts_of
+from experts.staged import make_experts
 from modular_kernel import runner
-from modular_kernel.catalog import broken_halves, check, make_kernel
+from modular_kernel.catalog import broken_stages, check, make_kernel
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
 from modular_kernel.runner import (
     MoeRunnerCore,
@@ -197,29 +197,29 @@ def test_half_a_pair_is_reported(given: str) -> None:
     for kind in kinds:
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
-    found = [broken for broken in broken_halves() if lacks in broken.error]
+    found = [broken for broken in broken_stages() if lacks in broken.error]
     assert len(found) == 1
     assert found[0].name.startswith("x")
     assert found[0].origin.startswith("test_runner_stages:")
     for kind in ("pre-permute", "post-permute", "core"):
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
-    assert broken_halves() == ()
+    assert broken_stages() == ()
 
 
 def test_ours_are_whole() -> None:
-    assert [half for half in runner.missing_halves() if not half.name.startswith("x")] == []
+    assert [half for half in runner.unused_registrations() if not half.name.startswith("x")] == []
 
 
 @pytest.mark.usefixtures("stages")
 def test_a_part_of_stages_is_a_part() -> None:
-    part = experts_of("X", "x", "standard", bias=False, weight_on_input=False)
+    part = make_experts("X", "x", "standard", bias=False, weight_on_input=False)
     assert (part.__name__, part.__module__) == ("X", __name__)
     assert part.requires.reduce is Reduce.NOOP
     assert prove(Case(NO_EP, part, PROBLEM)).failures == ()  # type: ignore[arg-type]
     verdict = check(NO_EP, part, replace(PROBLEM, bias=True))
     assert [rejection.rule for rejection in verdict.rejections] == ["bias"]
-    rows = experts_of(
+    rows = make_experts(
         "Rows", "x", "standard", reduce=Reduce.CONTIGUOUS, keep_topk=True, invalid_rows=Rows.ZERO
     )
     for combine in (Combine.SUM, Combine.TOPK_UNWEIGHTED):

@@ -18,7 +18,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
 from modular_kernel.integrations.transformers import register, registration
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.operators import experts as experts_op
 from modular_kernel.operators.pairing import layer_text
 from modular_kernel.plan import held_bytes
@@ -267,7 +267,7 @@ def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
     generator = torch.Generator().manual_seed(0)
     pairing, kept, held = registration(name).pairing, [], []
     planned = (16, 32, 64, 128, 256, 512, 1024, 2048)
-    with torch.no_grad(), torch_twins():
+    with torch.no_grad(), prefer_torch_reference():
         for call in range(1000):
             tokens = int(torch.randint(0, 2400, (1,), generator=generator))
             out = layers[call % 4](*inputs(tokens))

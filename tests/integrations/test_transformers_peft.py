@@ -23,8 +23,8 @@ from experts import TorchExperts
 from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.integrations.transformers import register, report, serve, weights_of
 from modular_kernel.layers.adapter_pool import AdapterPool
-from modular_kernel.operators.kernel_cache import Planned
-from modular_kernel.spec.lora import adapters_of_sequences
+from modular_kernel.operators.kernel_cache import KernelCache
+from modular_kernel.spec.lora import slots_from_sequences
 
 E, K, H, I, VOCABULARY = 4, 2, 32, 24, 48  # noqa: E741
 SIZES = {
@@ -144,9 +144,9 @@ def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_p
         TOKENS.numel(), H, I, E, K, torch.float32, activation=KINDS[kind][1],
         bias=kind == "gpt_oss", lora="adapters=3,rank=8",
     )  # fmt: skip
-    slots_T = adapters_of_sequences(torch.tensor([0, 9, 18]), torch.tensor([1, -1]), 18)
+    slots_T = slots_from_sequences(torch.tensor([0, 9, 18]), torch.tensor([1, -1]), 18)
     pools = [AdapterPool(problem), AdapterPool(problem)]
-    planned = Planned()
+    planned = KernelCache()
     served = dict[int, Any]()
     for layer, (module, pool) in enumerate(zip(experts_of(model), pools, strict=True)):
         pool.load("other", load_adapter(tmp_path, 1 - layer, problem))

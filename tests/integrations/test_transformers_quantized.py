@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
-from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
+from modular_kernel.integrations.transformers.modules import is_dispatched, tensors_of
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
-from modular_kernel.testing.checkpoints.formats import Stored
-from modular_kernel.testing.checkpoints.published_formats import FUSED, KINDS, ORDERED
+from modular_kernel.testing.checkpoints.formats import StoredMatrix
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED, ORDERED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -38,9 +38,13 @@ MODELS = {
     "gpt_oss": (8, (0, 1)),
 }
 _DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
-ALL_KINDS = KINDS | ORDERED | FUSED
+ALL_KINDS = CHECKPOINT_FORMATS | ORDERED | FUSED
 CASES = [
-    *(("mixtral", kind) for kind in KINDS if kind not in ("bf16", "fp16", "fp32", "mxfp4")),
+    *(
+        ("mixtral", kind)
+        for kind in CHECKPOINT_FORMATS
+        if kind not in ("bf16", "fp16", "fp32", "mxfp4")
+    ),
     ("qwen3_moe", "qwen3 fp8"),
     ("deepseek_v3", "deepseek fp8, UE8M0"),
     ("gpt_oss", "mxfp4"),
@@ -91,7 +95,9 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
         plain = {part: [as_float(each) for each in getattr(stored, part)]
                  for part in ("gate", "up", "down")}  # fmt: skip
         plain |= {"b1": stored.b1, "b2": stored.b2}
-        exact |= published.names(f"model.layers.{layer}.", checkpoint_samples.Matrices(**plain))
+        exact |= published.names(
+            f"model.layers.{layer}.", checkpoint_samples.LayerMatrices(**plain)
+        )
     if name in _DENSE:
         for key in [key for key in kept if key.endswith("o_proj.weight")]:
             rows, depth = kept.pop(key).shape
@@ -115,12 +121,12 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
     return Written(folder, loaded.to(DEVICE), of.bound)
 
 
-def as_float(stored: Stored) -> Stored:
-    return Stored({"weight": stored.values.float()}, stored.values)
+def as_float(stored: StoredMatrix) -> StoredMatrix:
+    return StoredMatrix({"weight": stored.values.float()}, stored.values)
 
 
 def modules(model: torch.nn.Module) -> "list[torch.nn.Module]":
-    return [module for module in model.modules() if dispatched(module)]
+    return [module for module in model.modules() if is_dispatched(module)]
 
 
 def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
@@ -229,7 +235,7 @@ def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> No
 def test_fused_rows_of_gpt_oss_in_other_formats_are_refused_by_name(kind, tmp_path) -> None:
     write(tmp_path, "gpt_oss", "mxfp4")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = KINDS[kind].config
+    config["quantization_config"] = CHECKPOINT_FORMATS[kind].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"gate_up_proj"):
         from_pretrained(tmp_path, experts_implementation=register())

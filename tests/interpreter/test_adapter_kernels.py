@@ -8,7 +8,7 @@ import torch
 import modular_kernel as mk
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import choose_config, explain, override_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Problem
@@ -117,14 +117,14 @@ def test_a_call_without_adapters_takes_the_paths_of_the_layer_without() -> None:
     """More paths serve that layer, and `explain` says so."""
     one = replace(PROBLEM, tokens=1, quant="int4_w4a16_group:group=32")
     plain = replace(one, lora="none")
-    assert paths_of(replace(one, quant="none")) == (AlignedPath.name, "gemv")
-    assert paths_of(one) == (AlignedPath.name,)
-    assert choose_config(plain, 1, paths_of(plain)).path == "gemv_w4"
-    said = explain(one, 1, paths=paths_of(one))
+    assert supported_paths(replace(one, quant="none")) == (AlignedPath.name, "gemv")
+    assert supported_paths(one) == (AlignedPath.name,)
+    assert choose_config(plain, 1, supported_paths(plain)).path == "gemv_w4"
+    said = explain(one, 1, paths=supported_paths(one))
     assert f"path: {AlignedPath.name}" in said
     assert "calls with adapters do not take the paths" in said
     assert "gemv_w4" in said
-    assert "adapters" not in explain(plain, 1, paths=paths_of(plain))
+    assert "adapters" not in explain(plain, 1, paths=supported_paths(plain))
     i = make_inputs(one, "uniform", CPU)
     without = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T="none"))
     base = Inputs(

@@ -12,9 +12,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.bounds import make_reachable
-from modular_kernel.interpreter.launch_cache import KnownLaunches
-from modular_kernel.interpreter.launch_cache import known_launches as noted_launches
-from modular_kernel.replay.launch.runtime import known_launches
+from modular_kernel.interpreter.launch_cache import LaunchCache
+from modular_kernel.interpreter.launch_cache import cached_launches as noted_launches
+from modular_kernel.replay.launch.runtime import launch_cache
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 
@@ -293,7 +293,7 @@ def test_races_and_shared_memory_are_computed():
 
 def test_outside_of_it_every_launch_is_computed():
     x, at, y = arguments()
-    with known_launches():
+    with launch_cache():
         gathered(x, at, y)
     y.fill_(0)
     x[3] = 4
@@ -303,8 +303,8 @@ def test_outside_of_it_every_launch_is_computed():
 def test_a_proof_computes_each_launch_once(machine, monkeypatch):
     """Of the seven calls of a proof four are on inputs that an earlier one had."""
     kept, case = [], Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE)
-    begin = KnownLaunches.__init__
-    monkeypatch.setattr(KnownLaunches, "__init__", lambda self: kept.append(self) or begin(self))
+    begin = LaunchCache.__init__
+    monkeypatch.setattr(LaunchCache, "__init__", lambda self: kept.append(self) or begin(self))
     assert prove(case, machine).passed
     (known,) = kept
     assert known.computed > 0

@@ -69,7 +69,13 @@ def test_two_tensors(semantic: Any, left: Any) -> None:
     for right, flags, (a, b) in itertools.product((*KINDS, *POINTERS), FLAGS, shapes):
         given = tensor(left, a), tensor(right, b), *flags
         want = outcome(operands._operands, semantic, *given)
-        assert outcome(operands.make_alike, semantic, *given) == want, (left, right, flags, a, b)
+        assert outcome(operands.promote_operands, semantic, *given) == want, (
+            left,
+            right,
+            flags,
+            a,
+            b,
+        )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
@@ -78,7 +84,7 @@ def test_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
         for given in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
             want = outcome(operands._operands, semantic, *given, *flags)
             operands._full.cache_clear()  # -0.0 and 0 are one key
-            got = outcome(operands.make_alike, semantic, *given, *flags)
+            got = outcome(operands.promote_operands, semantic, *given, *flags)
             assert got == want, (kind, number, flags, shape)
 
 
@@ -87,7 +93,7 @@ def test_every_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
     for right, kind in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
         given = tensor(tl.int32, left), tensor(kind, right)
         want = outcome(operands._broadcast, semantic, *given)
-        assert outcome(operands.spread, semantic, *given) == want, (left, right, kind)
+        assert outcome(operands.broadcast, semantic, *given) == want, (left, right, kind)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
@@ -97,7 +103,10 @@ def test_a_scalar_in_an_array_of_no_dimension(semantic: Any, kind: Any) -> None:
     for other, flags in itertools.product((*NUMBERS, tensor(kind, ()), tensor(kind, (4,))), FLAGS):
         for given in ((scalar, other), (other, scalar)):
             want = outcome(operands._operands, semantic, *given, *flags)
-            assert outcome(operands.make_alike, semantic, *given, *flags) == want, (other, flags)
+            assert outcome(operands.promote_operands, semantic, *given, *flags) == want, (
+                other,
+                flags,
+            )
 
 
 SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 1e30, 1.0, -7.25)
@@ -154,7 +163,7 @@ def test_every_operation_on_random_operands(name: str, monkeypatch: pytest.Monke
             given = lhs, random_operand(numbers, lhs)
             got = outcome(result, *given)
             with monkeypatch.context() as upstream_s:
-                for owner, attribute, _ in operands.INSTALLED:
+                for owner, attribute, _ in operands.REPLACEMENTS:
                     if attribute in ORIGINALS:
                         upstream_s.setattr(owner, attribute, ORIGINALS[attribute])
                 assert got == outcome(result, *given), (name, given)
@@ -180,14 +189,14 @@ def test_what_somebody_puts_in_place_of_a_builtin_is_called(
 def test_what_is_no_tensor_is_not_spread(semantic: Any) -> None:
     plain = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
     for given in itertools.product(plain, plain[:-1]):
-        for spread in (operands._broadcast, operands.spread):
+        for spread in (operands._broadcast, operands.broadcast):
             with pytest.raises(AttributeError):
                 spread(semantic, *given)
 
 
 def test_a_number_that_is_shared_cannot_be_written(semantic: Any) -> None:
-    _, one = operands.make_alike(semantic, tensor(tl.float32, (4,)), 1.0)
-    _, again = operands.make_alike(semantic, tensor(tl.float32, (4,)), 1.0)
+    _, one = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
+    _, again = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
     assert one.handle.data is again.handle.data
     assert one.handle is not again.handle
     with pytest.raises(ValueError, match="read-only"):

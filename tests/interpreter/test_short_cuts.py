@@ -11,8 +11,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.dtypes import storage_of
-from modular_kernel.interpreter.fast_memory import OF_MEMORY
-from modular_kernel.interpreter.fast_paths import OF_LANGUAGE, OF_TENSORS
+from modular_kernel.interpreter.fast_memory import MEMORY_FAST_PATHS
+from modular_kernel.interpreter.fast_paths import LANGUAGE_FAST_PATHS, TENSOR_FAST_PATHS
 from modular_kernel.interpreter.operands import _with_semantic
 from modular_kernel.interpreter.patch import patch_language
 
@@ -27,8 +27,8 @@ NUMBERS = (
     *(0, 1, -3, 7, 2**31, -(2**31), True, 0.0, -0.0, 1.5, 1e-40, 1e39, float("inf")),
     *(tl.constexpr(3), tl.constexpr(0.5)),
 )
-UPSTREAM = {name: getattr(tl.tensor, name) for name in OF_TENSORS}
-LANGUAGE = {name: getattr(tl, name) for name in (*OF_LANGUAGE, *OF_MEMORY)}
+UPSTREAM = {name: getattr(tl.tensor, name) for name in TENSOR_FAST_PATHS}
+LANGUAGE = {name: getattr(tl, name) for name in (*LANGUAGE_FAST_PATHS, *MEMORY_FAST_PATHS)}
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +82,12 @@ class Both:
         return self.calls - self.left
 
 
-BINARY = [name for name in OF_TENSORS if name not in ("__getitem__", "to")]
+BINARY = [name for name in TENSOR_FAST_PATHS if name not in ("__getitem__", "to")]
 
 
 @pytest.mark.parametrize("name", BINARY)
 def test_two_operands(name):
-    both = Both(OF_TENSORS[name], UPSTREAM[name])
+    both = Both(TENSOR_FAST_PATHS[name], UPSTREAM[name])
     for kind, shape in product((*KINDS, *POINTERS), SHAPES):
         own = tensor(kind, shape, largest=2**7)
         for number in NUMBERS:
@@ -100,7 +100,7 @@ def test_two_operands(name):
 
 @pytest.mark.parametrize("name", ["__add__", "__mul__", "__sub__"])
 def test_sums_that_do_not_fit_wrap(name):
-    both = Both(OF_TENSORS[name], UPSTREAM[name])
+    both = Both(TENSOR_FAST_PATHS[name], UPSTREAM[name])
     for kind, shape in product((tl.int32, tl.int64), SHAPES):
         own = tensor(kind, shape, largest=2**31)
         both.agree(own, own)
@@ -109,7 +109,7 @@ def test_sums_that_do_not_fit_wrap(name):
 
 
 def test_indices():
-    both = Both(OF_TENSORS["__getitem__"], UPSTREAM["__getitem__"])
+    both = Both(TENSOR_FAST_PATHS["__getitem__"], UPSTREAM["__getitem__"])
     every = slice(None)
     for kind, shape in product((*KINDS, *POINTERS), SHAPES):
         for slices in (
@@ -121,7 +121,7 @@ def test_indices():
 
 
 def test_conversions():
-    both = Both(OF_TENSORS["to"], UPSTREAM["to"])
+    both = Both(TENSOR_FAST_PATHS["to"], UPSTREAM["to"])
     narrow = (tl.float8e4nv, tl.float8e5, tl.uint64, tl.int16)
     for kind, wanted, shape in product((*KINDS, *narrow), (*KINDS, *narrow, *POINTERS), SHAPES):
         own = tensor(kind, shape, largest=100)
@@ -133,7 +133,7 @@ def test_conversions():
 
 
 def test_choices():
-    both = Both(OF_LANGUAGE["where"], LANGUAGE["where"])
+    both = Both(LANGUAGE_FAST_PATHS["where"], LANGUAGE["where"])
     for shape, first, second in product(SHAPES, SHAPES, SHAPES):
         condition = tensor(tl.int1, shape, seed=2)
         for kind, other in product((tl.int32, tl.int64, tl.float32, tl.bfloat16), repeat=2):
@@ -177,7 +177,7 @@ def _begun(*memory):
 
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 def test_loads(dtype):
-    both = Both(OF_MEMORY["load"], LANGUAGE["load"])
+    both = Both(MEMORY_FAST_PATHS["load"], LANGUAGE["load"])
     memory = torch.arange(16).to(dtype)
     _begun(memory)
     for shape in SHAPES:
@@ -209,7 +209,7 @@ def test_stores(dtype):
     """Of an upstream store nothing is returned: memory tells."""
     slow = _with_semantic(LANGUAGE["store"], SEMANTIC)
     left = []
-    fast = OF_MEMORY["store"](lambda *args, **given: left.append(1) or slow(*args, **given))
+    fast = MEMORY_FAST_PATHS["store"](lambda *args, **given: left.append(1) or slow(*args, **given))
     memory, calls = torch.zeros(16).to(dtype), 0
     _begun(memory)
 

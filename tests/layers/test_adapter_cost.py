@@ -16,11 +16,11 @@ from modular_kernel.measure.adapter_roofline import (
     adapter_work,
 )
 from modular_kernel.measure.cases import LayerCase, make_input, make_weights
-from modular_kernel.measure.check import answer_to
+from modular_kernel.measure.check import expected_output
 from modular_kernel.measure.roofline import work_of
 from modular_kernel.measure.routing_patterns import Load, RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_works
-from modular_kernel.perf_model.estimate import in_world, size
+from modular_kernel.perf_model.estimate import over_ranks, size
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.replay import stages
 from modular_kernel.spec.quantization import QuantScheme
@@ -100,15 +100,15 @@ def test_stages_by_hand() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_plan_counts_their_bytes_and_time(world: int) -> None:
     def estimate(problem: Problem) -> tuple[float, float]:
-        of = in_world(problem, world)
+        of = over_ranks(problem, world)
         found = size(of, Cluster(), routing="uniform", others=False).estimates[0]
         return found.weights, found.experts.seconds
 
     plain = replace(PLAIN, hidden=1024, intermediate=512, tokens=64)
     adapted = replace(plain, lora="adapters=3,rank=16")
     (base, quick), (whole, slow) = estimate(plain), estimate(adapted)
-    assert whole - base == 3 * adapter_bytes(in_world(adapted, world))
-    assert adapter_bytes(in_world(adapted, world)) * world == adapter_bytes(adapted)
+    assert whole - base == 3 * adapter_bytes(over_ranks(adapted, world))
+    assert adapter_bytes(over_ranks(adapted, world)) * world == adapter_bytes(adapted)
     assert slow > quick
 
 
@@ -121,12 +121,12 @@ def test_a_benchmark_s_inputs_and_answer_have_adapters() -> None:
         assert given.routing.slots_T is not None
         assert given.routing.slots_T.tolist() == [0, 1, 2, 0, 1, 2, 0]
         assert given.routing.slots_T.dtype is torch.int32
-        with_them = answer_to(cell, given, weights, NONE).exact
+        with_them = expected_output(cell, given, weights, NONE).exact
         names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
         plain = LayerCase("mine", replace(problem, lora="none"), cell.routing)
         base = replace(weights, **dict.fromkeys(names))
         bare = replace(given, routing=replace(given.routing, adapters_T=None))
-        without = answer_to(plain, bare, base, NONE).exact
+        without = expected_output(plain, bare, base, NONE).exact
         assert float((with_them - without).norm() / without.norm()) > 0.1
 
 

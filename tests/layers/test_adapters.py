@@ -19,10 +19,10 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.spec.lora import AdapterSpec, adapters_of_sequences
+from modular_kernel.spec.lora import AdapterSpec, slots_from_sequences
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.cases.inputs import Inputs, Manner, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, InputVariation, make_inputs
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(
@@ -156,7 +156,7 @@ def test_a_call_without_adapters_is_the_layer_without_any(
     pair: tuple[str, str], named: str
 ) -> None:
     """Every slot is full of NaN then."""
-    i = make_inputs(PROBLEM, "uniform", CPU, manner=Manner(named=named))
+    i = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(named=named))
     assert bool(i.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
     assert torch.equal(run(pair, PROBLEM, i), run(pair, *without(PROBLEM, i)))
 
@@ -174,7 +174,7 @@ def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
 def test_a_plan_asks_for_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that lost its slots has the signature of one that says that it has none."""
     plan = mk.make_kernel(*PAIR, PROBLEM, machine=Machine()).plan()
-    i = make_inputs(PROBLEM, "uniform", CPU, manner=Manner(named="without"))
+    i = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(named="without"))
     plan(i.x_TH, i.weights, i.routing)
     monkeypatch.setattr(plan._recorded, "find", lambda _signature: "a recording")
     monkeypatch.setattr(plan, "_may_replay", lambda *_: pytest.fail("it was to be replayed"))
@@ -279,24 +279,24 @@ def test_an_output_over_the_slots_is_refused() -> None:
 
 def test_sequences_give_their_tokens_their_slots() -> None:
     starts, slots = torch.tensor([0, 3, 3, 5]), torch.tensor([2, 0, -1])
-    got = adapters_of_sequences(starts, slots, 7)
+    got = slots_from_sequences(starts, slots, 7)
     assert got.dtype is torch.int32
     assert got.tolist() == [2, 2, 2, -1, -1, -1, -1]
-    assert adapters_of_sequences(starts.int(), slots.int(), 5).tolist() == [2, 2, 2, -1, -1]
-    assert adapters_of_sequences(torch.tensor([0]), slots[:0], 2).tolist() == [-1, -1]
+    assert slots_from_sequences(starts.int(), slots.int(), 5).tolist() == [2, 2, 2, -1, -1]
+    assert slots_from_sequences(torch.tensor([0]), slots[:0], 2).tolist() == [-1, -1]
     with pytest.raises(ShapeError, match="sequences: got"):
-        adapters_of_sequences(starts[:-1], slots, 7)
+        slots_from_sequences(starts[:-1], slots, 7)
     with pytest.raises(DtypeError, match="slots of sequences"):
-        adapters_of_sequences(starts, slots.float(), 7)
+        slots_from_sequences(starts, slots.float(), 7)
 
 
 def test_slots_of_sequences_are_right_in_every_integer() -> None:
     starts, slots = torch.tensor([0, 3, 100]), torch.tensor([2, 1])
     want = [2] * 3 + [1] * 97 + [-1] * 200
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
-        assert adapters_of_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == want
+        assert slots_from_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == want
     # A slot beyond 32 bits stays one that does not exist.
-    assert adapters_of_sequences(starts, slots + (1 << 32), 100).tolist() == [(1 << 31) - 1] * 100
+    assert slots_from_sequences(starts, slots + (1 << 32), 100).tolist() == [(1 << 31) - 1] * 100
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_sequences_that_are_none_are_refused(
     starts: Any, slots: Any, tokens: Any, error: str
 ) -> None:
     with pytest.raises(ModularKernelError, match=error):
-        adapters_of_sequences(starts, slots, tokens)
+        slots_from_sequences(starts, slots, tokens)
 
 
 @pytest.mark.parametrize("starts", [[0, 5, 2], [1, 2, 5], [0, 2, 50], [-1, 2, 5]])
@@ -326,4 +326,4 @@ def test_starts_that_do_not_ascend_from_0_are_refused_on_the_cpu(starts: list[in
     with pytest.raises(
         ConfigurationError, match=r"starts of sequences: .*ascending from 0, up to 5"
     ):
-        adapters_of_sequences(torch.tensor(starts), torch.tensor([0, 1]), 5)
+        slots_from_sequences(torch.tensor(starts), torch.tensor([0, 1]), 5)

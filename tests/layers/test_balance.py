@@ -11,7 +11,7 @@ from ops_samples import DEVICE
 
 from modular_kernel.errors import ConfigurationError, DtypeError
 from modular_kernel.layers.balance import Move, count, moves, rank_loads, rebalance
-from modular_kernel.spec.placement import Placement, near_ranks, pairs_to_slots
+from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -189,7 +189,7 @@ def test_loads_are_those_of_pairs_that_go_to_the_nearest_copies(per_host: int | 
     for rank in range(4):
         ids = torch.arange(tokens)[:, None] % 6
         load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
-        near = near_ranks(rank, per_host)
+        near = rank_tiers(rank, per_host)
         for first in range(6):  # turns even out
             chosen, _, _ = pairs_to_slots(ids, placement.tables(near=near), first_token=first)
             counted = [n + int((chosen == at).sum()) for at, n in enumerate(counted)]

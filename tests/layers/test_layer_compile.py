@@ -19,7 +19,7 @@ from modular_kernel.integrations.runner_formats import (
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.router import Router, RouterSpec
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.route import RouterTensors, route, spec_of_text, spec_text
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.random_inputs import random_inputs
@@ -42,7 +42,7 @@ Compiled = tuple[Callable[..., torch.Tensor], list[torch.fx.GraphModule]]
 def cold() -> Iterator[None]:
     """Compile from nothing, on torch's own operations: interpreted kernels take long."""
     torch.compiler.reset()
-    with torch.no_grad(), torch_twins():
+    with torch.no_grad(), prefer_torch_reference():
         yield
     torch.compiler.reset()
 

@@ -20,7 +20,7 @@ from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.spec.problem import ActivationSpec
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
 E, H, I, K, T = 4, 128, 256, 2, 6  # noqa: E741 (intermediate)
@@ -31,7 +31,11 @@ BOUND = {"fp32": 1e-5, "bf16": 1e-2, "deepseek fp8": 8e-2, "awq": 1e-2, "gptq": 
 def layer_of(kind: str, place: LayerParallel, **options: Any) -> FusedMoE:
     sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    given = {"quant_config": KINDS[kind].config, "params_dtype": dtype, "parallel": place}
+    given = {
+        "quant_config": CHECKPOINT_FORMATS[kind].config,
+        "params_dtype": dtype,
+        "parallel": place,
+    }
     return FusedMoE(**sizes | given | options)
 
 

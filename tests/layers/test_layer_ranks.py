@@ -13,7 +13,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.balance import count, rank_loads, rebalance
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.route import route
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ExpertWeights
@@ -65,7 +65,7 @@ def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: b
                 shared_experts=shared,
                 shared_partial=partial,
             )
-            with torch_twins():
+            with prefer_torch_reference():
                 got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
                 assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
         return max(error(one, SAMPLE.truth(shared=True)) for one in got)
@@ -100,7 +100,7 @@ def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, in
             max_tokens=T,
         )
         rows = slice(0, T) if part == REPLICATED else slice(rank // tp * 2, T - rank // tp)
-        with torch_twins():
+        with prefer_torch_reference():
             got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
         assert order == [len(got)]
         worst = error(got, SAMPLE.truth(shared=True)[rows])
@@ -135,7 +135,7 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
         return local_tokens(call, x, scale, slots_RK, weights)
 
     part.local_tokens = counted
-    with torch_twins():
+    with prefer_torch_reference():
         got = [layer(sample.x_TH, sample.logits) for _ in range(4)]
     layer.destroy()
     return max(error(one, sample.truth()) for one in got), taken

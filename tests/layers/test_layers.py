@@ -18,11 +18,11 @@ from modular_kernel.layers import fused_moe as module
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router, RouterSpec, select_experts
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.operators import kernel_cache as planning
-from modular_kernel.operators.kernel_cache import Planned
+from modular_kernel.operators.kernel_cache import KernelCache
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.plan import capacity_of
+from modular_kernel.plan import plan_capacity
 from modular_kernel.tensors import ExpertWeights, Routing
 
 SAMPLES = {
@@ -228,7 +228,7 @@ def test_a_router_inside(table: bool) -> None:
 @pytest.fixture
 def without_interpreter() -> Iterator[None]:
     """A router that is interpreted would take minutes."""
-    with torch_twins():
+    with prefer_torch_reference():
         yield
 
 
@@ -241,8 +241,8 @@ def resident() -> int:
 @pytest.mark.usefixtures("without_interpreter")
 def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers, two of one shape: memory does not grow, outputs stay as they were."""
-    shared = Planned()
-    monkeypatch.setattr(module, "_planned", shared)
+    shared = KernelCache()
+    monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=600)
     other = Sample(fields={"bias": True})
     layers = [layer_of(sample), layer_of(sample), layer_of(other), layer_of(sample, (0, 2))]
@@ -260,7 +260,7 @@ def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
             gc.collect()
             after_warm = resident()
     gc.collect()
-    assert len(shared.kernels) == 3 * len({capacity_of(n) for n in range(601)})
+    assert len(shared.kernels) == 3 * len({plan_capacity(n) for n in range(601)})
     assert resident() - after_warm < 4 << 20
     for layer, rows, got, copy in kept:
         assert torch.equal(got, copy)
@@ -268,8 +268,8 @@ def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_of_one_shape_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Planned()
-    monkeypatch.setattr(module, "_planned", shared)
+    shared = KernelCache()
+    monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample()
     first, second = layer_of(sample), layer_of(sample)
     first.warm_up(1, 16, 40)
@@ -284,8 +284,8 @@ def test_layers_of_one_shape_share_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Planned(most_kernels=2)
-    monkeypatch.setattr(module, "_planned", shared)
+    shared = KernelCache(most_kernels=2)
+    monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=2049)
     layer = layer_of(sample)
     assert error(layer(sample.x_TH, sample.logits), sample.truth()) < 1e-5

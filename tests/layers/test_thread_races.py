@@ -12,7 +12,7 @@ from test_adapter_changes import at_once
 import modular_kernel as mk
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.operators import kernel_cache
-from modular_kernel.replay.recording import KnownWeights
+from modular_kernel.replay.recording import CheckedWeightsCache
 from modular_kernel.select.autotune import Terms, compose
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.random_inputs import random_inputs
@@ -53,7 +53,9 @@ def test_calls_of_several_sizes_at_once(
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine)
     want = kernel(*given)
     if how == "layer":
-        monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", kernel_cache.Planned())
+        monkeypatch.setattr(
+            "modular_kernel.layers.fused_moe._plan_cache", kernel_cache.KernelCache()
+        )
         layer = FusedMoE(4, 64, 32, top_k=2, params_dtype=torch.float32, experts=experts)
         layer.set_weights(given[1])
         check_at_once(lambda x, _, routing: layer(x, routing), want, given, 3)
@@ -92,7 +94,7 @@ def test_the_first_calls_of_two_threads_count_invalid_ids_in_one_place(
 
 
 def test_weights_that_two_threads_bind_at_once_have_signatures_of_their_own() -> None:
-    known = KnownWeights()
+    known = CheckedWeightsCache()
     wide, narrow = (random_inputs(p, CPU)[1] for p in (PROBLEM, replace(PROBLEM, hidden=32)))
     bound: list[Any] = []
 

@@ -17,7 +17,7 @@ from modular_kernel.layers.weight_loading import (
     UnquantizedEPMoEMethod,
     make_expert_params_mapping,
 )
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
 FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
@@ -51,12 +51,12 @@ def loaded_by_name(
     return layer.experts
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
-    format = format_of(KINDS[kind].config, depth=256)
+    format = format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
     for ep, tp in ((1, 1), (2, 2)):
         for e, t in product(range(ep), range(tp)):
             if format.scheme.static:  # gate and up share an input scale here
@@ -106,7 +106,7 @@ def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> Non
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
-    format, found = format_of(KINDS[kind].config), []
+    format, found = format_of(CHECKPOINT_FORMATS[kind].config), []
     for given in (experts, joined(format, experts)):
         loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
         layer = loaded_by_name(loader, given, torch.float32, shards={"w13": "w13_"})
@@ -119,11 +119,13 @@ def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["fp8 tensor, dynamic", "modelopt nvfp4"])
 def test_one_scale_of_rows_that_alternate_is_refused(kind: str) -> None:
     with pytest.raises(ConfigurationError, match=r"interleaved: got .* need gate rows first"):
-        ExpertLoader(Share(2, 128, 192, interleaved=True), format_of(KINDS[kind].config))
+        ExpertLoader(
+            Share(2, 128, 192, interleaved=True), format_of(CHECKPOINT_FORMATS[kind].config)
+        )
 
 
 def test_a_block_of_scales_over_gate_and_up_is_refused() -> None:
-    format = format_of(KINDS["deepseek fp8"].config)
+    format = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
     loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
     loader.create_weights(layer, torch.bfloat16)
     scale = torch.ones(3, 1)
@@ -250,7 +252,7 @@ def test_input_scales_of_an_expert_are_one() -> None:
 
 
 def test_a_share_that_cuts_a_word_is_refused() -> None:
-    format = format_of(KINDS["compressed int8, weights"].config)
+    format = format_of(CHECKPOINT_FORMATS["compressed int8, weights"].config)
     loader, layer = ExpertLoader(Share(1, 8, 200, tp=(1, 4)), format), torch.nn.Module()
     loader.create_weights(layer, torch.bfloat16)
     words = torch.zeros(8, 50, dtype=torch.int32)

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import facts_of_file
+from modular_kernel.models.config_file import problem_fields_of_file
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
@@ -210,7 +210,7 @@ def own_fields(kind: str) -> dict[str, None]:
 @pytest.mark.parametrize("kind", readable())
 def test_a_class_is_read_as_its_experts_are(kind: str, tmp_path: Path) -> None:
     config = made(class_of(kind))
-    facts = facts_of_file(written(config, tmp_path / "config.json"))
+    facts = problem_fields_of_file(written(config, tmp_path / "config.json"))
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
     module = experts_of(config)
     shape = (problem.experts, problem.hidden, problem.intermediate, problem.w1_rows)
@@ -249,7 +249,7 @@ def test_what_is_no_layer_of_ours_is_refused_by_name(kind: str, tmp_path: Path) 
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
     assert f"class {name}(" in code
     with pytest.raises(ConfigurationError, match=re.escape(kind)) as caught:
-        facts_of_file(written(class_of(kind)(), tmp_path / "config.json"))
+        problem_fields_of_file(written(class_of(kind)(), tmp_path / "config.json"))
     assert family.refused in str(caught.value)
 
 
@@ -264,22 +264,22 @@ def test_a_model_of_several_inputs_is_read_as_its_language_model(tmp_path: Path)
         inner = language_of(config)
         if FAMILIES[inner.model_type].refused:
             with pytest.raises(ConfigurationError, match=inner.model_type):
-                facts_of_file(written(config, tmp_path / "outer.json"))
+                problem_fields_of_file(written(config, tmp_path / "outer.json"))
             continue
-        outer = facts_of_file(written(config, tmp_path / "outer.json"))
-        assert outer == facts_of_file(written(inner, tmp_path / "inner.json")), name
+        outer = problem_fields_of_file(written(config, tmp_path / "outer.json"))
+        assert outer == problem_fields_of_file(written(inner, tmp_path / "inner.json")), name
         read.add(cls.model_type)
     assert {"llama4", "kimi_k25", "qwen3_omni_moe", "qwen3_vl_moe", "gemma4"} <= read
 
 
 def test_experts_of_a_backbone_are_no_layer(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="vitpose"):
-        facts_of_file(written(class_of("vitpose")(), tmp_path / "config.json"))
+        problem_fields_of_file(written(class_of("vitpose")(), tmp_path / "config.json"))
 
 
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_published_defaults(kind: str, tmp_path: Path) -> None:
-    facts = facts_of_file(written(class_of(kind)(), tmp_path / "config.json"))
+    facts = problem_fields_of_file(written(class_of(kind)(), tmp_path / "config.json"))
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
     sizes = (problem.experts, problem.top_k, problem.hidden, problem.intermediate)
     assert (*sizes, problem.routed_scaling_factor) == BY_HAND[kind]
@@ -287,7 +287,7 @@ def test_published_defaults(kind: str, tmp_path: Path) -> None:
 
 def test_a_latent_space_is_the_experts_hidden_size(tmp_path: Path) -> None:
     config = class_of("nemotron_h")(moe_latent_size=1024, hidden_size=4096)
-    facts = facts_of_file(written(config, tmp_path / "config.json"))
+    facts = problem_fields_of_file(written(config, tmp_path / "config.json"))
     assert facts["hidden"] == 1024
     assert ActivationSpec.parse(str(facts["activation"])).gated is False
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
@@ -302,8 +302,8 @@ def test_limits_of_a_layer(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for limits, kind in (([0, None], "silu"), ([7.0, 7.0], "swiglu_clamp_after:limit=7.0")):
         path.write_text(json.dumps(config | {"swiglu_limits": limits}))
-        assert facts_of_file(str(path))["activation"] == kind
+        assert problem_fields_of_file(str(path))["activation"] == kind
     for limits in ([7.0, 0.0], [7.0, 5.0], 7.0, ["seven"]):
         path.write_text(json.dumps(config | {"swiglu_limits": limits}))
         with pytest.raises(ConfigurationError, match="swiglu_limits"):
-            facts_of_file(str(path))
+            problem_fields_of_file(str(path))

@@ -26,7 +26,7 @@ from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import facts
 from modular_kernel.cli.tune import _problems
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import facts_of_file, is_file
+from modular_kernel.models.config_file import is_file, problem_fields_of_file
 
 OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
 KNOWN = {
@@ -176,7 +176,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("config", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_is_no_layer_is_a_typed_error(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        facts_of_file(written(tmp_path, config))
+        problem_fields_of_file(written(tmp_path, config))
     assert caught.value.what.startswith("model ")
     assert len(str(caught.value)) < 1000
 
@@ -194,7 +194,7 @@ def test_errors_name_what_there_is_and_what_is_needed(tmp_path: Path) -> None:
         (HUNYUAN | {"num_experts_per_tok": 4}, "moe_topk = [8, 8, 8], num_experts_per_tok = 4"),
     ):
         with pytest.raises(ConfigurationError) as caught:
-            facts_of_file(written(tmp_path, config))
+            problem_fields_of_file(written(tmp_path, config))
         assert message in str(caught.value)
 
 
@@ -219,15 +219,15 @@ def test_what_is_no_file_is_a_typed_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path, tmp_path / "none.json", tmp_path / "pipe.json", "a\0b/c.json"):
         with pytest.raises(ConfigurationError, match="model"):
-            facts_of_file(str(path))
+            problem_fields_of_file(str(path))
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match="no JSON"):
-        facts_of_file(str(tmp_path))
+        problem_fields_of_file(str(tmp_path))
 
 
 def test_a_folder_without_a_config_is_refused_by_the_file_that_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        facts_of_file(str(tmp_path))
+        problem_fields_of_file(str(tmp_path))
     assert f"{str(tmp_path / 'config.json')!r}: No such file" in str(refused.value)
 
 

@@ -12,7 +12,7 @@ import torch
 from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, dense, made
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.models import families
 from modular_kernel.models.router_config import RULES, router_differences, router_of_config
 from modular_kernel.ops.route import RouterTensors, route
@@ -75,7 +75,7 @@ def test_a_config_routes_as_its_model_does(kind: str, normalized: bool) -> None:
     )
     weight = next(t for t in tensors.values() if t.dim() == 2 and t.is_floating_point())
     x_TH = torch.randn(T, H)
-    with torch.no_grad(), torch_twins():
+    with torch.no_grad(), prefer_torch_reference():
         outputs = router(x_TH[None] if folder == "afmoe" else x_TH, *more)
         logits = torch.nn.functional.linear(x_TH, weight, tensors.get("bias"))
         bias = more[0] if family.bias else None

@@ -7,7 +7,7 @@ from model_configs import FP8, MIXTRAL, written
 
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import facts_of_file
+from modular_kernel.models.config_file import problem_fields_of_file
 
 
 def group(weights: dict, inputs: dict | None = None, **more: object) -> dict[str, object]:
@@ -108,7 +108,7 @@ def test_a_quantization_config_means_its_scheme(
     given = MIXTRAL | {"quantization_config": config}
     assert ProblemOptions(model=written(tmp_path, given)).problem().quant == scheme
     older = MIXTRAL | {"compression_config": config}
-    assert facts_of_file(written(tmp_path, older))["quant"] is not None
+    assert problem_fields_of_file(written(tmp_path, older))["quant"] is not None
 
 
 UNKNOWN: dict[str, dict[str, object]] = {
@@ -157,5 +157,5 @@ UNKNOWN: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("config", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_an_unknown_scheme_is_a_typed_error(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="quantization_config") as caught:
-        facts_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
+        problem_fields_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
     assert len(str(caught.value)) < 1000

@@ -14,9 +14,9 @@ import modular_kernel as mk
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.models.config_file import facts_of_file
+from modular_kernel.models.config_file import problem_fields_of_file
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -157,7 +157,9 @@ def test_a_key_that_could_change_numbers_is_refused(
     tmp_path: Path, config: dict[str, Any], key: str
 ) -> None:
     for read in (
-        lambda: facts_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config})),
+        lambda: problem_fields_of_file(
+            written(tmp_path, MIXTRAL | {"quantization_config": config})
+        ),
         lambda: format_of(config),
     ):
         with pytest.raises(ConfigurationError, match=r"quantization_config: got") as caught:
@@ -308,13 +310,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_published_configs_are_read(tmp_path: Path, config: dict[str, Any]) -> None:
-    facts = facts_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
+    facts = problem_fields_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
     assert QuantScheme.parse(str(facts["quant"])) == format_of(config).scheme
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.config])
+@pytest.mark.parametrize("kind", [name for name, kind in CHECKPOINT_FORMATS.items() if kind.config])
 def test_every_format_of_the_samples_is_read(kind: str) -> None:
-    assert format_of(KINDS[kind].config, depth=256)
+    assert format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
 
 
 def test_what_transformers_writes_is_read() -> None:

@@ -20,7 +20,7 @@ from moe_lora_calls import (
 )
 
 from modular_kernel import ExpertWeights, Problem, Routing, reference
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.moe_lora import (
     MoELoRABatchInfo,
     explain_strategy,
@@ -124,7 +124,7 @@ def test_it_is_another_function_than_merged_weights() -> None:
         without = reference.oracle(c.x, base, replace(routing, adapters_T=None), plain)
         return reference.oracle(c.x, layers, routing, problem) - without
 
-    with torch_twins():
+    with prefer_torch_reference():
         branch, exact = c.run().double(), merged(c.buffers)
         cosine = float((branch * exact).sum() / branch.norm() / exact.norm())
         assert abs(cosine) < 0.9

@@ -17,7 +17,7 @@ from moe_lora_calls import (
 )
 
 from modular_kernel.ops.moe_lora import run_moe_lora
-from modular_kernel.spec.lora import adapters_of_sequences
+from modular_kernel.spec.lora import slots_from_sequences
 
 _way = kernels_and_twins()
 
@@ -89,7 +89,7 @@ def test_sequences_and_tokens_name_adapters(dtype: torch.dtype) -> None:
     starts = torch.tensor([0, 5, 5, 20], dtype=dtype, device=DEVICE)
     slots = torch.tensor([2, 0, 1], dtype=dtype, device=DEVICE)
     by_sequence = replace_info(c, weight_indices=slots, seg_indptr=starts)
-    by_token = replace_info(c, weight_indices=adapters_of_sequences(starts, slots, 21))
+    by_token = replace_info(c, weight_indices=slots_from_sequences(starts, slots, 21))
     assert by_token.info.weight_indices.tolist() == [2] * 5 + [1] * 15 + [-1]
     assert torch.equal(by_sequence.run(), by_token.run())
     wide = replace_info(c, weight_indices=torch.full((21,), 1 << 32, device=DEVICE))

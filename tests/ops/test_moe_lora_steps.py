@@ -7,7 +7,7 @@ import pytest
 import torch
 from moe_lora_calls import DEVICE, WAY, batch_of, call, close, kernels_and_twins, wanted
 
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.moe_lora_stages import (
     moe_lora_a,
     moe_lora_down_combine,
@@ -63,7 +63,7 @@ def test_programs_take_pairs_in_the_order_they_are_given(
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    with torch_twins(wanted=False):
+    with prefer_torch_reference(wanted=False):
         if step == "a":
             got = moe_lora_a(c.x, c.buffers[0], batch)
         else:

@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to count, whatever the number of pairs."""
     if request.param == "three-launches":
-        monkeypatch.setattr(align_module, "_MOST_AT_ONCE", 0)
+        monkeypatch.setattr(align_module, "_MAX_SINGLE_LAUNCH_PAIRS", 0)
 
 
 def expected(
@@ -119,7 +119,7 @@ def test_pairs_in_many_chunks_stay_in_order() -> None:
 
 
 def test_more_chunks_than_one_scan_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(align_module, "_MOST_AT_ONCE", 0)
+    monkeypatch.setattr(align_module, "_MAX_SINGLE_LAUNCH_PAIRS", 0)
     monkeypatch.setattr(count, "_SCAN_BLOCK", 2)
     ids = torch.randint(-1, 3, (700, 1), generator=torch.Generator().manual_seed(2))
     verify(ids, 16, 3)

@@ -7,7 +7,7 @@ import torch
 from run_mk import Mk, runs_mk
 
 from modular_kernel.catalog import needs_triton, this_machine
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.replay.launch.runtime import use_triton
 
 HERE = this_machine(device="cpu")
@@ -23,17 +23,17 @@ mk = runs_mk()
 def test_operations_take_their_twins_within_it_alone() -> None:
     x = torch.ones(2)
     assert use_triton(x)
-    with torch_twins():
+    with prefer_torch_reference():
         assert not use_triton(x)
         assert use_triton(x.to("meta"))
-        with torch_twins(wanted=False):
+        with prefer_torch_reference(wanted=False):
             assert not use_triton(x)
         found: list[bool] = []
         thread = threading.Thread(target=lambda: found.append(use_triton(x)))
         thread.start()
         thread.join()
         assert found == [True]  # another thread may be verifying
-    with torch_twins(wanted=False):
+    with prefer_torch_reference(wanted=False):
         assert use_triton(x)
     assert use_triton(x)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modular_kernel.bench.all2all import timing as exchange_time
-from modular_kernel.bench.all2all.cases import ExchangeCase, ExchangeInputs, Place, Transport
+from modular_kernel.bench.all2all.cases import ExchangeCase, ExchangeInputs, RankContext, Transport
 from modular_kernel.bench.all2all.timing import Repeats, time_transport
 
 
@@ -68,14 +68,14 @@ def fake_capture(groups: list) -> list:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> RankContext:
     """A place whose graphs are plain calls."""
     monkeypatch.setattr(exchange_time, "capture", fake_capture)
     monkeypatch.setattr(exchange_time.dist, "barrier", lambda group: None)
     monkeypatch.setattr(exchange_time, "clock_of", lambda device: CLOCK)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return Place(0, 1, None, torch.device("cuda"))
+    return RankContext(0, 1, None, torch.device("cuda"))
 
 
 def slow(**fields: object) -> tuple[Slow, ExchangeInputs]:
@@ -91,7 +91,7 @@ def slow(**fields: object) -> tuple[Slow, ExchangeInputs]:
 
 
 @pytest.mark.parametrize("capturable", [True, False])
-def test_halves_and_pairs_are_told_apart(on_a_gpu: Place, capturable: bool) -> None:
+def test_halves_and_pairs_are_told_apart(on_a_gpu: RankContext, capturable: bool) -> None:
     transport, given = slow(capturable=capturable)
     times = time_transport(transport, given, on_a_gpu, Repeats(2, 2), lambda ok: ok)
     assert times.mode == ("graph" if capturable else "eager")
@@ -100,7 +100,7 @@ def test_halves_and_pairs_are_told_apart(on_a_gpu: Place, capturable: bool) -> N
     assert times.error == 0
 
 
-def test_a_replay_that_is_wrong_shows(on_a_gpu: Place) -> None:
+def test_a_replay_that_is_wrong_shows(on_a_gpu: RankContext) -> None:
     # One call was eager, one captured the dispatch, four the pairs: the seventh is the replay.
     transport, given = slow(wrong_from=7)
     transport.identity = lambda: setattr(transport, "y", transport.x * (transport.calls < 7))
@@ -108,13 +108,13 @@ def test_a_replay_that_is_wrong_shows(on_a_gpu: Place) -> None:
     assert times.error == 1
 
 
-def test_what_one_rank_cannot_capture_no_rank_replays(on_a_gpu: Place) -> None:
+def test_what_one_rank_cannot_capture_no_rank_replays(on_a_gpu: RankContext) -> None:
     transport, given = slow()
     times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: False)
     assert times.mode == "eager"
 
 
-def test_the_first_turn_is_left_out(on_a_gpu: Place) -> None:
+def test_the_first_turn_is_left_out(on_a_gpu: RankContext) -> None:
     waits = iter([0.02, 0.001, 0.002, 0.0025, 0.001, 0.002])
     runs = [lambda: takes(next(waits))] * 2
     first, second = exchange_time._queued(runs, on_a_gpu, 2)

@@ -9,7 +9,7 @@ from run_mk import Mk, runs_mk
 from experts.triton.contiguous import TritonExperts
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.prepared_weights import declared_bytes
-from modular_kernel.perf_model.estimate import in_world, size
+from modular_kernel.perf_model.estimate import over_ranks, size
 from modular_kernel.perf_model.experts_time import PART
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.spec.problem import Machine, Problem
@@ -23,7 +23,7 @@ WORDS = ("--model", "mixtral", "--worlds", "1,2", "--tokens-list", "128", "--pre
 
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_every_estimate_counts_what_the_experts_of_a_rank_declare(world: int) -> None:
-    problem = in_world(MIXTRAL, world)
+    problem = over_ranks(MIXTRAL, world)
     plain, found = (size(problem, CLUSTER, prepared=p, others=True) for p in (False, True))
     assert found.estimates
     assert declared_bytes(PART, problem, HOPPER) * world == declared_bytes(PART, MIXTRAL, HOPPER)

@@ -14,13 +14,13 @@ from run_mk import Ended, run_mk
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing_patterns import RoutingKind, draw
 from modular_kernel.perf_model.compare import cells_of, compare, summaries
-from modular_kernel.perf_model.estimate import in_world, size
+from modular_kernel.perf_model.estimate import over_ranks, size
 from modular_kernel.perf_model.exchange_time import (
     DEEPEP_HT,
-    OTHERS,
+    LIBRARIES,
     TRAFFIC,
+    DirectionModel,
     Traffic,
-    Way,
     exchange_time,
     network_rows,
     row_bytes,
@@ -100,29 +100,38 @@ def test_skew_asks_more_of_the_fullest_rank() -> None:
 
 
 def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
-    part = Traffic("all", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5)
+    part = Traffic(
+        "all", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
+    )
     cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
-    problem = replace(in_world(DEEPSEEK, 2), tokens=1000, hidden=1000)
+    problem = replace(over_ranks(DEEPSEEK, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=2, tokens=1000, kind=RoutingKind("uniform"))
     two = exchange_time(problem, part, load, cluster)
     # 1000 rows of 2000 bytes to one other rank of the host.
     assert two.dispatch == pytest.approx(10e-6 + 1e-6 + 2e6 / (100e9 * 0.5))
     assert two.combine == pytest.approx(20e-6 + 1e-6 + 2e6 / (100e9 * 0.25))
-    four = exchange_time(in_world(problem, 4), part, load, cluster)
+    four = exchange_time(over_ranks(problem, 4), part, load, cluster)
     # One other rank in the host, two elsewhere, at a tenth of the bandwidth.
     assert four.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
     wide = replace(cluster, between=Link(1e15, 5e-6))
-    inside = exchange_time(in_world(problem, 4), part, load, wide)
+    inside = exchange_time(over_ranks(problem, 4), part, load, wide)
     assert inside.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
-    assert exchange_time(in_world(problem, 1), part, load, cluster).dispatch == 0
+    assert exchange_time(over_ranks(problem, 1), part, load, cluster).dispatch == 0
 
 
 def test_rows_by_hosts_by_hand() -> None:
     """Two hosts of two ranks, every rank meets half of the tokens: a host three quarters."""
-    problem = in_world(Problem(1000, 500, 64, 8, 2), 4)
+    problem = over_ranks(Problem(1000, 500, 64, 8, 2), 4)
     load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
     cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
-    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5, pieces=4)
+    part = Traffic(
+        "host",
+        DirectionModel(10e-6, 0.5),
+        DirectionModel(20e-6, 0.25),
+        "by hand",
+        between=0.5,
+        pieces=4,
+    )
     found = exchange_time(problem, part, load, cluster)
     between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
     assert found.dispatch_bytes == found.combine_bytes == between
@@ -176,7 +185,7 @@ def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
 
 @pytest.mark.parametrize("world", [2, 8, 16, 64, 256])
 def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
-    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host)
+    problem = over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host)
     sized = size(problem, Cluster(), others=True)
     names = {estimate.pairing.split(" x ")[0] for estimate in sized.estimates}
     assert ("SymmMemPrepareAndFinalize" in names) is (world <= 8)
@@ -190,7 +199,7 @@ def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
 
 
 def test_a_row_once_to_a_rank_is_less_than_one_for_each_expert() -> None:
-    problem = in_world(DEEPSEEK, 4)
+    problem = over_ranks(DEEPSEEK, 4)
     found = {e.pairing.split(" x ")[0]: e for e in size(problem, Cluster(), others=True).estimates}
     once = found["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
     # 4096 tokens would be 11,096 remote rows; so many of 128 are 346.75.
@@ -211,12 +220,12 @@ def test_a_row_once_to_a_rank_is_less_than_one_for_each_expert() -> None:
     ],
 )
 def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host: float) -> None:
-    cluster, problem = Cluster(), in_world(DEEPSEEK, world, 8)
+    cluster, problem = Cluster(), over_ranks(DEEPSEEK, world, 8)
     load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
                      kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
     found = [
         network_rows(problem, part, load, cluster)
-        for part in (TRAFFIC["TorchAll2AllPrepareAndFinalize"], OTHERS[DEEPEP_HT])
+        for part in (TRAFFIC["TorchAll2AllPrepareAndFinalize"], LIBRARIES[DEEPEP_HT])
     ]
     assert found == pytest.approx([flat, by_host], abs=0.005)
 
@@ -239,9 +248,11 @@ def test_groups_that_are_drawn_are_met_as_often_as_is_said(groups: Groups) -> No
 
 
 def test_rows_that_go_on_from_a_host() -> None:
-    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5)
+    part = Traffic(
+        "host", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
+    )
     cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
-    problem = replace(in_world(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
+    problem = replace(over_ranks(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
                      kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
     # To the other host, and 4 ranks' rows of which half are for the neighbor.
@@ -251,12 +262,12 @@ def test_rows_that_go_on_from_a_host() -> None:
     assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
     serial = exchange_time(problem, replace(part, pieces=1), load, cluster)
     assert serial.dispatch == pytest.approx(15e-6 + network + inside)
-    one = replace(in_world(problem, 2))
+    one = replace(over_ranks(problem, 2))
     assert network_rows(one, part, load, cluster) == 0
 
 
 def test_what_a_library_is_not_made_for_is_said() -> None:
-    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
+    problem = over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
 
     def told(tokens: int) -> str:
         found = size(problem.with_tokens(tokens), Cluster(), others=True).estimates
@@ -264,7 +275,7 @@ def test_what_a_library_is_not_made_for_is_said() -> None:
 
     assert told(256) == ""
     assert "made for at most 256 tokens: for 4096 its buffer takes 60 GB" in told(4096)
-    without = dict(size(in_world(problem, 24, 8), Cluster(), others=True).without)
+    without = dict(size(over_ranks(problem, 24, 8), Cluster(), others=True).without)
     assert "got 24, need one of" in without["DeepEP high throughput x TritonExperts"]
 
 
@@ -297,13 +308,13 @@ def test_files_of_other_rows_are_refused(tmp_path: Path, content: str) -> None:
 
 def test_impossible_worlds_are_refused() -> None:
     with pytest.raises(ConfigurationError):
-        in_world(DEEPSEEK, 257)  # a rank would hold no expert
+        over_ranks(DEEPSEEK, 257)  # a rank would hold no expert
     with pytest.raises(ConfigurationError, match="link bandwidth"):
         Link(0)
     with pytest.raises(ConfigurationError, match="link latency"):
         Link(1, float("nan"))
     with pytest.raises(ConfigurationError, match="rows of a traffic"):
-        Traffic("some", Way(0, 1), Way(0, 1), "")
+        Traffic("some", DirectionModel(0, 1), DirectionModel(0, 1), "")
 
 
 def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:

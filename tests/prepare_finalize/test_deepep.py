@@ -17,7 +17,7 @@ import torch.distributed as dist
 from modular_kernel.catalog import check
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
-from modular_kernel.settings import nvshmem_asks_for_ibgda
+from modular_kernel.settings import nvshmem_uses_ibgda
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape
@@ -176,7 +176,7 @@ def test_ibgda_is_read_anew(monkeypatch: pytest.MonkeyPatch, value: str | None, 
     monkeypatch.delenv("NVSHMEM_IB_ENABLE_IBGDA", raising=False)
     if value is not None:
         monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", value)
-    assert nvshmem_asks_for_ibgda() is asks
+    assert nvshmem_uses_ibgda() is asks
 
 
 def test_rdma_nics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,11 @@ from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import DeepEPGroup, DeepEPHTPrepareAndFinalize
 from prepare_finalize.deepep import group as deepep
 from prepare_finalize.deepep import part as parts
-from prepare_finalize.deepep.arguments import WORLD_SIZES, few_tokens, many_tokens
+from prepare_finalize.deepep.arguments import (
+    WORLD_SIZES,
+    high_throughput_arguments,
+    low_latency_arguments,
+)
 
 Buffer = stand_in.FIRST.Buffer
 
@@ -112,7 +116,7 @@ def up(nbytes: int) -> int:
 def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
     """The larger of both hints, aligned; RDMA's and a queue pair a channel beyond 8 ranks alone."""
     Buffer.made.clear()
-    made = many_tokens(Buffer, 7168, ranks, num_sms)
+    made = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
     nvl_rows, rdma_rows = stand_in.FIRST.ROWS[ranks]
     nvl = up(channels * 8 * (nvl_rows + 1) * row_bytes(7168) + 1)  # a combine's, by one row
@@ -131,7 +135,7 @@ def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
 def test_the_arguments_for_few_tokens(ranks: int) -> None:
     Buffer.made.clear()
-    few_tokens(Buffer, 128, 7168, 320, ranks).make(Buffer, group_of(ranks))
+    low_latency_arguments(Buffer, 128, 7168, 320, ranks).make(Buffer, group_of(ranks))
     nbytes = Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 320)
     assert Buffer.made == [(ranks, 0, nbytes, True, 320 // ranks)]
 
@@ -139,20 +143,20 @@ def test_the_arguments_for_few_tokens(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [24, 168])
 def test_a_size_without_kernels_is_refused_by_the_library_too(ranks: int) -> None:
     with pytest.raises(AssertionError, match="Unsupported"):
-        many_tokens(Buffer, 7168, ranks, None).arguments.make(Buffer, group_of(ranks))
+        high_throughput_arguments(Buffer, 7168, ranks, None).arguments.make(Buffer, group_of(ranks))
 
 
 @pytest.mark.parametrize("num_sms", [2, 66])
 def test_multiprocessors_that_kernels_between_hosts_cannot_use(num_sms: int) -> None:
-    assert many_tokens(Buffer, 2048, 8, num_sms).arguments.num_rdma_bytes == 0
+    assert high_throughput_arguments(Buffer, 2048, 8, num_sms).arguments.num_rdma_bytes == 0
     with pytest.raises(ConfigurationError, match=f"num_sms: got {num_sms}, need an even"):
-        many_tokens(Buffer, 2048, 16, num_sms)
+        high_throughput_arguments(Buffer, 2048, 16, num_sms)
 
 
 def test_buffers_that_kernels_between_hosts_cannot_address() -> None:
-    assert many_tokens(Buffer, 7168, 160, 40).arguments.num_rdma_bytes > 0
+    assert high_throughput_arguments(Buffer, 7168, 160, 40).arguments.num_rdma_bytes > 0
     with pytest.raises(ConfigurationError, match="between hosts: fewer multiprocessors"):
-        many_tokens(Buffer, 7168, 160, 64)
+        high_throughput_arguments(Buffer, 7168, 160, 64)
 
 
 # --------------------------------------------------------------------------------- the manager

@@ -13,7 +13,7 @@ from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.stress.faults import DEADLINE_S, VICTIM, RankReport, outcome_of
+from modular_kernel.testing.stress.faults import DEADLINE_S, VICTIM, RankReport, report_of_calls
 from prepare_finalize import TorchGroup
 
 pool = three_ranks()
@@ -35,7 +35,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
     manager = TorchGroup(group, deadline_s=LONG_S)
     kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
-    report = outcome_of(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
+    report = report_of_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
     given = layer.inputs_of(rank)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     again = kernel(given.x_TH, given.weights, given.routing)
@@ -100,7 +100,7 @@ def second_of_two(
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     if rank == VICTIM:
         return None  # and finishes neither
-    first, second = (outcome_of(each.finish, manager) for each in pending)
+    first, second = (report_of_calls(each.finish, manager) for each in pending)
     return first, second
 
 
@@ -122,7 +122,7 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> RankRep
     for each in reversed(pending) if rank == VICTIM else pending:
         each.finish()
     call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
-    return outcome_of(call, manager)
+    return report_of_calls(call, manager)
 
 
 def test_another_thread_that_calls_while_a_manager_fails_is_told(pool: RankPool) -> None:

@@ -10,7 +10,7 @@ from module_ranks import module_ranks
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.stress.faults import VICTIM, RankReport, outcome_of
+from modular_kernel.testing.stress.faults import VICTIM, RankReport, report_of_calls
 from prepare_finalize import TorchGroup
 
 LONG_S = 10.0  # a deadline that no rank waits for which is told
@@ -47,7 +47,7 @@ def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> R
     good = call(given.x_TH, given.weights, given.routing).clone()
     dist.barrier(group)
     x_TH = given.x_TH.double() if rank == VICTIM else given.x_TH
-    report = outcome_of(lambda: call(x_TH, given.weights, given.routing), manager)
+    report = report_of_calls(lambda: call(x_TH, given.weights, given.routing), manager)
     again = call(given.x_TH, given.weights, given.routing)
     return replace(report, serves_again=torch.allclose(again, good))
 
@@ -72,6 +72,6 @@ def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankRepor
     )
     dist.barrier(group)
     mine = second if rank == VICTIM else first
-    report = outcome_of(lambda: mine(given.x_TH, given.weights, given.routing), manager)
+    report = report_of_calls(lambda: mine(given.x_TH, given.weights, given.routing), manager)
     outputs = [each(given.x_TH, given.weights, given.routing) for each in (first, second)]
     return replace(report, serves_again=torch.allclose(*outputs))

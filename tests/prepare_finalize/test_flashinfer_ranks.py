@@ -15,8 +15,8 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Place, make_inputs
-from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.inputs import FencedMemory, make_inputs
+from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
 from modular_kernel.testing.input_mutations.rank_operators import RANK_MUTANTS
@@ -77,7 +77,7 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
     device = torch.device("cpu")
     whole = make_inputs(replace(problem, parallel=Parallel()), "uniform", device, seed=rank)
     mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    got = part_of(whole, slice(0, problem.tokens), mine, Place(device), strided=False)
+    got = inputs_of_rank(whole, slice(0, problem.tokens), mine, FencedMemory(device), strided=False)
     return got.x_TH, got.weights, got.routing
 
 

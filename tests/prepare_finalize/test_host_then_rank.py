@@ -22,7 +22,7 @@ from modular_kernel.testing.verify.over_ranks import RankTrial, build_kernel
 from prepare_finalize import HostThenRankGroup
 from prepare_finalize.common.agreement import Agreement
 from prepare_finalize.host_then_rank import part as module
-from prepare_finalize.host_then_rank.counts import Geometry, passage
+from prepare_finalize.host_then_rank.counts import Geometry, check_counts
 
 CPU = this_machine(device="cpu")
 PART = "HostThenRankPrepareAndFinalize"
@@ -216,7 +216,7 @@ def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
 
 def test_what_counts_say() -> None:
     rows = tuple(tuple(counts_of(rank)) for rank in range(4))
-    way = passage(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
+    way = check_counts(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
     assert (way.sent, way.came, way.received) == ([6, 4], [6, 4], 0)
     assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
     assert (way.crosses, way.busy) == ([True, True], [True, True])
@@ -237,7 +237,7 @@ def test_counts_that_no_chunk_has_tokens_for_are_refused(at: int) -> None:
     rows[2][at] = 4
     agreed = Agreement(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
     with pytest.raises(ValueError, match=r"\[2\] no more than a chunk has tokens"):
-        passage(Manager(), agreed, AT)  # type: ignore[arg-type]
+        check_counts(Manager(), agreed, AT)  # type: ignore[arg-type]
 
 
 def test_nothing_is_left_in_memory(four: RankPool) -> None:

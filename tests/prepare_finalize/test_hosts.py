@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Parallel, Pro
 from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import TorchGroup
 from prepare_finalize.rendezvous import hosts as hosts_module
-from prepare_finalize.rendezvous.connect import store_at_new_place
+from prepare_finalize.rendezvous.connect import new_prefix_store
 from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
@@ -37,7 +37,7 @@ def simulated(rank: int, ids: str) -> None:
 
 def found(rank: int, world: int, group: object, ids: str) -> tuple[str, tuple[int, ...]]:
     simulated(rank, ids)
-    store = store_at_new_place(dist.group.WORLD, 10.0)
+    store = new_prefix_store(dist.group.WORLD, 10.0)
     hosts = find_hosts(Meeting(store, rank, world, 10.0), rank)
     return str(hosts), hosts.index_W
 

@@ -19,8 +19,8 @@ from modular_kernel.errors import (
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Place, make_inputs
-from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.inputs import FencedMemory, make_inputs
+from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
 from modular_kernel.testing.input_mutations.rank_operators import RANK_MUTANTS
@@ -72,7 +72,7 @@ def test_defects_are_found(name: str, rank_pool: Pool) -> None:
 def test_there_are_sinks_for_all_pairs_of_a_token() -> None:
     for world_size, top_k, sinks in ((2, 8, 4), (4, 8, 2), (8, 8, 1), (4, 9, 3)):
         problem = Problem(1, 64, 32, 32, top_k, parallel=Parallel(world_size))
-        assert pplx.sinks_of(problem) == sinks
+        assert pplx.num_sinks(problem) == sinks
         part = PART.__new__(PART)
         part.problem, part._shape = problem, pplx._shape(problem)
         assert part.dispatch_shape(1) == BatchedShape(32 // world_size + sinks, world_size)
@@ -124,7 +124,7 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
     alone = replace(problem, parallel=Parallel())
     whole = make_inputs(alone, "uniform", device, seed=3, strided=False)
     mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    got = part_of(whole, slice(0, problem.tokens), mine, Place(device), strided=False)
+    got = inputs_of_rank(whole, slice(0, problem.tokens), mine, FencedMemory(device), strided=False)
     return got.x_TH, got.weights, got.routing
 
 

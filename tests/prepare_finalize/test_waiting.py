@@ -21,7 +21,7 @@ mk = runs_mk()
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.005)
+    monkeypatch.setattr(output, "_FIRST_LINE_S", 0.005)
 
 
 def test_a_long_case_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from experts.triton.aligned_w4 import aligned_w4_config
 from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.batched import BatchedTritonExperts
-from experts.triton.configs.former import in_words_of_now
+from experts.triton.configs.former import launched_config_from_v1
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
@@ -200,7 +200,7 @@ def test_more_rows_take_taller_blocks() -> None:
 
 def test_experts_that_have_a_row() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    spread = aligned_w4_config.Spread.of
+    spread = aligned_w4_config.RowDistribution.of
     assert spread(mixtral, pairs=2).experts == pytest.approx(2)
     assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
     half = replace(mixtral, expert_map=True, local_experts=4)
@@ -238,7 +238,7 @@ def test_files_of_version_1_mean_it_where_tiles_have_few_rows() -> None:
     def found(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
         rows = replace(tile, block_m=block_m)
         said = MoEConfig(rows, rows, "aligned")
-        return in_words_of_now(said, tokens, problem, Device(), _PATHS)
+        return launched_config_from_v1(said, tokens, problem, Device(), _PATHS)
 
     assert found(integers, 48, 16) == aligned_w4_config.default(integers, 48)
     assert found(integers, 49, 16).path == "aligned"

@@ -12,16 +12,16 @@ import pytest
 import torch
 from nan_matrix import SCHEME_NAMES, Counts, judge_calls, pairs_here, run, taken
 
-from experts.triton.configs.select import override_config, this_store
+from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.paths import BY_NAME
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops.quantize import quantized
+from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.testing.cases.handpicked import chosen_cases
-from modular_kernel.testing.cases.inputs import Manner, make_inputs
-from modular_kernel.testing.cases.nan import groups, holders, names_of, nan_problems
+from modular_kernel.testing.cases.handpicked import handpicked_cases
+from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
+from modular_kernel.testing.cases.nan import groups, names_of, nan_arguments, nan_problems
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
@@ -63,10 +63,10 @@ def test_the_gemv_path_adds_nothing_of_skipped_pairs(quant: str) -> None:
     machine, counts = this_machine(), Counts()
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
     problem = replace(taken(pair, quant, machine, 64)[0], tokens=6)
-    config = BY_NAME["gemv"].default_config(problem, problem.tokens, this_store().device)
+    config = BY_NAME["gemv"].default_config(problem, problem.tokens, current_lookup().device)
     with override_config(config):
         judge_calls(pair, problem, machine, counts)
-    assert counts.calls == len(holders(problem))
+    assert counts.calls == len(nan_arguments(problem))
     assert counts.wrong == []
 
 
@@ -74,18 +74,18 @@ def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
     """Of many tokens; those of few have what reaches its own rows alone."""
     seen: dict[str, set[str]] = {}
     for problem, nan in nan_problems():
-        assert set(names_of(nan)) <= set(holders(problem))
+        assert set(names_of(nan)) <= set(nan_arguments(problem))
         if problem.tokens > 2:
             seen.setdefault(problem.quant, set()).update(names_of(nan))
     assert set(seen) == set(SCHEME_NAMES)
     for quant, names in seen.items():
-        assert set(holders(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
+        assert set(nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
 def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
     machine = this_machine()
-    cases = [case for case in chosen_cases(*pair, machine) if case.manner.nan]
+    cases = [case for case in handpicked_cases(*pair, machine) if case.manner.nan]
     taken = {
         q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), machine).ok
     }
@@ -93,7 +93,7 @@ def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, 
 
 
 def test_skipped_pairs_and_tokens_have_nan() -> None:
-    inputs = make_inputs(PROBLEM, "uniform", CPU, manner=Manner(nan="w1"))
+    inputs = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(nan="w1"))
     skipped = inputs.routing.topk_ids_TK < 0
     assert skipped.tolist() == [[False, False]] * 3 + [[True, True]]
     assert torch.equal(inputs.routing.topk_weights_TK.isnan(), skipped)
@@ -103,9 +103,9 @@ def test_skipped_pairs_and_tokens_have_nan() -> None:
 
 def test_integers_have_none() -> None:
     problem = replace(PROBLEM, quant="int8_w8a8_channel")
-    assert "w1" not in holders(problem)
+    assert "w1" not in nan_arguments(problem)
     with pytest.raises(ConfigurationError, match="w1"):
-        make_inputs(problem, "uniform", CPU, manner=Manner(nan="w1"))
+        make_inputs(problem, "uniform", CPU, manner=InputVariation(nan="w1"))
 
 
 def test_one_scale_for_all_tokens_has_calls_of_its_own() -> None:
@@ -132,6 +132,6 @@ def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
     """The scale carries it: codes of integers cannot."""
     values = torch.randn(3, 256)
     values[1, 200] = torch.nan
-    _, scale = quantized(values, QuantScheme.parse(scheme))
+    _, scale = quantize_values(values, QuantScheme.parse(scheme))
     rows = scale.isnan().view(len(scale), -1).any(1).tolist()
     assert rows == ([True] if len(scale) == 1 else [False, True, False])

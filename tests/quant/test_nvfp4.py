@@ -18,8 +18,8 @@ from modular_kernel.errors import DtypeError, InputError, ShapeError, WeightsErr
 from modular_kernel.quant import nvfp4
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
+    dequantized_weights,
     quantize_weights,
-    values_of,
     weight_specs,
 )
 from modular_kernel.spec.problem import Machine
@@ -201,7 +201,7 @@ def test_weights_reach_to_the_largest_of_each_matrix() -> None:
         weights = quantize_weights(ExpertWeights(w1, w2), problem)
         largest = torch.stack([gate, up], 1).abs().amax((2, 3))
         assert torch.equal(weights.w1_global_scale, largest / 2688)
-        values = values_of(weights, "w1", problem)
+        values = dequantized_weights(weights, "w1", problem)
         error = (values - w1).abs().amax((1, 2))
         assert (error <= largest.amax(1) / 6).all()
         halves = (values[:, ::2], values[:, 1::2]) if "true" in text else values.chunk(2, 1)

@@ -15,7 +15,7 @@ from modular_kernel.checkpoints.fusing import merge
 from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.errors import ConfigurationError, WeightsError
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.testing.checkpoints.published_formats import KINDS
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -90,10 +90,10 @@ def test_scales_of_a_stack_are_each_experts_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_merge_keeps_and_checks_them(kind: str) -> None:
-    format = format_of(KINDS[kind].config).with_inputs()
+    format = format_of(CHECKPOINT_FORMATS[kind].config).with_inputs()
     name = next(each.name for each in format.stored if each.role == "a_scale")
     generator = torch.Generator().manual_seed(0)
-    gate, up = (KINDS[kind].make(32, 64, generator, 1.0).tensors for _ in range(2))
+    gate, up = (CHECKPOINT_FORMATS[kind].make(32, 64, generator, 1.0).tensors for _ in range(2))
     values = [1 / 0.02, 1 / 0.03] if kind == COMPRESSED else [0.02, 0.03]
     gate[name], up[name] = (torch.tensor([value]) for value in values)
     merged = merge(format, [gate, up], torch.bfloat16)
@@ -197,7 +197,7 @@ def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
 
 def test_the_recipe_is_that_of_the_experts() -> None:
     """Attention's activations may be rounded where those of experts are not."""
-    config = KINDS[COMPRESSED].config
+    config = CHECKPOINT_FORMATS[COMPRESSED].config
     assert config is not None
     ((_, both),) = config["config_groups"].items()
     experts = both | {"targets": ["re:.*experts.*"], "input_activations": None}

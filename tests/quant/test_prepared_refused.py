@@ -21,7 +21,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.quant.prepared import MADE_OF, reader
+from modular_kernel.quant.prepared import SOURCE_FIELDS, layout_key
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
@@ -45,7 +45,7 @@ def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
     called(kernel, i, kernel.prepare_weights(weights))
 
 
-@pytest.mark.parametrize("name", MADE_OF)
+@pytest.mark.parametrize("name", SOURCE_FIELDS)
 def test_a_call_after_what_was_prepared_was_written_is_refused(name: str) -> None:
     kernel, i = made(quant="int4_w4a16_group:group=32,zero_points=true")
     plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
@@ -155,7 +155,7 @@ def test_those_of_a_kernel_of_the_same_layer_are_taken(
     other(j.x_TH, replace(j.weights, **given), routing)
     assert launched == ([64, 64] if "tokens" in others else [32, 32])
     mine = type("Mine", (TritonExperts,), {})
-    assert reader(mine, kernel.problem) == reader(TritonExperts, other.problem)
+    assert layout_key(mine, kernel.problem) == layout_key(TritonExperts, other.problem)
 
 
 @pytest.mark.parametrize("w1", [None, [1], torch.empty(1, device="meta")], ids=str)
@@ -193,7 +193,7 @@ def test_experts_that_prepare_nothing_return_the_weights_and_read_nothing_else()
     kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
     assert kernel.prepare_weights(i.weights) is i.weights
     assert torch.equal(called(kernel, i, triton.prepare_weights(i.weights)), called(kernel, i))
-    beside = {name: torch.zeros(1, dtype=torch.int32) for name in MADE_OF}
+    beside = {name: torch.zeros(1, dtype=torch.int32) for name in SOURCE_FIELDS}
     with pytest.raises(WeightsError, match="w1_tiles: got a tensor that no kernel"):
         called(kernel, i, replace(i.weights, **beside))
     with pytest.raises(ShapeError, match="w1"):

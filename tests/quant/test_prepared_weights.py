@@ -12,13 +12,13 @@ from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.bitwise_reference import tile_weights
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
-from experts.triton.grouped_w4.layout import Form, rows_of_tiles
+from experts.triton.grouped_w4.layout import PackedFormat, rows_of_tiles
 from modular_kernel import make_kernel
-from modular_kernel.quant.prepared import MADE_OF
+from modular_kernel.quant.prepared import SOURCE_FIELDS
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing import Case, prove
@@ -49,10 +49,10 @@ def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> No
     kernel, i = made()
     weights, problem = kernel.prepare_weights(i.weights), kernel.problem
     for name, tensor in vars(i.weights).items():
-        assert name in MADE_OF or getattr(weights, name) is tensor
+        assert name in SOURCE_FIELDS or getattr(weights, name) is tensor
     rows = rows_of_tiles(problem.intermediate, 1, problem.intermediate, gated=True)
     assert i.weights.w1_scale is not None
-    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows, Form("e2m1"))
+    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows, PackedFormat("e2m1"))
     for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):
         assert torch.equal(getattr(weights, name), tensor)
     assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # anew
@@ -66,7 +66,7 @@ def test_calls_take_them_by_rows_whatever_files_say(
     rows: int, block_m: int, launched: list[int]
 ) -> None:
     kernel, i = made(tokens=rows * 2, experts=6, top_k=3, hidden=32, intermediate=32)
-    plain = choose_config(kernel.problem, kernel.problem.tokens, paths_of(kernel.problem))
+    plain = choose_config(kernel.problem, kernel.problem.tokens, supported_paths(kernel.problem))
     called(kernel, i, kernel.prepare_weights(i.weights))
     if block_m:
         assert launched == [block_m, block_m]

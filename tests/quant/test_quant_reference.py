@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from modular_kernel import reference
-from modular_kernel.ops.quantize import dequantize_rows, quantized
+from modular_kernel.ops.quantize import dequantize_rows, quantize_values
 from modular_kernel.quant.quantized_weights import (
     ACTIVATION_SCHEMES,
     SCHEMES,
+    dequantized_weights,
     quantize_weights,
-    values_of,
 )
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -80,7 +80,7 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
 
 def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """Unquantized weights of the same values, by modular_kernel.quant.quantized_weights."""
-    values = {name: values_of(weights, name, problem) for name in ("w1", "w2")}
+    values = {name: dequantized_weights(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 
 
@@ -247,7 +247,7 @@ def test_activations_are_rounded_as_the_operations_round_them(text: str, width: 
     rows[:, 16:32] *= 1e3
     rows[7] = 0.0
     given = torch.tensor([0.05]) if scheme.static else None
-    want = dequantize_rows(*quantized(rows, scheme, given), scheme)
+    want = dequantize_rows(*quantize_values(rows, scheme, given), scheme)
     got = reference._as_quantized(rows, scheme, given)
     equal = (got - want).abs() <= 1e-6 * want.abs()
     assert float(equal.float().mean()) > 0.999

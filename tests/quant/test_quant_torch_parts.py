@@ -13,7 +13,7 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.ops.quantize import quantized
+from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, SCHEMES, quantize_weights
 from modular_kernel.quant.static_scales import static_scale
 from modular_kernel.spec.problem import Combine, Machine, Problem
@@ -246,7 +246,7 @@ class Quantizers(TorchExperts):
         assert tokens.scale is None
         assert tokens.x_TH.dtype == self.problem.dtype
         x, scheme = tokens.x_TH.float(), self.problem.scheme
-        q, scale = quantized(x, scheme, weights.a1_scale if scheme.static else None)
+        q, scale = quantize_values(x, scheme, weights.a1_scale if scheme.static else None)
         tokens = replace(tokens, x_TH=q, scale=scale)
         super().apply(tokens, weights=weights, **arguments)
 

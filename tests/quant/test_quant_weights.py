@@ -75,7 +75,7 @@ def test_what_is_made_is_what_is_accepted(text: str) -> None:
 @pytest.mark.parametrize("text", ["int4_w4a16_group", "mxfp4_w4a16"])
 def test_odd_rows_cannot_be_packed(text: str, name: str) -> None:
     problem = problem_of(text, **{name: 33})
-    assert quantized_weights.unpackable(problem) == (name,)
+    assert quantized_weights.indivisible_sizes(problem) == (name,)
     with pytest.raises(ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {text}"):
         weight_specs(problem)
 

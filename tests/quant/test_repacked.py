@@ -9,7 +9,7 @@ import torch
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.quant.quantized_weights import dequantize, quantize_weights, weight_specs
-from modular_kernel.quant.repacking import as_nibbles, repack, unpack_words
+from modular_kernel.quant.repacking import repack, unpack_words, unrepack
 from modular_kernel.reference.weights import code_at
 from modular_kernel.spec.problem import Machine
 from modular_kernel.spec.quantization import QuantScheme
@@ -35,7 +35,7 @@ def test_there_and_back() -> None:
     w = weights(3, 5, 64)
     packed = repack(w)
     assert not torch.equal(packed, w)
-    assert torch.equal(as_nibbles(packed), w)
+    assert torch.equal(unrepack(packed), w)
 
 
 def test_bits_are_where_the_reference_reads_them() -> None:
@@ -62,7 +62,7 @@ def test_rewritten_in_place() -> None:
     expected, back = repack(w), w.clone()
     assert repack(w, out=w) is w
     assert torch.equal(w, expected)
-    as_nibbles(w, out=w)
+    unrepack(w, out=w)
     assert torch.equal(w, back)
 
 

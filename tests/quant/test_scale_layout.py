@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from modular_kernel.quant.scale_layout import STEP_BYTES, byte_of, from_tiles, tiled_shape, to_tiles
+from modular_kernel.quant.scale_layout import (
+    STEP_BYTES,
+    from_tiles,
+    scale_offset,
+    tiled_shape,
+    to_tiles,
+)
 
 SHAPES = [(128, 16), (128, 8), (256, 32), (1, 1), (130, 17), (384, 180), (127, 4), (640, 40)]
 
@@ -17,7 +23,9 @@ def scales(*shape: int) -> torch.Tensor:
 def test_every_scale_is_where_the_definition_says(rows: int, groups: int) -> None:
     scale = scales(rows, groups)
     flat = to_tiles(scale).flatten()
-    places = torch.tensor([[byte_of(r, g, groups) for g in range(groups)] for r in range(rows)])
+    places = torch.tensor(
+        [[scale_offset(r, g, groups) for g in range(groups)] for r in range(rows)]
+    )
     assert torch.equal(flat[places], scale)
     assert places.unique().numel() == rows * groups
     rest = torch.ones(flat.numel(), dtype=torch.bool)
@@ -38,15 +46,15 @@ def test_round_trip_of_experts(rows: int, groups: int) -> None:
 
 def test_hand_made() -> None:
     """Row 33 is the second of the second 32 rows: line 1, four bytes in."""
-    assert byte_of(0, 0, 16) == 0
-    assert byte_of(0, 3, 16) == 3
-    assert byte_of(0, 4, 16) == 512
-    assert byte_of(1, 0, 16) == 16
-    assert byte_of(33, 2, 16) == 16 + 4 + 2
-    assert byte_of(127, 15, 16) == STEP_BYTES - 1
-    assert byte_of(128, 0, 16) == STEP_BYTES
-    assert byte_of(0, 16, 32) == STEP_BYTES
-    assert byte_of(128, 0, 32) == 2 * STEP_BYTES
+    assert scale_offset(0, 0, 16) == 0
+    assert scale_offset(0, 3, 16) == 3
+    assert scale_offset(0, 4, 16) == 512
+    assert scale_offset(1, 0, 16) == 16
+    assert scale_offset(33, 2, 16) == 16 + 4 + 2
+    assert scale_offset(127, 15, 16) == STEP_BYTES - 1
+    assert scale_offset(128, 0, 16) == STEP_BYTES
+    assert scale_offset(0, 16, 32) == STEP_BYTES
+    assert scale_offset(128, 0, 32) == 2 * STEP_BYTES
 
 
 def test_as_cutlass_fills_its_atom() -> None:
@@ -56,4 +64,6 @@ def test_as_cutlass_fills_its_atom() -> None:
         for group in range(groups):
             inner, outer = divmod(row % 128, 32)[::-1]
             atom = row // 128 * (groups // 4) + group // 4
-            assert byte_of(row, group, groups) == atom * 512 + inner * 16 + outer * 4 + group % 4
+            assert (
+                scale_offset(row, group, groups) == atom * 512 + inner * 16 + outer * 4 + group % 4
+            )

@@ -16,7 +16,7 @@ from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
 from modular_kernel.compatibility.support import Rejection
-from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, ranked
+from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, with_best_peer
 from modular_kernel.report.curves import figure
 from modular_kernel.report.errors_page import errors_document
 from modular_kernel.report.generated_docs import generated, html_page, stale
@@ -24,7 +24,7 @@ from modular_kernel.report.judge_all import (
     PROBLEM,
     Matrix,
     built_in,
-    judged_matrix,
+    judge_all,
     reasons,
 )
 from modular_kernel.report.markdown import markdown
@@ -47,7 +47,7 @@ def mk(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def matrix() -> Matrix:
-    return judged_matrix(built_in(load_catalog()))
+    return judge_all(built_in(load_catalog()))
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def _row(layer: str, origin: str, tokens: int, us: float) -> Row:
 
 def test_what_bench_writes_is_read_and_drawn(tmp_path: Path) -> None:
     rows = [_row("mine <1>", OURS, t, t * 20.0) for t in (1, 8)] + [_row("peer", PEER, 1, 40.0)]
-    report = Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, ranked(rows))
+    report = Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, with_best_peer(rows))
     report.write(tmp_path / "new.json")
     (record,) = read_records(tmp_path)
     assert record.report == report
@@ -369,7 +369,7 @@ def test_every_error_has_its_place() -> None:
 
 
 def test_another_machine_has_another_matrix(matrix: Matrix) -> None:
-    cpu = judged_matrix(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
+    cpu = judge_all(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
     assert cpu.by_place[*pair, "none", 1].rules == ("device",)
     assert matrix.by_place[*pair, "none", 1].ok

@@ -12,7 +12,7 @@ from modular_kernel.select import autotune, search
 from modular_kernel.select import budget as budgets
 from modular_kernel.select.autotune import Terms, choose
 from modular_kernel.select.budget import Budget
-from modular_kernel.select.process_group import Alone
+from modular_kernel.select.process_group import SingleProcess
 from modular_kernel.select.record import TimedOutcome
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Machine, Problem
@@ -61,7 +61,7 @@ def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log
 
 
 def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clock) -> None:
-    budget = Budget(10, Alone(), first_step=2)
+    budget = Budget(10, SingleProcess(), first_step=2)
     assert budget.allows(5)
     assert not budget.allows(6)
     with budget.step():
@@ -83,7 +83,7 @@ def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clo
 
 
 def test_no_budget_begins_nothing(clock: Clock) -> None:
-    budget = Budget(0, Alone(), first_step=0)
+    budget = Budget(0, SingleProcess(), first_step=0)
     assert not budget.allows()
     assert budget.over()
 
@@ -197,7 +197,7 @@ def test_steps_that_get_no_longer_never_overrun(budget: float, steps: list[float
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "time", clock)
-        counted = Budget(budget, Alone(), first_step=8)
+        counted = Budget(budget, SingleProcess(), first_step=8)
         for seconds in sorted(steps, reverse=True):
             if not counted.allows():
                 break

@@ -9,7 +9,7 @@ import pytest
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import saved_choices
-from modular_kernel.select.cache import NOT_KEPT, Cache, Found
+from modular_kernel.select.cache import NOT_KEPT, Cache, CachedRecord
 from modular_kernel.select.record import Bucket, TimedOutcome
 
 IDENTITY = {"device": "D", "problem": "P"}
@@ -208,7 +208,7 @@ def test_files_have_the_mode_that_the_umask_gives(cache: Cache) -> None:
 def test_without_a_folder_nothing_is_kept_and_one_note_says_so() -> None:
     nowhere = Cache(None, IDENTITY, VERSIONS)
     assert nowhere.keep([ONE]) == ()
-    assert nowhere.load() == Found(None, (NOT_KEPT,))
+    assert nowhere.load() == CachedRecord(None, (NOT_KEPT,))
     with nowhere.locked(wait_s=0) as held:
         assert held
 

@@ -15,8 +15,8 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import autotune
 from modular_kernel.select import prior as priors
 from modular_kernel.select.autotune import Terms, choose, compose
-from modular_kernel.select.prior import Cell, Prior, parse, shipped
-from modular_kernel.select.record import FASTER, SURE, Estimate
+from modular_kernel.select.prior import Cell, Prior, load_shipped_record, parse
+from modular_kernel.select.record import MAX_RATIO_TO_TIME, MAX_RATIO_UNTIMED, Estimate
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -116,7 +116,7 @@ def test_the_shipped_record_is_what_the_tool_builds() -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, str(root / "tools" / "build_prior.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0
-    found = shipped()
+    found = load_shipped_record()
     assert found is not None
     assert found.arch == (9, 0)
     assert len(found.cells) > 250
@@ -124,7 +124,7 @@ def test_the_shipped_record_is_what_the_tool_builds() -> None:
 
 def test_the_shipped_record_would_not_have_hurt() -> None:
     """Each recorded cell as if its layer, and those of the same size, had never been measured."""
-    found = shipped()
+    found = load_shipped_record()
     assert found is not None
     wrong, sure = [], 0
     for cell in found.cells:
@@ -135,7 +135,7 @@ def test_the_shipped_record_would_not_have_hurt() -> None:
         default = next(pair for pair, ratio in cell.ratios.items() if ratio == 1)
         others = [pair for pair in cell.ratios if pair != default]
         for pair, estimate in rest.estimates(problem, others, default).items():
-            if estimate.trusted and estimate.pessimistic <= SURE:
+            if estimate.trusted and estimate.pessimistic <= MAX_RATIO_UNTIMED:
                 sure += 1
                 wrong += [(cell, pair)] * (cell.ratios[pair] > 1)
     assert sure > 0
@@ -151,7 +151,7 @@ def test_on_a_recorded_gpu_the_default_needs_no_timing(tmp_path: Path) -> None:
     (why,) = (o.why for o in choice.outcomes(16) if o.pair[1] == "TorchExperts")
     assert why.startswith("not timed: the shipped record expects ")
     assert why.endswith("x the default's time")
-    assert all(e.optimistic > FASTER for e in choice.options.expected[16].values())
+    assert all(e.optimistic > MAX_RATIO_TO_TIME for e in choice.options.expected[16].values())
 
 
 def test_what_the_record_is_sure_of_runs_without_timing(
@@ -226,13 +226,13 @@ def test_a_corrupt_record_is_as_none_with_a_line_in_the_log(
     if content is not None:
         file.write_bytes(content)
     monkeypatch.setattr(priors, "FILE", file)
-    shipped.cache_clear()
+    load_shipped_record.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel.select"):
-            assert shipped() is None
+            assert load_shipped_record() is None
         (line,) = caplog.messages
         assert line.startswith("no shipped record of pairings' times: prior.json: ")
         choice = choose(PROBLEM, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
         assert choice.segments
     finally:
-        shipped.cache_clear()
+        load_shipped_record.cache_clear()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from modular_kernel.select.composed_kernel import warm_tokens
 from modular_kernel.select.record import (
-    ALIKE,
+    MAX_RATIO_TO_KEEP,
     Bucket,
     Estimate,
     Options,
@@ -80,7 +80,7 @@ DECISIONS = {
     "nothing is faster": (bucket(1, a=1.0, b=0.99, c=1.2), None, Pick(A, Source.TIMED)),
     "the fastest": (bucket(1, a=1.0, b=0.9, c=0.8), None, Pick(C, Source.TIMED)),
     "what served before, where it is alike": (
-        bucket(1, a=1.0, b=0.9 * ALIKE - 1e-6, c=0.9),
+        bucket(1, a=1.0, b=0.9 * MAX_RATIO_TO_KEEP - 1e-6, c=0.9),
         B,
         Pick(B, Source.TIMED),
     ),

@@ -12,7 +12,7 @@ from modular_kernel.select import timing
 from modular_kernel.select.autotune import Terms, choose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.choice import Choice
-from modular_kernel.select.process_group import Alone
+from modular_kernel.select.process_group import SingleProcess
 from modular_kernel.select.record import TimedOutcome
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Machine, Problem
@@ -144,8 +144,8 @@ def test_ratios_to_a_default_that_failed_later_are_taken_anew(
     monkeypatch.setattr(Stopwatch, "_run", run)
     weights = SimpleNamespace(w1=torch.empty(0))
     given = SimpleNamespace(weights=weights, flush=False, timed=(1,), problem=PROBLEM)
-    budget = Budget(60, Alone(), first_step=0)
-    watch = Stopwatch(given, (a, b, c, d), frozenset(), Machine("cpu"), Alone(), budget)  # type: ignore[arg-type]
+    budget = Budget(60, SingleProcess(), first_step=0)
+    watch = Stopwatch(given, (a, b, c, d), frozenset(), Machine("cpu"), SingleProcess(), budget)  # type: ignore[arg-type]
     bucket = watch.bucket((c, b, d))
     assert bucket.default == b
     assert {o.pair: o.ratio for o in bucket.outcomes} == {a: None, b: 1.0, c: 0.5, d: 1.0}

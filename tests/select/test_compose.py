@@ -20,7 +20,7 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.operators.kernel_cache import NO_EP, usual_experts
+from modular_kernel.operators.kernel_cache import NO_EP, default_experts
 from modular_kernel.select import candidates, search, timing
 from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
@@ -98,7 +98,7 @@ def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.Monke
         for quant in ("none", "fp8_w8a8_block", "nvfp4_w4a4"):
             problem = replace(PROBLEM, quant=quant, hidden=256, intermediate=256)
             order = candidates.find(problem, machine, (1, 8)).order
-            usual = usual_experts(NO_EP, problem, torch.device(machine.device))
+            usual = default_experts(NO_EP, problem, torch.device(machine.device))
             assert order[0] == (NO_EP, usual), (machine, quant)
 
 

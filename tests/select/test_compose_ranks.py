@@ -9,7 +9,7 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.cache import Cache
-from modular_kernel.select.inputs import SelectSituation, make_weights
+from modular_kernel.select.inputs import SelectWorkload, make_weights
 from modular_kernel.select.record import Bucket, TimedOutcome
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Machine, Parallel, Problem
@@ -54,7 +54,7 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, fresh=True)
 
-    owner, name = {"wrong": (SelectSituation, "wrong"), "run": (Stopwatch, "_run")}[where]
+    owner, name = {"wrong": (SelectWorkload, "wrong"), "run": (Stopwatch, "_run")}[where]
     real = getattr(owner, name)
 
     def planted(*arguments: object) -> None:

@@ -9,11 +9,11 @@ from put_in import Wrong, findings
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases.handpicked import chosen_cases
+from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.lists import cases_for
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-CHOSEN = chosen_cases(*PAIR, this_machine())
+CHOSEN = handpicked_cases(*PAIR, this_machine())
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 MORE = "for more in range(BLOCK_C, group, BLOCK_C):\n"
 
@@ -296,7 +296,7 @@ OF_TRITON = (
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("wrong", "known_by"), OF_TRITON, ids=str)
 def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: Path) -> None:
-    cases = [case for case in chosen_cases(*TRITON, this_machine()) if known_by in str(case)]
+    cases = [case for case in handpicked_cases(*TRITON, this_machine()) if known_by in str(case)]
     assert len(cases) == 1
     assert findings(wrong, cases, tmp_path)
 
@@ -311,7 +311,7 @@ def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
         "groups = tl.program_id(1) % shares * BLOCK_G",
     )
     pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-    cases = [case for case in chosen_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
+    cases = [case for case in handpicked_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
     assert len(cases) == 1
     assert findings(first, cases, tmp_path)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel.testing.cases.hostile import apart
+from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.testing.verify.compare_isolated import Fair, compare_apart
+from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
 
 PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
 W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")
@@ -16,7 +16,7 @@ W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")
 def exact(values: str) -> torch.Tensor:
     """(T, H) float64 as an oracle gives for such tokens."""
     rows = torch.randn(12, PROBLEM.hidden, dtype=torch.float64)
-    groups = apart(values, 12)
+    groups = token_groups(values, 12)
     if values == "large":
         rows[groups == 1] *= 1e24
         rows[groups == 2] = torch.inf
@@ -33,7 +33,7 @@ def found(values: str, change: tuple[int, float], problem: object = PROBLEM) -> 
     out = recipe.to(torch.bfloat16)
     row, factor = change
     out[row] = factor if out[row].isnan().any() else out[row] * factor
-    return compare_apart(out, want, recipe, problem, values).problems  # type: ignore[arg-type]
+    return compare_by_group(out, want, recipe, problem, values).problems  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
@@ -61,7 +61,7 @@ def test_where_the_recipe_overflows_a_finite_value_must_be_right() -> None:
     for factor, wrong in ((1.0, False), (1.5, True), (torch.inf, False), (torch.nan, False)):
         out = want.to(torch.bfloat16)
         out[2] *= factor
-        assert bool(compare_apart(out, want, recipe, PROBLEM, "large").problems) is wrong
+        assert bool(compare_by_group(out, want, recipe, PROBLEM, "large").problems) is wrong
 
 
 def test_without_ordinary_tokens_a_row_that_overflows_may_err_as_the_recipe_does() -> None:
@@ -71,11 +71,11 @@ def test_without_ordinary_tokens_a_row_that_overflows_may_err_as_the_recipe_does
     want = torch.randn(1, problem.hidden, dtype=torch.float64)
     recipe = torch.full_like(want, torch.inf)
     out = want.to(torch.bfloat16) + 0.05 * torch.randn(1, problem.hidden, dtype=torch.bfloat16)
-    fair = Fair(fair=0.05)
+    fair = RecipeErrors(fair=0.05)
     given = want, recipe, problem, "large"
-    assert compare_apart(out, *given, fair=fair).problems == ()
-    assert compare_apart(out, *given).problems != ()
-    assert compare_apart(-2 * out, *given, fair=fair).problems != ()
+    assert compare_by_group(out, *given, fair=fair).problems == ()
+    assert compare_by_group(out, *given).problems != ()
+    assert compare_by_group(-2 * out, *given, fair=fair).problems != ()
 
 
 def test_a_nan_token_stays_one_also_where_activations_are_quantized() -> None:

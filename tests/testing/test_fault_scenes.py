@@ -13,11 +13,11 @@ from module_ranks import module_ranks
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import deadline
+from modular_kernel.settings import use_deadline
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.cases.scenario_names import SCENES, has_scenes
+from modular_kernel.testing.cases.scenario_names import SCENARIOS, supported_scenarios
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import build_kernel, faults, prove_ranks
 
@@ -36,7 +36,7 @@ def case_of(part: str, fault: str) -> RankCase:
 
 
 WELL = [
-    *((REPLICATED, scene) for scene in SCENES if scene not in ("late", "broken-off")),
+    *((REPLICATED, scene) for scene in SCENARIOS if scene not in ("late", "broken-off")),
     (ALL2ALL, "late"),
     (ALL2ALL, "broken-off"),
     (SYMMETRIC, "misunderstood"),
@@ -59,7 +59,7 @@ def counts_layers_by_two(case: Case, machine: Machine, poison: bool, group: obje
 
 def tells_nobody(case: Case, machine: Machine, poison: bool, group: object) -> Any:
     """A rank that breaks off its call does not say so: the others wait until the deadline."""
-    with deadline(2.0):
+    with use_deadline(2.0):
         kernel = build_kernel(case, machine, poison, group)
     kernel.prepare_finalize.abandon = lambda error: None
     return kernel
@@ -133,11 +133,11 @@ def test_full_lists_play_every_scene_that_a_part_has() -> None:
         cases = rank_cases_for(part, "TorchExperts", CPU, 2, level).cases
         return [case.fault for case in cases if case.fault]
 
-    assert played(ALL2ALL, "full") == list(SCENES)
+    assert played(ALL2ALL, "full") == list(SCENARIOS)
     assert played(SYMMETRIC, "full") == ["misunderstood", "late", "stays-out"]
     assert played(ALL2ALL, "smoke") == []
     part = load_catalog().prepare_finalize(ALL2ALL)
-    assert has_scenes(part, Machine("cuda", (9, 0))) == ()
+    assert supported_scenarios(part, Machine("cuda", (9, 0))) == ()
 
 
 def test_a_scene_that_nobody_knows_is_refused() -> None:

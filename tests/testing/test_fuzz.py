@@ -46,7 +46,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     RAW,
     RIGHT,
     WRONG,
-    attempt,
+    run_or_outcome,
 )
 from modular_kernel.testing.stress.fuzz.targets import TARGETS, Target, outcome_of
 from modular_kernel.utils import tensor_checks
@@ -88,7 +88,7 @@ def _kinds(target: Target, most: int = 400) -> set[str]:
     """What comes of configurations until one is found, or of `most`."""
     kinds = set[str]()
     for number in range(most):
-        outcome = attempt(target.__name__, lambda n=number: target(Random(f"planted/{n}")))
+        outcome = run_or_outcome(target.__name__, lambda n=number: target(Random(f"planted/{n}")))
         kinds.add(outcome.kind)
         if outcome.kind in BAD:
             return kinds
@@ -122,7 +122,7 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (compose_calls.composed_call, autotune, "expect", _nothing, (RAW, ACCEPTED)),
     (checkpoints.checkpoints, slices.LayerSource, "check", lambda _: {}, (RAW, WRONG)),
     (checkpoints.checkpoints, slices.LayerSource, "_check_extra", _nothing, (ACCEPTED,)),
-    (checkpoints.checkpoints, importers_stored.Stored, "check", _nothing, (RAW, WRONG)),
+    (checkpoints.checkpoints, importers_stored.StoredTensor, "check", _nothing, (RAW, WRONG)),
     (checkpoints.checkpoints, importers_files, "_raised", lambda: (KeyError,), (RAW,)),
 )
 
@@ -199,7 +199,9 @@ def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading._Share, "columns", property(lambda s: (0, s.problem.intermediate)))
+    monkeypatch.setattr(
+        loading._ShareReader, "columns", property(lambda s: (0, s.problem.intermediate))
+    )
     assert WRONG in _kinds(checkpoints.checkpoints)
 
 
@@ -249,7 +251,7 @@ def test_a_crash_and_a_hang_are_counted_and_passed(
     (tmp_path / "fuzz_stub.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(isolated_runs, "_WORKER", "fuzz_stub")
-    monkeypatch.setattr(isolated_runs, "_STARTS_IN", 20.0)
+    monkeypatch.setattr(isolated_runs, "_START_TIMEOUT_S", 20.0)
     report = isolated_runs.run("s", range(5), deadline_s=1.0)
     assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
     assert [(found.number, found.kind) for found in report.findings] == [(1, CRASH), (3, HANG)]

@@ -10,7 +10,7 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, Proof, cases_for, check_proofs, machine_kind, pairings
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
-from modular_kernel.testing.verify.ledger import KINDS, broken_promises, parse_ledger, read_ledger
+from modular_kernel.testing.verify.ledger import KINDS, parse_ledger, read_ledger, unmet_entries
 
 LEDGER = read_ledger(Path(__file__).parents[1] / "must_run.txt")
 PACKAGES = frozenset({"triton", "ml_dtypes"})
@@ -42,7 +42,7 @@ def proof(machine: Machine, *, passed: bool = True) -> Proof:
 @pytest.mark.parametrize("kind", KINDS)
 def test_promises_are_kept(kind: str) -> None:
     """Whoever runs these cases proves them, for a case that fails is an error of its own."""
-    assert broken_promises(LEDGER, counts_on(MACHINES[kind]), kind) == ()
+    assert unmet_entries(LEDGER, counts_on(MACHINES[kind]), kind) == ()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -52,11 +52,11 @@ def test_promises_over_ranks_are_kept(kind: str, world_size: int) -> None:
     over_ranks = machine_kind(machine, world_size)
     assert any(promise.machine == over_ranks for promise in LEDGER)
     counts = counts_over_ranks(machine, world_size)
-    assert broken_promises(LEDGER, counts, over_ranks) == ()
+    assert unmet_entries(LEDGER, counts, over_ranks) == ()
 
 
 def test_promises_are_kept_on_this_machine(machine: Machine) -> None:
-    assert broken_promises(LEDGER, counts_on(machine), machine_kind(machine)) == ()
+    assert unmet_entries(LEDGER, counts_on(machine), machine_kind(machine)) == ()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,15 +67,15 @@ def test_kinds_of_machine(kind: str) -> None:
 
 def test_a_pairing_that_lost_cases_is_noticed() -> None:
     ledger = parse_ledger("cpu SomePrepare SomeExperts 3")
-    assert broken_promises(ledger, Counter({PAIR: 3}), "cpu") == ()
-    (line,) = broken_promises(ledger, Counter({PAIR: 2}), "cpu")
+    assert unmet_entries(ledger, Counter({PAIR: 3}), "cpu") == ()
+    (line,) = unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
     assert line == "cpu: SomePrepare x SomeExperts: 2 cases, 3 are promised"
-    assert broken_promises(ledger, Counter(), "cpu") != ()
-    assert broken_promises(ledger, Counter(), "cuda") == ()
+    assert unmet_entries(ledger, Counter(), "cpu") != ()
+    assert unmet_entries(ledger, Counter(), "cuda") == ()
 
 
 def test_a_pairing_without_a_line_is_noticed() -> None:
-    (line,) = broken_promises((), Counter({PAIR: 1}), "cpu")
+    (line,) = unmet_entries((), Counter({PAIR: 1}), "cpu")
     assert "no line in the ledger" in line
 
 

@@ -19,11 +19,11 @@ from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, mutants_of
 from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.code_equivalence import same_code
-from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage
 from modular_kernel.testing.mutation.reviewed_equivalents import (
     EQUIVALENT,
     LEAST_PROBLEMS,
-    reviewed,
+    find_equivalent,
 )
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
@@ -115,11 +115,11 @@ def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> No
         assert why.forms if why.proof == "code" else why.problems >= LEAST_PROBLEMS
         assert set(why.parts) <= parts
         for part in why.parts or ("TorchExperts",):
-            assert reviewed(ident, part) is why
+            assert find_equivalent(ident, part) is why
     limited = next(iter(i for i, why in EQUIVALENT.items() if why.parts), None)
     if limited is not None:
-        assert reviewed(limited, "DeepEPHTPrepareAndFinalize") is None
-    assert reviewed("no such", "TorchExperts") is None
+        assert find_equivalent(limited, "DeepEPHTPrepareAndFinalize") is None
+    assert find_equivalent("no such", "TorchExperts") is None
 
 
 def test_every_equivalent_is_a_mutant_of_today_and_of_its_parts() -> None:
@@ -145,10 +145,10 @@ def test_every_equivalent_is_a_mutant_of_today_and_of_its_parts() -> None:
 def test_what_a_record_calls_equivalent_is_reviewed(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
     told = {each["id"]: each["reason"] for each in record["equivalent"]}
-    found = {ident: reviewed(ident, record["part"]) for ident in told}
+    found = {ident: find_equivalent(ident, record["part"]) for ident in told}
     assert [ident for ident, why in found.items() if why is None] == []
     alive = [each["id"] for each in record["survivors"]]
-    assert [ident for ident in alive if reviewed(ident, record["part"])] == []
+    assert [ident for ident in alive if find_equivalent(ident, record["part"])] == []
 
 
 @pytest.mark.share(4)
@@ -182,7 +182,7 @@ def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> No
 def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
     machine = this_machine()
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine, "smoke").cases
-    covered = [Covered(case, float(i), "", {}) for i, case in enumerate(cases)]
+    covered = [CaseCoverage(case, float(i), "", {}) for i, case in enumerate(cases)]
     drawn_twice = [drawn_problems([covered, covered[:2]], 40) for _ in range(2)]
     assert drawn_twice[0] == drawn_twice[1]
     problems = drawn_twice[0]
@@ -253,5 +253,5 @@ def test_bits_see_what_only_spaced_rows_show() -> None:
     mutant = Mutant("a stride", "modular_kernel.ops.live_rows", path, edit, line, line)
     pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
     case = Case(*pair, replace(BASE, quant="fp8_w8a8_channel"))
-    covered = Covered(case, 1.0, "", {str(path): frozenset({line})})
+    covered = CaseCoverage(case, 1.0, "", {str(path): frozenset({line})})
     assert compare_bits([mutant], Coverage({}, (covered,)), 3).differing is not None

@@ -8,10 +8,17 @@ from mutation_samples import KERNEL, mutants_in
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case, cases_for
-from modular_kernel.testing.mutation import Fate, Mutant, Score, Survey, mutants_of, mutation_score
-from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
-from modular_kernel.testing.mutation.record import died, record_of
-from modular_kernel.testing.mutation.run_mutant import Killers
+from modular_kernel.testing.mutation import (
+    Mutant,
+    MutantOutcome,
+    Score,
+    Survey,
+    mutants_of,
+    mutation_score,
+)
+from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, trace_lines
+from modular_kernel.testing.mutation.record import record_of, recorded_kills
+from modular_kernel.testing.mutation.run_mutant import KillHistory
 
 
 def test_what_an_import_executes_is_told_apart_from_what_calls_do(
@@ -21,7 +28,7 @@ def test_what_an_import_executes_is_told_apart_from_what_calls_do(
     path = tmp_path / "imported_late.py"
     path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with watched({str(path)}) as (called, loaded):
+    with trace_lines({str(path)}) as (called, loaded):
         importlib.import_module("imported_late").g()
     assert loaded[str(path)] - {0} == {1, 2, 5, 8}  # 0: where a module starts
     assert called[str(path)] == {8, 9}
@@ -56,7 +63,7 @@ def test_a_private_name_is_told_by_the_statements_that_read_it(tmp_path: Path) -
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 8, 11}, {8, 10})
     covered = [
-        Covered(case, 1.0, "", {str(path): frozenset(each)})
+        CaseCoverage(case, 1.0, "", {str(path): frozenset(each)})
         for case, each in zip(cases, lines, strict=False)
     ]
     coverage = Coverage({str(path): frozenset({1, 2, 3, 4})}, tuple(covered))
@@ -69,10 +76,10 @@ def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 2}, {1, 2}, {1, 2, 3}, {2})
     covered = [
-        Covered(case, seconds, "", {str(mutant.path): frozenset(each)})
+        CaseCoverage(case, seconds, "", {str(mutant.path): frozenset(each)})
         for case, seconds, each in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
     ]
-    killers = Killers()
+    killers = KillHistory()
     assert [c.seconds for c in killers.ordered(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
     for _ in range(3):
         killers.note(mutant, covered[3].case)
@@ -87,17 +94,17 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
     first, second = cases_for(*pair, this_machine(), "smoke").cases[:2]
     ran = []
 
-    def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> Fate:
+    def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> MutantOutcome:
         ran.append(mutant)
-        return Fate(mutant, "killed", "numeric: far off", coverage.cases[0].case)
+        return MutantOutcome(mutant, "killed", "numeric: far off", coverage.cases[0].case)
 
     def part(name: str, case: Case) -> Survey:
         lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
-        coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+        coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
         return Survey(name, (pair,), "smoke", (mutant,), coverage)
 
     monkeypatch.setattr("modular_kernel.testing.mutation.score.attempt", kill)
-    known: dict[str, Fate] = {}
+    known: dict[str, MutantOutcome] = {}
     scores = [
         mutation_score(part(name, case), known=known)
         for name, case in (("One", first), ("Two", first), ("Three", second))
@@ -108,12 +115,12 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
     assert [record["shared"] for record in records] == [0, 1, 0]
     assert records[0]["died"] == {mutant.ident: "numeric"}
     # A later run goes on from a record of the same cases.
-    assert died(records[0], part("One", first)) == records[0]["died"]
-    assert died(records[0], part("Two", first)) == {}
+    assert recorded_kills(records[0], part("One", first)) == records[0]["died"]
+    assert recorded_kills(records[0], part("Two", first)) == {}
     again = mutation_score(part("One", first), dead=records[0]["died"])
     assert record_of(again)["killed_by"] == {"numeric": 1}
     assert len(ran) == 2
-    assert Fate.before(mutant, "hang").killed
+    assert MutantOutcome.before(mutant, "hang").killed
 
 
 def test_a_run_that_is_stopped_leaves_what_it_knew(
@@ -123,11 +130,11 @@ def test_a_run_that_is_stopped_leaves_what_it_knew(
     mutants = tuple(mutants_in(tmp_path, KERNEL).values())
     case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
     lines = {str(mutants[0].path): frozenset(range(1, 99))}
-    coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+    coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
     found = Survey("One", (), "smoke", mutants, coverage)
     monkeypatch.setattr(
         "modular_kernel.testing.mutation.score.attempt",
-        lambda mutant, *_, **__: Fate(mutant, "killed", "numeric: far off", case),
+        lambda mutant, *_, **__: MutantOutcome(mutant, "killed", "numeric: far off", case),
     )
     order = [fate.mutant for fate in mutation_score(found, count=3).fates]
     told: list[Score] = []

@@ -7,8 +7,13 @@ from mutation_samples import KERNEL, mutants_in
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation import drawn, mutants_of
-from modular_kernel.testing.mutation.cpu_undetectable import DEVICE, OFFSETS, RELEASES, apart
+from modular_kernel.testing.mutation import draw_sample, mutants_of
+from modular_kernel.testing.mutation.cpu_undetectable import (
+    DEVICE,
+    OFFSETS,
+    RELEASES,
+    undetectable_reason,
+)
 from modular_kernel.testing.mutation.patched_module import texts_of
 from modular_kernel.testing.mutation.scope import modules_of
 
@@ -99,19 +104,19 @@ def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
 
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
     every = tuple(mutants_in(tmp_path, KERNEL).values())
-    first = drawn(every, 9, "1.0")
+    first = draw_sample(every, 9, "1.0")
     assert len(first) == 9
-    assert first == drawn(every[::-1], 9, "1.0")
-    assert first != drawn(every, 9, "1.1")
-    assert drawn(every, None, "1.0") == every
+    assert first == draw_sample(every[::-1], 9, "1.0")
+    assert first != draw_sample(every, 9, "1.1")
+    assert draw_sample(every, None, "1.0") == every
 
 
 def test_offsets_of_32_bits_are_listed_apart(tmp_path: Path) -> None:
     found = mutants_in(tmp_path, KERNEL)
-    assert apart(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS
-    assert apart(found["clamp", "total = (total)"]) is None
+    assert undetectable_reason(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS
+    assert undetectable_reason(found["clamp", "total = (total)"]) is None
     released = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
-    assert {apart(mutant) for mutant in released.values()} == {RELEASES}
+    assert {undetectable_reason(mutant) for mutant in released.values()} == {RELEASES}
 
 
 ASSEMBLER = """
@@ -133,7 +138,7 @@ def test_what_writes_assembler_is_listed_apart(tmp_path: Path) -> None:
     """The interpreter reads none of it."""
     path = tmp_path / "module.py"
     path.write_text(ASSEMBLER, encoding="utf-8")
-    found = {mutant.first: apart(mutant) for mutant in mutants_of("module", path)}
+    found = {mutant.first: undetectable_reason(mutant) for mutant in mutants_of("module", path)}
     assert found == {6: DEVICE, 12: None}
 
 

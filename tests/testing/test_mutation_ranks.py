@@ -12,15 +12,15 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation import (
     Coverage,
-    Fate,
     Mutant,
+    MutantOutcome,
     OneProcess,
     Survey,
     run_mutant,
     survey,
 )
 from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
-from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
 from modular_kernel.testing.mutation.record import reproducer
@@ -53,7 +53,7 @@ def changed(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
     return defect.mutant
 
 
-def fate(old: str, new: str, coverage: Coverage, folder: Path) -> Fate:
+def fate(old: str, new: str, coverage: Coverage, folder: Path) -> MutantOutcome:
     """What becomes of that change of the part."""
     return run_mutant(changed(old, new, folder), coverage, (PAIR,), "smoke", where=WHERE)
 
@@ -155,7 +155,7 @@ def test_scenes_tell_a_part_that_errs_of(
     fault = next((faults[line] for line in faults if line in old), "misunderstood")
     machine = this_machine(device="cpu")
     case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)
-    with Ranks(2, None, (mutant,), [Covered(case, 5.0, "", {})]) as ranks:
+    with Ranks(2, None, (mutant,), [CaseCoverage(case, 5.0, "", {})]) as ranks:
         ranks.start()
         failure, _ = ranks.first_failure(case, machine)
     assert failure is not None

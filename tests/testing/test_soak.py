@@ -10,7 +10,11 @@ import torch
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.stress.soak import Soak, soak
-from modular_kernel.testing.stress.soak_inputs import Scene, Scenes, judged
+from modular_kernel.testing.stress.soak_inputs import (
+    SoakInputs,
+    SoakInputSource,
+    compare_with_oracle,
+)
 from prepare_finalize import TorchAll2AllPrepareAndFinalize
 
 Pool = Callable[[int], RankPool]
@@ -94,10 +98,10 @@ def test_a_raise_is_told_with_its_step(rank_pool: Pool) -> None:
 
 
 @pytest.fixture
-def scenes() -> list[Scenes]:
+def scenes() -> list[SoakInputSource]:
     """Of both ranks."""
     return [
-        Scenes(
+        SoakInputSource(
             Problem(8, 32, 16, 8, 2, parallel=Parallel(2, rank=rank)),
             torch.device("cpu"),
             random.Random(3),
@@ -108,7 +112,7 @@ def scenes() -> list[Scenes]:
     ]
 
 
-def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[Scenes]) -> None:
+def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[SoakInputSource]) -> None:
     sizes = []
     for _ in range(50):
         first, second = (each.scene() for each in scenes)
@@ -124,31 +128,31 @@ def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[Scenes])
     assert any(int((scene.routing.topk_ids_TK == -1).sum()) for scene in _many(scenes[0]))
 
 
-def _many(source: Scenes) -> list[Scene]:
+def _many(source: SoakInputSource) -> list[SoakInputs]:
     return [source.scene() for _ in range(20)]
 
 
-def test_what_is_judged_wrong(scenes: list[Scenes]) -> None:
+def test_what_is_judged_wrong(scenes: list[SoakInputSource]) -> None:
     from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 
     problem = scenes[0].problem
     scene = scenes[0].scene((5, 3))
     good = recipe_over_ranks(scene.world, problem)[:5].to(problem.dtype)
-    share, wrong = judged(scene, good, problem)
+    share, wrong = compare_with_oracle(scene, good, problem)
     assert (share < 0.6, wrong) == (True, "")
     for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
         out = good.clone()
         spoil(out)
-        assert judged(scene, out, problem)[1]
-    assert judged(scene, good[:4], problem)[1]
+        assert compare_with_oracle(scene, out, problem)[1]
+    assert compare_with_oracle(scene, good[:4], problem)[1]
     many = replace(problem, tokens=64)
-    source = Scenes(
+    source = SoakInputSource(
         many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
     )
     scene_of_many = source.scene((64, 0))
     out = recipe_over_ranks(scene_of_many.world, many).to(many.dtype)
-    assert judged(scene_of_many, out, many)[1] == ""
+    assert compare_with_oracle(scene_of_many, out, many)[1] == ""
     out[9] *= 1.04  # a small part of all
-    assert judged(scene_of_many, out, many)[1].endswith("1 rows far off")
+    assert compare_with_oracle(scene_of_many, out, many)[1].endswith("1 rows far off")
     swapped = good[[1, 0, 2, 3, 4]]
-    assert judged(scene, swapped, problem)[0] > 10
+    assert compare_with_oracle(scene, swapped, problem)[0] > 10

@@ -11,7 +11,7 @@ import pytest
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.coverage import Coverage
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.mutant_outcome import Fate
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tools/source_defects.json"
@@ -78,7 +78,7 @@ def test_a_kill_of_an_earlier_run_is_no_result_of_this_one(
     monkeypatch.setattr(tool, "pairings", lambda *_: [("P", "E"), ("P", "Other")])
     nothing = Coverage({}, (), "")
     monkeypatch.setattr(tool, "cover", lambda *_: nothing)
-    monkeypatch.setattr(tool, "attempt", lambda mutant, *_: Fate(mutant, "survived"))
+    monkeypatch.setattr(tool, "attempt", lambda mutant, *_: MutantOutcome(mutant, "survived"))
     record = {defect.what: {"smoke": "survived", "full": "killed by x in P x E"}}
     tool.before_cases([defect], record, "full", names)
     assert record[defect.what] == {"smoke": "survived", "full": ends}

@@ -23,7 +23,7 @@ from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.input_mutations.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.verify import bitwise_reference
-from modular_kernel.testing.verify.bitwise_reference import judged
+from modular_kernel.testing.verify.bitwise_reference import check_shares
 from modular_kernel.testing.verify.trial import Trial
 
 _NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -122,7 +122,7 @@ def test_a_twin_that_rounds_as_the_recipe_does_is_the_recipe() -> None:
     i = make_inputs(_INT4, "skips", torch.device("cpu"))
     tensors = (i.x_TH, i.weights, i.routing, _INT4)
     rounded = Roundings(weights=True, gate_up=True)
-    twin = reference.twin(*tensors, rounded, input_weighted=False)
+    twin = reference.bitwise_reference(*tensors, rounded, input_weighted=False)
     same = (twin.double() == reference.recipe(*tensors)).double().mean()
     assert twin.dtype is torch.bfloat16
     assert same > 0.97
@@ -137,7 +137,7 @@ def test_copies_of_a_call_are_calls_of_their_own(quant: str) -> None:
 
     def twins_of(*seeds: int) -> list[torch.Tensor]:
         jitters = [torch.Generator().manual_seed(seed) if seed else None for seed in seeds]
-        return list(reference.twins(*given, input_weighted=False, jitters=jitters))
+        return list(reference.bitwise_references(*given, input_weighted=False, jitters=jitters))
 
     apart = [each for seed in (0, 1, 2) for each in twins_of(seed)]
     assert torch.equal(torch.stack(twins_of(0, 1, 2)), torch.stack(apart))
@@ -148,31 +148,31 @@ def test_few_rows_may_differ_and_typical_ones_may_not() -> None:
     own, where = torch.zeros(30), [Roundings()]
     few, many = torch.zeros(20), torch.zeros(20)
     few[:3], many[:4] = 0.9, 0.2
-    assert list(judged(few, own, where)) == []
-    (line,) = judged(many, own, where)
+    assert list(check_shares(few, own, where)) == []
+    (line,) = check_shares(many, own, where)
     assert "4 of 20 rows are not those of" in line
     assert "at most 3 may" in line
-    (line,) = judged(torch.full((20,), 0.04), own, where)
+    (line,) = check_shares(torch.full((20,), 0.04), own, where)
     assert "typical row" in line
-    assert list(judged(torch.full((20,), 0.04), torch.full((30,), 0.02), where)) == []
-    assert list(judged(torch.zeros(0), torch.zeros(0), where)) == []
+    assert list(check_shares(torch.full((20,), 0.04), torch.full((30,), 0.02), where)) == []
+    assert list(check_shares(torch.zeros(0), torch.zeros(0), where)) == []
 
 
 def _told_of_weights(trial: Trial, change: float) -> bool:
     """Whether router weights raised by this part of themselves would be told from the twin's."""
     shares, own = [], []
     for sample in (trial.first, trial.second):
-        (way,) = bitwise_reference.declared(trial, sample) or []
+        (way,) = bitwise_reference.declared_roundings(trial, sample) or []
         weights = sample.pristine.routing.topk_weights_TK
-        right, kept = bitwise_reference.twin_of(sample, way), weights.clone()
+        right, kept = bitwise_reference.bitwise_reference(sample, way), weights.clone()
         weights.mul_(1 + change)
-        raised = bitwise_reference.twin_of(sample, way)
+        raised = bitwise_reference.bitwise_reference(sample, way)
         weights.copy_(kept)
         live = bitwise_reference.live_rows(sample, right)
-        shares.append(bitwise_reference.differing(raised, right)[live])
+        shares.append(bitwise_reference.share_of_differing_values(raised, right)[live])
         moved = bitwise_reference.twins_of(sample, way, 3)[1:]
-        own += [bitwise_reference.differing(each, right)[live] for each in moved]
-    return bool(list(bitwise_reference.judged(torch.cat(shares), torch.cat(own), [])))
+        own += [bitwise_reference.share_of_differing_values(each, right)[live] for each in moved]
+    return bool(list(bitwise_reference.check_shares(torch.cat(shares), torch.cat(own), [])))
 
 
 @pytest.mark.cpu

@@ -15,22 +15,22 @@ from tile_samples import here_an_h200, ours, write
 from tune_samples import Fake, only
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.files import ConfigKey, config_as_json, names_for
+from experts.triton.configs.files import ConfigKey, config_to_json, file_names_for
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.select import choose_config, explain, override_config, this_store
-from experts.triton.contiguous import TritonExperts, paths_of
+from experts.triton.configs.select import choose_config, current_lookup, explain, override_config
+from experts.triton.contiguous import TritonExperts, supported_paths
 from experts.triton.launch_config import MoEConfig
 from experts.triton.paths import BASE, BY_NAME
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import tune as verb
 from modular_kernel.cli.tune_output import TunedLayer, TuneRecorder, record
-from modular_kernel.contracts import Best, Choice, Took
+from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
-from modular_kernel.tuning.compilation import Pair
+from modular_kernel.tuning.compilation import TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
-from modular_kernel.tuning.search import Tuned
+from modular_kernel.tuning.search import TuneResult
 
 pytestmark = NO_GPU
 here = here_an_h200()
@@ -56,7 +56,7 @@ def rows(number: int) -> int:
 
 def preparing(problem: Problem) -> set[str]:
     """Paths that prepare weights of `problem` here."""
-    return {name for name in paths_of(problem) if BY_NAME[name].turns_of_prepared(problem)}
+    return {name for name in supported_paths(problem) if BY_NAME[name].turns_of_prepared(problem)}
 
 
 # ---------------------------------------------------------------------------- kept and found again
@@ -78,7 +78,9 @@ def test_what_is_tuned_is_launched_with_prepared_weights_alone(
     tuned = only(own, Fake(times), tokens=(tokens,), folder=here)
     assert tuned.best is not None
     assert tuned.best.untuned_seconds == 100.0, "tiles of 128 rows are untuned"
-    assert tuned.file == here / "triton_3_6_0" / names_for(LAYER, "NVIDIA H200", prepared=True)[0]
+    assert (
+        tuned.file == here / "triton_3_6_0" / file_names_for(LAYER, "NVIDIA H200", prepared=True)[0]
+    )
     launched.clear()
     kernel, i = made(tokens=tokens, **SIZES)
     called(kernel, i, kernel.prepare_weights(i.weights))
@@ -97,12 +99,12 @@ def test_what_is_tuned_is_launched_with_prepared_weights_alone(
 def test_files_of_other_calls_do_not_tell_prepared_ones(here: Path) -> None:
     """Those of before, too: where the path takes over is told by its own numbers."""
     own = space()
-    other = BASE.default_config(LAYER, 1, this_store().device)
+    other = BASE.default_config(LAYER, 1, current_lookup().device)
     before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
-    for name in names_for(LAYER, "NVIDIA H200"):
-        entries = {"1": config_as_json(other), "9999": config_as_json(other)}
+    for name in file_names_for(LAYER, "NVIDIA H200"):
+        entries = {"1": config_to_json(other), "9999": config_to_json(other)}
         path = write(here / name, {**ours(), **entries})
-        tiles.reread()
+        tiles.clear_caches()
         assert choose_config(LAYER, rows(700), own.paths) == other
         for tokens, config in before.items():
             assert config.path in preparing(LAYER)
@@ -115,12 +117,16 @@ def test_files_of_other_calls_do_not_tell_prepared_ones(here: Path) -> None:
 
 def test_a_file_of_prepared_weights_decides_all_of_their_calls(here: Path) -> None:
     own = space()
-    wide = heuristics(LAYER, this_store().device, own.paths, prepared=True).choose(rows(12))
-    other = BASE.default_config(LAYER, 1, this_store().device)
+    wide = heuristics(LAYER, current_lookup().device, own.paths, prepared=True).choose(rows(12))
+    other = BASE.default_config(LAYER, 1, current_lookup().device)
     assert wide.path in preparing(LAYER)
-    own.save({2: Best(other, 1.0, None), 100: Best(wide, 1.0, None)}, here)
+    own.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
     own.save(
-        {2: Best(other, 1.0, None), 100: Best(wide, 1.0, None), 90_000: Best(other, 1.0, None)},
+        {
+            2: TunedChoice(other, 1.0, None),
+            100: TunedChoice(wide, 1.0, None),
+            90_000: TunedChoice(other, 1.0, None),
+        },
         here,
     )
     found = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (1, 50, 200, 40_000)}
@@ -133,8 +139,8 @@ def test_a_file_of_prepared_weights_decides_all_of_their_calls(here: Path) -> No
 
 def test_an_override_decides_before_such_a_file(here: Path, launched: list[int]) -> None:
     own = space()
-    tile = heuristics(LAYER, this_store().device, own.paths, prepared=True)
-    own.save({1: Best(tile.choose(rows(12)), 1.0, None)}, here)
+    tile = heuristics(LAYER, current_lookup().device, own.paths, prepared=True)
+    own.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
     with override_config(tile.choose(rows(60))):
         kernel, i = made(tokens=9, **SIZES)
         called(kernel, i, kernel.prepare_weights(i.weights))
@@ -144,9 +150,9 @@ def test_an_override_decides_before_such_a_file(here: Path, launched: list[int])
 
 def test_names_of_prepared_weights_are_ours_alone() -> None:
     key = ConfigKey.of(LAYER, "NVIDIA H200", prepared=True)
-    assert names_for(LAYER, "NVIDIA H200", prepared=True) == (key.file_name,)
+    assert file_names_for(LAYER, "NVIDIA H200", prepared=True) == (key.file_name,)
     assert ConfigKey.parse(key.file_name) == key
-    assert key.file_name not in names_for(LAYER, "NVIDIA H200")
+    assert key.file_name not in file_names_for(LAYER, "NVIDIA H200")
     assert replace(key, prepared=False) == ConfigKey.of(LAYER, "NVIDIA H200")
 
 
@@ -159,7 +165,7 @@ def test_what_prepares_nothing_has_nothing_to_tune() -> None:
         assert plain is not None
         assert plain.of_prepared() is None
     with pytest.raises(ConfigurationError, match="can be tuned with prepared weights"):
-        Pair(*PAIR, this_machine(), prepared=True).space(replace(LAYER, quant="none"))
+        TunedPair(*PAIR, this_machine(), prepared=True).space(replace(LAYER, quant="none"))
 
 
 @pytest.mark.parametrize("number", [4, 12, 60, 3000])
@@ -178,13 +184,13 @@ def test_choices_are_timed_with_weights_that_were_prepared(launched: list[int]) 
     if not machine.interpreter:
         pytest.skip("no Triton here")
     problem, nothing = replace(LAYER, tokens=40), SimpleNamespace()
-    pair = Pair(*PAIR, machine, prepared=True)
+    pair = TunedPair(*PAIR, machine, prepared=True)
     search: Any = TimedSearch(pair, problem, nothing, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
     given = search.weights
     assert given.w1_tiles is not None
     choice = search.space.untuned(40)
     took = search.screen(40, choice)
-    assert isinstance(took, Took), took
+    assert isinstance(took, StageTimes), took
     assert set(launched) == {32}
     (seconds,) = search.compare(40, [choice]).values()
     assert isinstance(seconds, float)
@@ -244,7 +250,7 @@ def test_pairs_and_records_say_that_weights_were_prepared(tmp_path: Path) -> Non
     layer = TunedLayer(name, problem, pair, space(), (64,), tmp_path)
     assert layer.title == "a mxfp4_w4a16 prepared"
     choice = layer.space.untuned(64)
-    tuned = Tuned(64, Best(choice, 1e-5, 2e-5), {}, {}, finished=True)
+    tuned = TuneResult(64, TunedChoice(choice, 1e-5, 2e-5), {}, {}, finished=True)
     TuneRecorder(layer, tmp_path / "times.jsonl").keep(tuned)
     assert json.loads((tmp_path / "times.jsonl").read_text())["prepared"] is True
     assert record(layer, [tuned], [])["prepared"] is True

@@ -3,7 +3,7 @@
 import pytest
 from tune_samples import FOLDER, TIMES, Fake, Space, job, only
 
-from modular_kernel.contracts import Best, Choice, Took
+from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.tuning.search import Refusal, remaining, tune
 
 # ------------------------------------------------------------------------------------ what it picks
@@ -13,7 +13,7 @@ def test_the_fastest_right_choice_wins() -> None:
     space = Space()
     bench = Fake(TIMES)
     tuned = only(space, bench)
-    assert tuned.best == Best(2, 5.0, 10.0)
+    assert tuned.best == TunedChoice(2, 5.0, 10.0)
     assert (len(tuned.took), tuned.finished, tuned.refused) == (4, True, {})
     assert tuned.file == FOLDER / "file"
     assert space.kept == {64: tuned.best}
@@ -23,7 +23,7 @@ def test_the_fastest_right_choice_wins() -> None:
 def test_wrong_numbers_never_win_and_are_reported() -> None:
     bench = Fake({**TIMES, 2: Refusal("error 3e-1 > 1e-2", wrong=True)})
     tuned = only(Space(), bench)
-    assert tuned.best == Best(1, 8.0, 10.0)
+    assert tuned.best == TunedChoice(1, 8.0, 10.0)
     assert tuned.wrong == (2,)
     assert 2 not in bench.compared
 
@@ -38,7 +38,7 @@ def test_a_choice_that_turns_out_wrong_later_does_not_win() -> None:
 def test_what_spills_is_never_launched_but_the_untuned_is() -> None:
     bench = Fake(TIMES, spilled=(0, 2))
     tuned = only(Space(), bench)
-    assert tuned.best == Best(1, 8.0, 10.0)
+    assert tuned.best == TunedChoice(1, 8.0, 10.0)
     assert (64, 2) not in bench.timed
     assert tuned.refused[2].reason == "spills"
 
@@ -50,7 +50,9 @@ def test_the_comparison_decides_not_the_screening() -> None:
 
 
 def test_less_than_a_hundredth_is_noise() -> None:
-    assert only(Space(), Fake({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == Best(0, 10.0, 10.0)
+    assert only(Space(), Fake({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == TunedChoice(
+        0, 10.0, 10.0
+    )
     found = only(Space(), Fake({**TIMES, 2: 9.85, 1: 10.2, 3: 11})).best
     assert found is not None
     assert found.choice == 2
@@ -58,7 +60,7 @@ def test_less_than_a_hundredth_is_noise() -> None:
 
 def test_an_untuned_choice_that_fails_is_no_baseline() -> None:
     tuned = only(Space(), Fake({**TIMES, 0: Refusal("out of memory")}))
-    assert tuned.best == Best(2, 5.0, None)
+    assert tuned.best == TunedChoice(2, 5.0, None)
 
 
 def test_where_nothing_runs_nothing_is_saved() -> None:
@@ -72,7 +74,7 @@ def test_where_nothing_runs_nothing_is_saved() -> None:
 def test_the_part_is_told_what_ran() -> None:
     space = Space()
     only(space, Fake(TIMES, spilled=(1,)))
-    assert space.told == [{choice: Took(TIMES[choice]) for choice in (0, 2, 3)}]
+    assert space.told == [{choice: StageTimes(TIMES[choice]) for choice in (0, 2, 3)}]
 
 
 # -------------------------------------------------------------------------------- budget and resume
@@ -98,7 +100,7 @@ def test_results_are_saved_after_each_number_of_tokens() -> None:
 
 def test_fresh_starts_afresh() -> None:
     space = Space()
-    space.kept = {1: Best(3, 1.0, 1.0), 7: Best(3, 1.0, 1.0)}
+    space.kept = {1: TunedChoice(3, 1.0, 1.0), 7: TunedChoice(3, 1.0, 1.0)}
     assert remaining(space, (1, 7), FOLDER, fresh=True) == [1, 7]
     (tuned,) = tune(job(space, Fake(TIMES), 1, fresh=True))
     assert tuned.best is not None

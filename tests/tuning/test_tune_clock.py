@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modular_kernel.contracts import Took
+from modular_kernel.contracts import StageTimes
 from modular_kernel.measure import timing as method
 from modular_kernel.measure.timing import WallClock
 from modular_kernel.replay import stages
 from modular_kernel.tuning import stage_timer
-from modular_kernel.tuning.stage_timer import StageClock, middle
+from modular_kernel.tuning.stage_timer import StageClock, median_times
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -51,7 +51,7 @@ def test_stages_are_told_apart_and_added_up(time: Time) -> None:
     made = StageClock((stages.GEMM1, stages.GEMM2), CPU)
     found = made.times([lambda: layer(time)] * 3, lambda: wiped.append(1))
     assert len(found) == len(wiped) == 3
-    took = middle(found)
+    took = median_times(found)
     assert took.stages == pytest.approx({stages.GEMM1: 0.004, stages.GEMM2: 0.002})
     assert took.seconds == pytest.approx(0.008)
 
@@ -64,11 +64,11 @@ def test_nobody_watches_afterwards(time: Time) -> None:
         seen.append(name)
         yield
 
-    with stages.watched(watch):
+    with stages.watch_stages(watch):
         layer(time)
     layer(time)
     assert seen == [stages.GEMM1, stages.GEMM2, stages.GEMM2, stages.REDUCE]
-    with pytest.raises(ValueError, match="inside"), stages.watched(watch):
+    with pytest.raises(ValueError, match="inside"), stages.watch_stages(watch):
         raise ValueError("inside")
     assert stages.stage(stages.GEMM1) is stages.stage(stages.GEMM2)
 
@@ -88,5 +88,7 @@ def test_the_pause_grows_until_the_host_is_ahead(
 
 
 def test_the_middle_is_by_stage() -> None:
-    took = middle([Took(3.0, {"a": 1.0}), Took(1.0, {"a": 9.0}), Took(2.0, {"a": 2.0})])
-    assert took == Took(2.0, {"a": 2.0})
+    took = median_times(
+        [StageTimes(3.0, {"a": 1.0}), StageTimes(1.0, {"a": 9.0}), StageTimes(2.0, {"a": 2.0})]
+    )
+    assert took == StageTimes(2.0, {"a": 2.0})

@@ -8,22 +8,22 @@ import pytest
 from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
 from tune_samples import WANTED, Fake, only, staged, tile_cost
 
-from experts.triton.aligned.aligned_config import ROWS, entries
+from experts.triton.aligned.aligned_config import BLOCK_M_ROWS, entries
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.configs import select as tiles
-from experts.triton.configs.files import read_recipe
+from experts.triton.configs.files import read_config_file
 from experts.triton.configs.heuristics import config_violations, heuristics
-from experts.triton.configs.select import choose_config, this_store
+from experts.triton.configs.select import choose_config, current_lookup
 from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
-from experts.triton.tuning.space import Additive, ConfigSpace
+from experts.triton.tuning.space import AdditiveTimeModel, ConfigSpace
 from modular_kernel.catalog import load_catalog, this_machine
-from modular_kernel.contracts import Best, Choice, PermuteExpertsUnpermute, Took
+from modular_kernel.contracts import Choice, PermuteExpertsUnpermute, StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tuning.search import Refusal
 
@@ -45,7 +45,7 @@ def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None
     assert tuned.best.choice == MoEConfig(*WANTED, "aligned"), "put together of two candidates"
     assert len(tuned.took) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
-    recipe = read_recipe(tuned.file)
+    recipe = read_config_file(tuned.file)
     assert recipe.tuned_for is not None
     assert recipe.tuned_for.experts_part == part
     assert recipe.triton == "3.6.0"
@@ -59,7 +59,7 @@ def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
     untuned = space.untuned(64)
     bench = Fake(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
     tuned = only(space, bench, tokens=(64,), folder=here)
-    assert tuned.best == Best(untuned, 1.0, 1.0)
+    assert tuned.best == TunedChoice(untuned, 1.0, 1.0)
     assert tuned.finished
 
 
@@ -70,7 +70,7 @@ def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
-    device = this_store().device
+    device = current_lookup().device
     for paths in ((BASE,), PATHS):
         space = ConfigSpace(problem, "X", paths)
         found = space.candidates(tokens)
@@ -100,7 +100,7 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
         known = entries(replace(MIXTRAL, quant=quant))
-        assert {32, 64, 128} <= set(known) <= set(ROWS)
+        assert {32, 64, 128} <= set(known) <= set(BLOCK_M_ROWS)
         for block_m, rows in known.items():
             assert len(set(rows)) == len(rows)
             for _, _, warps, stages, *group in rows:
@@ -116,7 +116,7 @@ def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
     tried = [c for c in space.candidates(16) if c.path == "aligned_w4"]
     assert {c.gemm1.block_m for c in tried} == {8, 16}
     other = next(c for c in tried if c != space.untuned(16))
-    space.save({16: Best(other, 1e-5, 2e-5)}, here)
+    space.save({16: TunedChoice(other, 1e-5, 2e-5)}, here)
     assert space.saved(here)[16].choice == other
     assert choose_config(problem, 16, space.paths) == other
     assert f"GEMM 2: {other.gemm2}" in space.explain(16)
@@ -125,25 +125,25 @@ def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
 def test_a_file_of_version_1_is_continued_in_words_of_now(here: Path) -> None:
     problem = replace(MIXTRAL, quant="int4_w4a16_group")
     space = ConfigSpace(problem, "TritonExperts", PATHS)
-    path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
+    path = space.save({1: TunedChoice(space.untuned(1), 1.0, 1.0)}, here)
     facts = {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2}
     old: dict[str, object] = ours(tokens_1=(launch(n=16, k=256),) * 2, tokens_16=(launch(),) * 2)
     old |= {"format": "modular_kernel.tiles/1", "tuned_for": facts}
     old["1"] |= {"path": "single", "us": 7}  # type: ignore[operator]
     old["16"] |= {"us": 9}  # type: ignore[operator]
     write(path, old)
-    tiles.reread()
+    tiles.clear_caches()
     found = {tokens: best.choice for tokens, best in space.saved(here).items()}
     one = GemvW4Config(16, 256, 4, 3)
     assert found[1] == MoEConfig(one, one, "gemv_w4")
-    assert found[16] == AlignedW4Path.default_config(problem, 16, this_store().device)
+    assert found[16] == AlignedW4Path.default_config(problem, 16, current_lookup().device)
     assert {tokens: choose_config(problem, tokens, space.paths) for tokens in found} == found
 
 
 def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
     write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
     space = ConfigSpace(MIXTRAL, "X")
-    assert space.untuned(1) == heuristics(MIXTRAL, this_store().device, ("aligned",)).choose(1)
+    assert space.untuned(1) == heuristics(MIXTRAL, current_lookup().device, ("aligned",)).choose(1)
     assert space.candidates(1)[0] == choose_config(MIXTRAL, 1), "what a file says is one too"
 
 
@@ -156,8 +156,8 @@ def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
     assert paths(1) == {"aligned", "gemv"}
     assert paths(16) == {"aligned"}
     assert paths(4096) == {"aligned", "grouped_tma"}
-    permuted = grouped_tma_config.default(MIXTRAL)
-    path = space.save({8192: Best(permuted, 1.0, 1.0)}, here)
+    permuted = grouped_tma_config.default_config(MIXTRAL)
+    path = space.save({8192: TunedChoice(permuted, 1.0, 1.0)}, here)
     assert choose_config(MIXTRAL, 8192, ("aligned", "grouped_tma")).path == "grouped_tma"
     assert choose_config(MIXTRAL, 8192).path == "aligned"
     assert space.saved(here)[8192].choice == permuted
@@ -171,17 +171,17 @@ def test_a_space_pretends_its_gpu_in_another_process(
     space = pickle.loads(pickle.dumps(ConfigSpace(MIXTRAL, "X")))
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(tiles, "current_machine", lambda: this_machine(device="cpu"))
-        tiles.reread()
-        assert this_store().device.name == ""
+        tiles.clear_caches()
+        assert current_lookup().device.name == ""
         with space.using(space.candidates(1)[0]):
-            assert this_store().device == Device.of(MACHINE)
-        assert this_store().device.name == ""
-    tiles.reread()
+            assert current_lookup().device == Device.of(MACHINE)
+        assert current_lookup().device.name == ""
+    tiles.clear_caches()
 
 
 def test_what_was_not_timed_cannot_be_estimated() -> None:
-    took = {pair: Took(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
-    model_of = Additive(took)
+    took = {pair: StageTimes(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
+    model_of = AdditiveTimeModel(took)
     assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
     assert model_of.seconds(ONE) == pytest.approx(model(1, ONE))
     with pytest.raises(KeyError):
@@ -192,7 +192,8 @@ def test_results_survive_a_run(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     assert space.saved(here) == {}
     best = {
-        t: Best(space.candidates(t)[0], 1e-4 + t, None if t == 9 else 2.5e-4) for t in (9, 1, 400)
+        t: TunedChoice(space.candidates(t)[0], 1e-4 + t, None if t == 9 else 2.5e-4)
+        for t in (9, 1, 400)
     }
     path = space.save(best, here)
     assert space.saved(here) == best
@@ -212,7 +213,7 @@ def test_results_survive_a_run(here: Path) -> None:
 def test_another_layer_s_file_is_not_continued(here: Path, other: ConfigSpace) -> None:
     """Their names are equal: E, I and the device."""
     space = ConfigSpace(MIXTRAL, "TritonExperts")
-    path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
+    path = space.save({1: TunedChoice(space.untuned(1), 1.0, 1.0)}, here)
     with pytest.raises(ConfigurationError, match="start afresh") as refused:
         other.saved(here)
     assert str(path) in str(refused.value)
@@ -233,9 +234,9 @@ def test_saving_makes_this_process_read_anew(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     before = choose_config(MIXTRAL, 64)
     other = next(pair for pair in space.candidates(64) if pair != before)
-    space.save({64: Best(other, 1.0, 1.0)}, here)
+    space.save({64: TunedChoice(other, 1.0, 1.0)}, here)
     assert choose_config(MIXTRAL, 64) == other
-    tiles.reread()
+    tiles.clear_caches()
     assert choose_config(MIXTRAL, 64) == other
 
 

@@ -67,12 +67,12 @@ def decorated() -> dict[str, str]:
     return modules
 
 
-def found() -> list[type[torch.nn.Module]]:
+def import_classes() -> list[type[torch.nn.Module]]:
     """Import and return every decorated class, sorted by model."""
     return [getattr(import_module(module), name) for name, module in decorated().items()]
 
 
-def made(cls: type[torch.nn.Module]) -> Any:
+def make_experts(cls: type[torch.nn.Module]) -> Any:
     """Build an experts module with random weights."""
     parameters = inspect.signature(inspect.unwrap(cls.__init__)).parameters
     arguments = {
@@ -113,7 +113,7 @@ def cases(parts: tuple[str, ...] = PARTS) -> Iterator[Case]:
     names = {
         part: register("MoEPrepareAndFinalizeNoEP", part, name=f"suites_{part}") for part in parts
     }
-    for cls in found():
+    for cls in import_classes():
         for call in calls(parts):
             yield case(cls, call, names[call.part])
 
@@ -133,7 +133,7 @@ def case(cls: type[torch.nn.Module], call: Call, ours: str) -> Case:
 
 
 def _compared(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcome, str]:
-    experts = made(cls).to(call.dtype).requires_grad_(call.mode == "grad, trainable")
+    experts = make_experts(cls).to(call.dtype).requires_grad_(call.mode == "grad, trainable")
     generator = torch.Generator().manual_seed(call.tokens)
     x = torch.randn(call.tokens, H, generator=generator).to(call.dtype)
     values, ids = torch.randn(call.tokens, E, generator=generator).topk(K)

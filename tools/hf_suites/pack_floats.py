@@ -33,7 +33,7 @@ def e8m0(scale: torch.Tensor) -> torch.Tensor:
     return torch.pow(2.0, scale.view(torch.uint8).double() - 127)
 
 
-def over(tiles: torch.Tensor, rows: int, depth: int, high: int, wide: int) -> torch.Tensor:
+def expand_tiles(tiles: torch.Tensor, rows: int, depth: int, high: int, wide: int) -> torch.Tensor:
     """Expand one scale per (high, wide) tile to (rows, depth)."""
     return tiles.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :depth]
 
@@ -59,7 +59,7 @@ def _whole(
     compressor = getattr(loaded("compressed_tensors.compressors"), name)
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
-    scales = over(scale.double().reshape(tile_rows, tile_columns), rows, depth, high, wide)
+    scales = expand_tiles(scale.double().reshape(tile_rows, tile_columns), rows, depth, high, wide)
     tensors = {n: t for n, t in tensors.items() if n != "weight_zero_point"}
     if static:
         tensors["input_scale"] = torch.rand(1, generator=g) / 20 + 0.2  # large enough not to clip
@@ -226,7 +226,7 @@ def _transformers_fp8(
     (scale,) = (tensor for name, tensor in tensors.items() if "scale" in name)
     packed = {"weight": tensors["weight"], "weight_scale_inv": scale}
     (theirs,) = packer.reverse_op.convert(dict(packed)).values()
-    scales = over(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
+    scales = expand_tiles(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
     return Packed(packed, packed["weight"].double() * scales, theirs, weight)
 
 

@@ -18,7 +18,7 @@ from hf_suites.packed import Packed, Packer, grid, library, loaded
 
 
 @dataclass(frozen=True)
-class Drawn:
+class IntegerMatrix:
     """A random integer matrix.
 
     codes: (N, K), unsigned. scales: (N, G) in the packer's dtype. zeros: (N, G), unsigned. order:
@@ -47,7 +47,7 @@ def draw(  # noqa: PLR0913 (each is one option)
     dtype: torch.dtype,
     act_order: bool = False,
     least: int = 0,
-) -> Drawn:
+) -> IntegerMatrix:
     """Draw an integer matrix of the shape of `weight`, with zero points of at least `least`."""
     rows, depth = weight.shape
     group = depth if group == -1 else group
@@ -60,10 +60,10 @@ def draw(  # noqa: PLR0913 (each is one option)
     order = torch.arange(depth) // group
     if act_order:
         order = order[torch.randperm(depth, generator=torch.Generator().manual_seed(depth))]
-    return Drawn(codes, scales, zeros, order)
+    return IntegerMatrix(codes, scales, zeros, order)
 
 
-def _linear(drawn: Drawn, dtype: torch.dtype) -> torch.nn.Linear:
+def _linear(drawn: IntegerMatrix, dtype: torch.dtype) -> torch.nn.Linear:
     rows, depth = drawn.codes.shape
     linear = torch.nn.Linear(depth, rows, bias=False, dtype=dtype)
     linear.weight.data = drawn.values.to(dtype)

@@ -75,7 +75,7 @@ def library(name: str, folder: Path) -> None:
     sys.modules[name] = module
 
 
-def loaded(name: str) -> Any:
+def import_packer(name: str) -> Any:
     """Import a module of a packer."""
     return import_module(name)
 

@@ -128,7 +128,7 @@ def is_wanted(test: str) -> bool:
     return any(word in test for word in WANTED) and not any(word in test for word in UNWANTED)
 
 
-def nearer(case: Case, checkout: Path, site: Path) -> Case:
+def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
     """Reevaluate a failed comparison of implementations by the errors against float64."""
     if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
         return case

@@ -32,7 +32,7 @@ class Word(str):
         return str(self)
 
 
-class Words:
+class EnumStandIn:
     """A stand-in for an enumeration in a grid: `Words().SILU` is "SILU"."""
 
     def __getattr__(self, word: str) -> Word:

@@ -56,7 +56,7 @@ class TheirError(Exception):
 
 
 @dataclass(frozen=True)
-class Ending:
+class CaseOutcome:
     """Outcome of a case.
 
     why: reason, in words that many cases share. shrunk: sizes that were reduced. key: identity of
@@ -77,7 +77,7 @@ class Suite:
     group: str
     name: str
     cases: Callable[[], Iterator[Params]]
-    check: Callable[[Params], Ending]
+    check: Callable[[Params], CaseOutcome]
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Tally:
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     compared: Counter[str] = field(default_factory=Counter)
 
-    def add(self, ending: Ending) -> None:
+    def add(self, ending: CaseOutcome) -> None:
         """Count one case."""
         self.cases += 1
         self.shrunk += bool(ending.shrunk)
@@ -118,29 +118,29 @@ def run_suite(suite: Suite, most: int) -> Tally:
         sampled = set(Random(suite.name).sample(range(len(cases)), most))
     seen: set[object] = set()
     for number, params in enumerate(cases):
-        ending = _attempt(suite, params) if number in sampled else Ending(LEFT_OUT)
+        ending = _attempt(suite, params) if number in sampled else CaseOutcome(LEFT_OUT)
         repeated = ending.key is not None and ending.key in seen
         if repeated and ending.outcome not in FAILURES:  # failures are never counted as repeated
-            ending = Ending(REPEATED, shrunk=ending.shrunk)
+            ending = CaseOutcome(REPEATED, shrunk=ending.shrunk)
         seen.add(ending.key)
         tally.add(ending)
     return tally
 
 
-def _attempt(suite: Suite, params: Params) -> Ending:
+def _attempt(suite: Suite, params: Params) -> CaseOutcome:
     try:
         with torch.no_grad():
             return suite.check(params)
     except MissingError as error:
-        return Ending(MISSING, str(error))
+        return CaseOutcome(MISSING, str(error))
     except SkippedError as error:
-        return Ending(SKIPPED, str(error))
+        return CaseOutcome(SKIPPED, str(error))
     except TheirError as error:
-        return Ending(NO_REFERENCE, str(error))
+        return CaseOutcome(NO_REFERENCE, str(error))
     except Refusal as error:
         return refused(error)
     except Exception as error:  # noqa: BLE001  (any raw exception is a finding)
-        return Ending(RAW, f"{type(error).__name__}: {error} at {_shown(params)}"[:300])
+        return CaseOutcome(RAW, f"{type(error).__name__}: {error} at {_shown(params)}"[:300])
 
 
 def _short(error: Exception) -> str:
@@ -161,12 +161,12 @@ def theirs(reference: Callable[..., object], *args: object, **kwargs: object) ->
         raise TheirError(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def refused(error: Exception) -> Ending:
+def refused(error: Exception) -> CaseOutcome:
     """Return the outcome of a part that refuses with a typed error."""
-    return Ending(REFUSED, _short(error))
+    return CaseOutcome(REFUSED, _short(error))
 
 
-def worst(endings: Mapping[str, Ending], shrunk: str = "", key: object = None) -> Ending:
+def worst(endings: Mapping[str, CaseOutcome], shrunk: str = "", key: object = None) -> CaseOutcome:
     """Combine the outcomes of the parts into that of the case, the worst of them.
 
     The case counts as refused only if no part returned a result.
@@ -177,7 +177,7 @@ def worst(endings: Mapping[str, Ending], shrunk: str = "", key: object = None) -
         if matching and (outcome != REFUSED or not compared):
             name, end = next(iter(matching.items()))
             reason = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
-            return Ending(outcome, reason, shrunk, compared, key)
+            return CaseOutcome(outcome, reason, shrunk, compared, key)
     raise ValueError("no endings")
 
 
@@ -212,7 +212,7 @@ def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def judged(
     ours: torch.Tensor, other: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance, limit: float
-) -> Ending:
+) -> CaseOutcome:
     """Compare our result with theirs, and both with float64.
 
     limit: bound on our relative error in norm from roundings alone. It is checked in addition to
@@ -221,12 +221,12 @@ def judged(
     our_error, their_error = error_of(ours, exact), error_of(other, exact)
     text = f"error to float64: ours {_round(our_error)}, theirs {_round(their_error)}"
     if not our_error <= limit:
-        return Ending(OURS, f"{text}; limit {limit:.2g}")
+        return CaseOutcome(OURS, f"{text}; limit {limit:.2g}")
     if tolerance.holds(ours, other):
-        return Ending(AGREE)
+        return CaseOutcome(AGREE)
     if their_error >= our_error:
-        return Ending(THEIRS, f"their error is larger; {text}")
-    return Ending(ROUNDED, f"plain torch rounds as much; {text}")
+        return CaseOutcome(THEIRS, f"their error is larger; {text}")
+    return CaseOutcome(ROUNDED, f"plain torch rounds as much; {text}")
 
 
 def _round(error: float) -> str:

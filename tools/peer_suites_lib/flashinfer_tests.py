@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.quant.quantized_weights import dequantized_weights
 from peer_suites_lib.checkout import Params, Source, Words
 from peer_suites_lib.endings import (
     AGREE,
@@ -169,7 +169,7 @@ def _plain(given: Given, name: str) -> torch.Tensor:
     if given.problem.quant == "none":
         stored: torch.Tensor = getattr(given.weights, name)
         return stored
-    return values_of(given.weights, name, given.problem).to(given.x.dtype)
+    return dequantized_weights(given.weights, name, given.problem).to(given.x.dtype)
 
 
 def _shared(source: Source, p: Any) -> Ending:

@@ -104,7 +104,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Given:
+class LayerInputs:
     """Tensors of a layer. score: router logits that the routing is computed from."""
 
     problem: Problem
@@ -114,11 +114,11 @@ class Given:
     score: torch.Tensor
 
 
-Reference = Callable[[Layer, Given], torch.Tensor]
+Reference = Callable[[Layer, LayerInputs], torch.Tensor]
 Weights = Callable[[Layer, ExpertWeights], ExpertWeights]
 
 
-def make(layer: Layer, stored: Weights | None = None) -> Given:
+def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
     """Draw the tensors of a layer, the same for the same layer.
 
     stored: converts the weights to their storage format; None means as `layer.stored` says.
@@ -157,7 +157,7 @@ def make(layer: Layer, stored: Weights | None = None) -> Given:
     share, ids = score.float().softmax(-1).topk(layer.top_k)
     if layer.renormalize:
         share = share / share.sum(-1, keepdim=True)
-    return Given(problem, x, weights, Routing(share, ids.int()), score)
+    return LayerInputs(problem, x, weights, Routing(share, ids.int()), score)
 
 
 def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
@@ -208,7 +208,7 @@ class LayerCheck:
         return {name: known[name] for _, name in pairs}
 
     def _part(
-        self, pair: tuple[str, str], given: Given, other: torch.Tensor, exact: torch.Tensor,
+        self, pair: tuple[str, str], given: LayerInputs, other: torch.Tensor, exact: torch.Tensor,
         limit: float,
     ) -> Ending:  # fmt: skip
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
-from modular_kernel.spec.router import MOST_TOP_K, RouterSpec
+from modular_kernel.spec.router import MAX_TOP_K, RouterSpec
 from modular_kernel.tensors import Routing
 from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, MissingError, theirs, worst
 
@@ -40,8 +40,8 @@ Reference = Callable[[torch.Tensor, torch.Tensor | None], Chosen]
 
 def spec_of(top_k: int, **fields: object) -> RouterSpec:
     """Return a RouterSpec; raise MissingError if top_k exceeds its maximum."""
-    if top_k > MOST_TOP_K:
-        raise MissingError(f"router: top_k above {MOST_TOP_K}")
+    if top_k > MAX_TOP_K:
+        raise MissingError(f"router: top_k above {MAX_TOP_K}")
     return RouterSpec(top_k, **fields)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.ops.activation import gated_activation, gated_activation_ref
 from modular_kernel.ops.align import moe_align_block_size
-from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows, quantized
+from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows, quantize_values
 from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.spec.problem import ActivationSpec
@@ -46,7 +46,7 @@ def check_quantizer(
         other = theirs(reference, part.clone())
         assert isinstance(other, tuple)
         if name.endswith("twin"):
-            q, scale = quantized(part.float(), scheme)
+            q, scale = quantize_values(part.float(), scheme)
         else:
             out = _room(part, scheme)
             quantize_rows(part, scheme, out=out)
@@ -56,7 +56,7 @@ def check_quantizer(
 
 
 def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
-    q, scale = quantized(x.float(), scheme)
+    q, scale = quantize_values(x.float(), scheme)
     per_tensor = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if per_tensor else None
     return Quantized(torch.empty_like(q), torch.empty_like(scale), partials)

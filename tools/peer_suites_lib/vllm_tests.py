@@ -34,7 +34,7 @@ def suites(root: Path) -> list[Suite]:
     return [*_layers(root, references), *_routers(root), *_rows(root, references)]
 
 
-class Taken:
+class VllmTestFile:
     """A test file of vLLM with its grids."""
 
     def __init__(self, root: Path, file: str, given: dict[str, object] | None = None) -> None:
@@ -61,7 +61,10 @@ class Taken:
 
 
 def _layers(root: Path, references: VllmReferences) -> list[Suite]:
-    moe, cpu = Taken(root, "moe/test_moe.py"), Taken(root, "moe/test_cpu_fused_moe.py")
+    moe, cpu = (
+        VllmTestFile(root, "moe/test_moe.py"),
+        VllmTestFile(root, "moe/test_cpu_fused_moe.py"),
+    )
     moe.source.take("iterative_moe")
     cpu.source.space |= {"ACT": ["SILU", "SWIGLUOAI", "GELU", "GELU_TANH"]}
     cpu.source.take("_ref_moe_activation", "ref_fused_moe")
@@ -86,14 +89,14 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
     blocki = LayerCheck(references.int8_block, Tolerance(0.065, 0.065))
     channel8 = LayerCheck(references.fp8_channel, Tolerance(mean=0.05))
     channeli = LayerCheck(references.int8_channel, Tolerance(mean=0.05))
-    block_fp8, block_int8 = (Taken(root, f"moe/test_block_{t}.py") for t in ("fp8", "int8"))
-    rows8 = Taken(root, "moe/test_triton_moe_ptpc_fp8.py")
-    rowsi = Taken(root, "quantization/test_int8_kernel.py")
+    block_fp8, block_int8 = (VllmTestFile(root, f"moe/test_block_{t}.py") for t in ("fp8", "int8"))
+    rows8 = VllmTestFile(root, "moe/test_triton_moe_ptpc_fp8.py")
+    rowsi = VllmTestFile(root, "quantization/test_int8_kernel.py")
     return [
         moe.suite("test_fused_moe", partial(_plain, plain), ("use_td",)),
         moe.suite("test_naive_block_assignment_moe", partial(_plain, plain)),
         moe.suite("test_fused_moe_wn16", partial(_groups, groups)),
-        Taken(root, "moe/test_batched_moe.py").suite(
+        VllmTestFile(root, "moe/test_batched_moe.py").suite(
             "test_fused_moe_batched_experts", partial(_batched, batched)
         ),
         cpu.suite("test_cpu_fused_moe", partial(_cpu, with_bias), ("isa",)),
@@ -172,9 +175,12 @@ def _channel(check: LayerCheck, quant: str, p: Any) -> Ending:
 
 
 def _routers(root: Path) -> list[Suite]:
-    fused, grouped = Taken(root, "moe/test_fused_topk.py"), Taken(root, "moe/test_grouped_topk.py")
-    routing = Taken(root, "moe/test_routing.py")
-    softplus = Taken(root, "moe/test_topk_softplus_sqrt.py")
+    fused, grouped = (
+        VllmTestFile(root, "moe/test_fused_topk.py"),
+        VllmTestFile(root, "moe/test_grouped_topk.py"),
+    )
+    routing = VllmTestFile(root, "moe/test_routing.py")
+    softplus = VllmTestFile(root, "moe/test_topk_softplus_sqrt.py")
     fused.source.take("torch_topk")
     grouped.source.take("_single_group_reference")
     routing.source.space["Llama4MoE"] = SimpleNamespace(custom_routing_function="llama4")
@@ -274,15 +280,15 @@ def _root(reference: Any, p: Any) -> Ending:
 
 
 def _rows(root: Path, references: VllmReferences) -> list[Suite]:
-    fp8, int8 = (Taken(root, f"quantization/test_{t}_quant.py") for t in ("fp8", "int8"))
-    group = Taken(root, "quantization/test_per_token_group_quant.py")
-    align = Taken(root, "moe/test_moe_align_block_size.py",
+    fp8, int8 = (VllmTestFile(root, f"quantization/test_{t}_quant.py") for t in ("fp8", "int8"))
+    group = VllmTestFile(root, "quantization/test_per_token_group_quant.py")
+    align = VllmTestFile(root, "moe/test_moe_align_block_size.py",
                   {"round_up": lambda a, b: -(-a // b) * b})  # fmt: skip
     align.source.take("torch_moe_align_block_size")
     golden = align.source.space["torch_moe_align_block_size"]
     device = {"CUDA_DEVICES": ["cpu"], "FastGELU": "gelu_fast", "NewGELU": "gelu_new",
               "QuickGELU": "gelu_quick", "ReLUSquaredActivation": "relu_squared"}  # fmt: skip
-    acts = Taken(root, "core/test_activation.py", device)
+    acts = VllmTestFile(root, "core/test_activation.py", device)
     acts.source.space["torch"] = _TorchWithOps()
     ref = references
     return [

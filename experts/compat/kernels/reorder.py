@@ -8,7 +8,7 @@ from modular_kernel.ops.kernels.extrema import clamp_nan
 
 
 @triton.jit
-def _stored(value, scale_ptr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr):
+def _apply_scale(value, scale_ptr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr):
     """value / scale, saturated at LARGEST unless that is 0. 1 / scale is rounded as in torch."""
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
@@ -32,7 +32,7 @@ def pre_reorder_kernel(
         expert = tl.load(ids_ptr + pair)
         if (expert >= start_expert) & (expert <= end_expert):
             row = tl.load(src2dst_ptr + pair).to(tl.int64)
-            stored = _stored(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
+            stored = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
             out_ptrs = rows_ptr + row * hidden + columns
             tl.store(out_ptrs, stored.to(rows_ptr.dtype.element_ty), mask=mask)
 
@@ -53,6 +53,6 @@ def silu_and_mul_kernel(
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + intermediate, mask=mask, other=0.0).to(tl.float32)
     value = activate(gate, up, "silu", 0.0, 0.0)
-    stored = _stored(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
+    stored = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
     out_ptrs = out_ptr + row * intermediate + columns
     tl.store(out_ptrs, stored.to(out_ptr.dtype.element_ty), mask=mask)

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from experts.cutlass.kernels.epilogue import Epilogue
-from experts.cutlass.kernels.ring import next_place
+from experts.cutlass.kernels.ring import advance_slot
 from experts.cutlass.kernels.tile import (
     BOX_BYTES,
     CLUSTER,
@@ -215,7 +215,7 @@ class BlockGemm(Epilogue):
                 )  # fmt: skip
                 cute.copy(b_atom, from_b[None, k], to_b[None, slot * PARTS], tma_bar_ptr=ready)
                 cute.copy(b_atom, from_c[None, k], to_b[None, slot * PARTS + 1], tma_bar_ptr=ready)
-                slot, phase = next_place(slot, phase, STAGES)
+                slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -256,7 +256,7 @@ class BlockGemm(Epilogue):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(full + slot)
                 a0, a1, a2, a3, b0 = c0, c1, c2, c3, d0
-                slot, phase = next_place(slot, phase, STAGES)
+                slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -287,7 +287,7 @@ class BlockGemm(Epilogue):
                 for _ in cutlass.range(steps, unroll=1):
                     if not ready:
                         cute.arch.mbarrier_wait(full + slot, phase)
-                    next_slot, next_phase = next_place(slot, phase, STAGES)
+                    next_slot, next_phase = advance_slot(slot, phase, STAGES)
                     for p in cutlass.range_constexpr(PARTS):
                         warpgroup.fence()
                         self.begin(tiled_mma, acc, t_a, t_b, slot, p)
@@ -311,7 +311,7 @@ class BlockGemm(Epilogue):
                     cute.arch.mbarrier_wait(full + slot, phase)
                     if releases_slot:
                         cute.arch.mbarrier_arrive(empty + slot, lane)
-                    slot, phase = next_place(slot, phase, STAGES)
+                    slot, phase = advance_slot(slot, phase, STAGES)
                 ready = cutlass.Boolean(False)
             index += stride
         cute.arch.cp_async_bulk_wait_group(0, read=False)

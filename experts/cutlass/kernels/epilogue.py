@@ -149,26 +149,26 @@ def bf16_words(sums, p, q):
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
     base = q * 8
     return tuple(
-        assembled(code, I32, sums[base + 2 * z + 1, p], sums[base + 2 * z, p]) for z in range(4)
+        inline_ptx(code, I32, sums[base + 2 * z + 1, p], sums[base + 2 * z, p]) for z in range(4)
     )
 
 
 def e4m3_pair(low, high):
-    return assembled("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};", cutlass.Int16, high, low)
+    return inline_ptx("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};", cutlass.Int16, high, low)
 
 
 def magnitude(value):
-    return assembled("abs.f32 {$w0}, {$r0};", F32, value)
+    return inline_ptx("abs.f32 {$w0}, {$r0};", F32, value)
 
 
 def maximum(a, b):
     """Return the larger of two values, NaN if either is NaN; `cute.arch.fmax` drops NaN."""
-    return assembled("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
+    return inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 
 def divide(a, b):
     """Divide, rounding to nearest as in modular_kernel.ops.kernels.quantize."""
-    return assembled("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
+    return inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 
 def silu_mul(gate, up):
@@ -176,5 +176,5 @@ def silu_mul(gate, up):
     return gate * cute.arch.rcp_approx(exponential + F32(1.0)) * up
 
 
-def assembled(code, result, *operands):  # noqa: ANN002
+def inline_ptx(code, result, *operands):  # noqa: ANN002
     return cute.arch.inline_ptx(code, write_only_types=[result], read_only_args=list(operands))

@@ -12,26 +12,26 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from experts.cutlass.kernels.fp4_tile import (
+    ACC_STAGES,
     COLUMNS,
-    DEPTH,
     E2M1,
     E4M3,
     F32,
     GROUP,
     I32,
-    LOADING,
-    MULTIPLYING,
-    PIECE,
+    LOAD_WARP,
+    MMA_WARP,
     SCALE_BYTES,
     STAGES,
     STEP_BYTES,
-    STORING,
-    SUMS,
+    STORE_COLUMNS,
+    STORE_WARPS,
     THREADS,
+    TILE_K,
     TILE_M,
     TILE_N,
 )
-from experts.cutlass.kernels.ring import next_place
+from experts.cutlass.kernels.ring import advance_slot
 from experts.cutlass.kernels.tile_order import tile_at
 
 ONE = tcgen05.CtaGroup.ONE
@@ -65,7 +65,7 @@ class Fp4Gemm:
     ) -> None:
         a, b = cute.recast_tensor(a, E2M1), cute.recast_tensor(b, E2M1)
         a_scale, b_scale = cute.recast_tensor(a_scale, E4M3), cute.recast_tensor(b_scale, E4M3)
-        shape = (TILE_M, TILE_N, DEPTH)
+        shape = (TILE_M, TILE_N, TILE_K)
         op = tcgen05.MmaMXF4NVF4Op(E4M3, (TILE_M, TILE_N, 64), ONE, tcgen05.OperandSource.SMEM)
         tiled_mma = cute.make_tiled_mma(op)
         a_layout = blackwell_helpers.make_smem_layout_a(tiled_mma, shape, E2M1, STAGES)
@@ -86,8 +86,8 @@ class Fp4Gemm:
         class Storage:
             full: cute.struct.MemRange[cutlass.Int64, STAGES]
             empty: cute.struct.MemRange[cutlass.Int64, STAGES]
-            made: cute.struct.MemRange[cutlass.Int64, SUMS]
-            stored: cute.struct.MemRange[cutlass.Int64, SUMS]
+            made: cute.struct.MemRange[cutlass.Int64, ACC_STAGES]
+            stored: cute.struct.MemRange[cutlass.Int64, ACC_STAGES]
             tensor_memory: I32
             a: cute.struct.Align[cute.struct.MemRange[E2M1, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[E2M1, cute.cosize(b_layout)], 1024]
@@ -119,17 +119,17 @@ class Fp4Gemm:
         s_b = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         s_sfa = storage.sfa.get_tensor(sfa_layout)
         s_sfb = storage.sfb.get_tensor(sfb_layout)
-        if warp == LOADING:
+        if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(a_atom)
             cpasync.prefetch_descriptor(b_atom)
-        if warp == MULTIPLYING:
+        if warp == MMA_WARP:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(full + i, 1)  # the loading thread, plus expected bytes
                     cute.arch.mbarrier_init(empty + i, 1)  # commit of the MMAs that read the step
-                for i in cutlass.range_constexpr(SUMS):
+                for i in cutlass.range_constexpr(ACC_STAGES):
                     cute.arch.mbarrier_init(made + i, 1)  # commit of the tile's MMAs
-                    cute.arch.mbarrier_init(stored + i, STORING)
+                    cute.arch.mbarrier_init(stored + i, STORE_WARPS)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(COLUMNS, storage.tensor_memory)
@@ -141,20 +141,20 @@ class Fp4Gemm:
 
         num_m = tiles[3 * max_tiles]
         num_n = (rows_b + TILE_N - 1) // TILE_N
-        steps = (cute.size(a_tma, mode=[1]) + DEPTH - 1) // DEPTH
+        steps = (cute.size(a_tma, mode=[1]) + TILE_K - 1) // TILE_K
         # This block's first tile, the stride to its next tile, and the number of tiles.
         schedule = (I32(block), I32(blocks), num_m * num_n)
         accumulators = tiled_mma.make_fragment_C(
-            cute.append(tiled_mma.partition_shape_C((TILE_M, TILE_N)), SUMS)
+            cute.append(tiled_mma.partition_shape_C((TILE_M, TILE_N)), ACC_STAGES)
         )
         sums = cute.make_tensor(base, accumulators.layout)
-        if warp == LOADING:
+        if warp == LOAD_WARP:
             self.load(
                 tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, storage.sfa.data_ptr(),
                 storage.sfb.data_ptr(), a_scale, b_scale, full, empty, tiles, max_tiles, rows_b,
                 num_m, num_n, schedule, steps,
             )  # fmt: skip
-        elif warp == MULTIPLYING:
+        elif warp == MMA_WARP:
             self.multiply(
                 tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
                 stored, schedule, steps,
@@ -185,9 +185,9 @@ class Fp4Gemm:
             m, n = tile_at(index, num_m, num_n, self.group_m)
             row_b = tiles[m] * rows_b + n * TILE_N
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
-            g_a = thr_mma.partition_A(cute.local_tile(g_a, (TILE_M, DEPTH), (0, None)))
+            g_a = thr_mma.partition_A(cute.local_tile(g_a, (TILE_M, TILE_K), (0, None)))
             g_b = cute.domain_offset((row_b, 0), b_tma)
-            g_b = thr_mma.partition_B(cute.local_tile(g_b, (TILE_N, DEPTH), (0, None)))
+            g_b = thr_mma.partition_B(cute.local_tile(g_b, (TILE_N, TILE_K), (0, None)))
             to_a, from_a = cpasync.tma_partition(
                 a_atom, 0, cta_layout, cute.group_modes(s_a, 0, 3), cute.group_modes(g_a, 0, 3)
             )
@@ -209,7 +209,7 @@ class Fp4Gemm:
                     to_sfb = cute.make_tensor(sfb + slot * SCALE_BYTES, scale_layout)
                     cute.copy(bulk, g_sfa[None, k], to_sfa, mbar_ptr=ready)
                     cute.copy(bulk, g_sfb[None, k], to_sfb, mbar_ptr=ready)
-                slot, phase = next_place(slot, phase, STAGES)
+                slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -219,7 +219,7 @@ class Fp4Gemm:
     ):  # fmt: skip
         """Issue every MMA of this block's tiles, with sums in tensor memory. One warp."""
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
-        first, shape = (None, None, None, 0), (TILE_M, TILE_N, DEPTH)
+        first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
         sfa_at = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
         t_sfa = cute.make_tensor(
             cute.recast_ptr(sfa_at, dtype=E4M3),
@@ -254,10 +254,10 @@ class Fp4Gemm:
                 cute.gemm(tiled_mma, acc, [t_a[step], t_sfa], [t_b[step], t_sfb], acc)
                 with cute.arch.elect_one():
                     tcgen05.commit(empty + slot)
-                slot, phase = next_place(slot, phase, STAGES)
+                slot, phase = advance_slot(slot, phase, STAGES)
             with cute.arch.elect_one():
                 tcgen05.commit(made + acc_index)
-            acc_index, acc_phase = next_place(acc_index, acc_phase, SUMS)
+            acc_index, acc_phase = advance_slot(acc_index, acc_phase, ACC_STAGES)
             index += stride
 
     @cute.jit
@@ -267,13 +267,13 @@ class Fp4Gemm:
     ):  # fmt: skip
         """Scale and store the sums; each thread has one row of the tile. Four warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
-        pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, PIECE))
+        pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
         tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
         thr_copy = tiled_copy.get_slice(thread)
         source = thr_copy.partition_S(pieces)
-        shape = cute.make_identity_tensor((TILE_M, PIECE))
+        shape = cute.make_identity_tensor((TILE_M, STORE_COLUMNS))
         piece = cute.make_rmem_tensor(thr_copy.partition_D(shape).shape, F32)
-        words = cute.make_rmem_tensor((PIECE // 2,), I32)
+        words = cute.make_rmem_tensor((STORE_COLUMNS // 2,), I32)
         index, stride, total = turns
         acc_index, phase = I32(0), I32(0)
         while index < total:
@@ -285,19 +285,21 @@ class Fp4Gemm:
             to = out.iterator + (cutlass.Int64(row) * rows_b + column)
             cute.arch.mbarrier_wait(made + acc_index, phase)
             fence_after_thread_sync()
-            for p in cutlass.range_constexpr(TILE_N // PIECE):
+            for p in cutlass.range_constexpr(TILE_N // STORE_COLUMNS):
                 cute.copy(tiled_copy, source[None, None, None, 0, p, acc_index], piece)
                 cute.arch.fence_view_async_tmem_load()
-                for i in cutlass.range_constexpr(PIECE // 2):
+                for i in cutlass.range_constexpr(STORE_COLUMNS // 2):
                     words[i] = bf16_pair(piece[2 * i] * factor, piece[2 * i + 1] * factor)
                 if valid:
-                    for q in cutlass.range_constexpr(PIECE // 8):
-                        store_16_bytes(to + p * PIECE + q * 8, [words[4 * q + z] for z in range(4)])
+                    for q in cutlass.range_constexpr(STORE_COLUMNS // 8):
+                        store_16_bytes(
+                            to + p * STORE_COLUMNS + q * 8, [words[4 * q + z] for z in range(4)]
+                        )
             fence_before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(stored + acc_index)
-            acc_index, phase = next_place(acc_index, phase, SUMS)
+            acc_index, phase = advance_slot(acc_index, phase, ACC_STAGES)
             index += stride
 
 

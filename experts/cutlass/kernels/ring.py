@@ -5,7 +5,7 @@ from cutlass import cute
 
 
 @cute.jit
-def next_place(place, phase, places: cutlass.Constexpr):
+def advance_slot(place, phase, places: cutlass.Constexpr):
     """Return the next (slot, phase); the phase flips when the ring wraps around."""
     place += 1
     if place == places:

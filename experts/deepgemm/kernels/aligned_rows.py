@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 from modular_kernel.ops.kernels.sort import chunk_rows, expert_rows
 
 
@@ -19,7 +19,7 @@ def aligned_rows_kernel(
     rows: (numel,) int32. ends: (num_local,) int32, one past the last row of each expert. Inputs are
     the outputs of `count_pairs`: prefix (num_local + 1, num_chunks) and totals (num_local + 1,).
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     chunk = tl.program_id(0)
     rows, _ = expert_rows(totals_ptr, num_local, BINS)
     padded = (rows + TILE - 1) // TILE * TILE

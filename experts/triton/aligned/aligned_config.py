@@ -4,16 +4,22 @@ from collections.abc import Iterator
 
 import torch
 
-from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
+from experts.triton.candidates import (
+    ByBlock,
+    Groups,
+    RowRange,
+    blocks_worth_timing,
+    launches_by_block,
+)
 from experts.triton.launch_config import (
     Device,
     Gemm,
     LaunchConfig,
     MoEConfig,
-    clamped,
+    clamp,
     gemms,
     require,
-    starts_on_16,
+    rows_aligned_to_16,
 )
 from modular_kernel.spec.problem import Problem
 
@@ -91,7 +97,7 @@ _MXFP4: tuple[_Row, ...] = (
 def _table(problem: Problem) -> tuple[_Row, ...]:
     if problem.dtype is torch.float32:
         return _FLOAT32
-    if not starts_on_16(problem):
+    if not rows_aligned_to_16(problem):
         return _UNALIGNED
     scheme = problem.scheme
     if scheme.quantizes_activations:
@@ -106,7 +112,7 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
     return _HALF
 
 
-def turns(problem: Problem) -> Iterator[int]:
+def breakpoints(problem: Problem) -> Iterator[int]:
     """Yield the largest token count of each row of the table except the last."""
     if problem.batch_invariant:
         return
@@ -115,7 +121,7 @@ def turns(problem: Problem) -> Iterator[int]:
         yield max_rows * problem.experts // problem.top_k
 
 
-def default(problem: Problem, tokens: int, device: Device) -> MoEConfig:
+def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file.
 
     block_k is halved (down to 128) if it then divides K, which saves the masks along K, or if K has
@@ -127,7 +133,7 @@ def default(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     if problem.batch_invariant:
         row = max(table, key=lambda row: row[1] if row[1] <= _FIXED_ROWS else 0)
     else:
-        row = table[sum(tokens > max_tokens for max_tokens in turns(problem))]
+        row = table[sum(tokens > max_tokens for max_tokens in breakpoints(problem))]
     _, block_m, one, two, group_m = row
     (first, second), blocks = gemms(problem), (block_m, group_m)
     tiles = _tile(one, first, device, blocks), _tile(two, second, device, blocks)
@@ -151,10 +157,10 @@ def _tile(
     if _has_few_steps(steps, stages):
         stages = min(stages, max(_MIN_STAGES, steps * 2 // 3))
     tile = LaunchConfig(block_m, block_n, block_k, group_m, warps, stages)
-    return require(clamped(tile, gemm, device), gemm, device, "launch without a tuned file")
+    return require(clamp(tile, gemm, device), gemm, device, "launch without a tuned file")
 
 
-ROWS: Rows = {16: (0, 24), 32: (8, 80), 64: (20, 600), 128: (60, 1 << 62)}
+BLOCK_M_ROWS: RowRange = {16: (0, 24), 32: (8, 80), 64: (20, 600), 128: (60, 1 << 62)}
 _SHORT = 16  # up to this block_m, 4-bit weights use the aligned_w4 path
 
 _HALF_CANDIDATES: ByBlock = {
@@ -249,7 +255,9 @@ _MXFP4_CANDIDATES: ByBlock = {
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens, besides the untuned ones."""
     table = entries(problem)
-    return groups(worth(ROWS, problem, tokens), (table, table), problem)
+    return launches_by_block(
+        blocks_worth_timing(BLOCK_M_ROWS, problem, tokens), (table, table), problem
+    )
 
 
 def entries(problem: Problem) -> ByBlock:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from experts.triton.adapters import PairAdapters, Shrunk, adapter_specs
+from experts.triton.adapters import PairShrink, ShrinkOutput, adapter_specs
 from experts.triton.aligned import aligned_config
 from experts.triton.aligned.aligned_config import candidates
 from experts.triton.candidates import Groups
@@ -18,7 +18,7 @@ from experts.triton.launch_config import (
     Violation,
     violations,
 )
-from experts.triton.operands import Product, first_product, second_product
+from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.align import Aligned, align, align_specs
 from modular_kernel.ops.live_rows import PairRows
@@ -26,7 +26,7 @@ from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quan
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -49,12 +49,12 @@ class AlignedPath(Path):
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the launches for the mean rows per expert."""
-        return aligned_config.default(problem, tokens, device)
+        return aligned_config.default_config(problem, tokens, device)
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
         """Return the token counts at which the table row changes."""
-        return aligned_config.turns(problem)
+        return aligned_config.breakpoints(problem)
 
     @classmethod
     def violations(
@@ -120,7 +120,7 @@ class AlignedPath(Path):
         adapters = self._adapters(call, aligned)
         u13 = None if adapters is None else adapters.of_w1(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
-            product = first_product(call.weights, problem)
+            product = gemm1_operands(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
             self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
         u2 = None if adapters is None else adapters.of_w2(h_PI)
@@ -129,7 +129,7 @@ class AlignedPath(Path):
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
-            product = second_product(call.weights, problem)
+            product = gemm2_operands(call.weights, problem)
             self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None, u2)
         return rows_PH
 
@@ -148,12 +148,12 @@ class AlignedPath(Path):
                 num_local=problem.e,
             )
 
-    def _adapters(self, call: PathCall, aligned: Aligned) -> PairAdapters | None:
+    def _adapters(self, call: PathCall, aligned: Aligned) -> PairShrink | None:
         """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
-        return PairAdapters(call, self.problem, aligned, slots_T)
+        return PairShrink(call, self.problem, aligned, slots_T)
 
     def _quantized(
         self, h_PI: torch.Tensor, call: PathCall
@@ -173,12 +173,12 @@ class AlignedPath(Path):
     def multiply(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: Product,
+        product: GemmOperands,
         config: Launch,
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
-        shrunk: Shrunk | None,
+        shrunk: ShrinkOutput | None,
     ) -> None:
         """Launch one grouped GEMM.
 
@@ -205,15 +205,15 @@ class AlignedPath(Path):
             WRITE_ZEROS=not self._sums,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
             **self.arguments(rows, product, config, shrunk),
-            **overlap(),
+            **pdl_arguments(),
         )
 
     def arguments(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: Product,
+        product: GemmOperands,
         config: Launch,
-        shrunk: Shrunk | None,
+        shrunk: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the kernel arguments that do not depend on how rows are addressed."""
         assert isinstance(config, LaunchConfig)

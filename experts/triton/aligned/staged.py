@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.staged import experts_of
+from experts.staged import make_experts
 from experts.triton.aligned.aligned_path import AlignedPath
-from experts.triton.configs.select import choose_config, kinds_up_to
+from experts.triton.configs.select import buffer_kinds_up_to, choose_config
 from experts.triton.contiguous import TritonExperts
-from experts.triton.path import PathCall, room_for
+from experts.triton.path import PathCall, merged_workspace
 from modular_kernel.ops.align import Aligned
 from modular_kernel.runner import (
     MoeRunnerCore,
@@ -78,9 +78,9 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
 
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
         assert isinstance(shape, ContiguousShape)
-        kinds = kinds_up_to(self.problem, shape.tokens, _PATHS)
+        kinds = buffer_kinds_up_to(self.problem, shape.tokens, _PATHS)
         specs = (self._path.specs(max_tokens, block_m) for max_tokens, _, block_m in kinds)
-        return room_for(self.problem, shape, specs).buffers()
+        return merged_workspace(self.problem, shape, specs).buffers()
 
     def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:
         pairs = runner_input
@@ -111,7 +111,7 @@ def path_call(call: RunnerCall[NoState]) -> PathCall:
     return PathCall(call.tokens, call.weights, call.workspace, call.output, config)
 
 
-StagedTritonExperts = experts_of(
+StagedTritonExperts = make_experts(
     "StagedTritonExperts", BACKEND, "standard",
     **{n: v for n, v in vars(TritonExperts.requires).items() if n != "activation_format"},
 )  # fmt: skip

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from experts.triton.candidates import Groups, Rows, worth
-from experts.triton.launch_config import MoEConfig, Violation, starts_on_16
-from experts.triton.operands_w4 import WARP_K, fills_words, product_depth
+from experts.triton.candidates import Groups, RowRange, blocks_worth_timing
+from experts.triton.launch_config import MoEConfig, Violation, rows_aligned_to_16
+from experts.triton.operands_w4 import WARP_K, mma_depth, supports_w4
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
 NAME = "aligned_w4"
 
-MOST_M = 16  # max block_m
-LEAST_M = 8  # min block_m: the N of the MMA
+MAX_BLOCK_M = 16  # max block_m
+MIN_BLOCK_M = 8  # min block_m: the N of the MMA
 # Mean rows per expert up to which block_m is LEAST_M. With integer weights, blocks of 8 rows take
 # 0.74 to 0.80 x the time of blocks of 16 at 8 rows per expert, and 0.81 to 0.85 x at 10. With
 # mxfp4 they take 0.96 to 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
@@ -36,7 +36,7 @@ _REPLACED_V1_TILES: dict[str, tuple[int, float]] = {
 }
 _MAX_REGISTERS = 128  # limit of the `_registers` estimate, above which the compiler spills
 _UNBOUNDED = 1 << 62
-_BLOCKS_M, _WARPS = (LEAST_M, MOST_M), (1, 2, 4, 8, 16)
+_BLOCKS_M, _WARPS = (MIN_BLOCK_M, MAX_BLOCK_M), (1, 2, 4, 8, 16)
 _MIN_N, _MAX_N, _LEAST_K, _MOST_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
 
 
@@ -173,7 +173,7 @@ def serves(problem: Problem) -> bool:
     A batch-invariant problem uses one path for all token counts, so it is supported only if the
     path has no limit of rows.
     """
-    if not fills_words(problem):
+    if not supports_w4(problem):
         return False
     return not problem.batch_invariant or _REPLACED_V1_TILES[problem.scheme.weight][1] == math.inf
 
@@ -183,11 +183,11 @@ def most_tokens(problem: Problem) -> int:
     if problem.batch_invariant:
         return _UNBOUNDED
     even, odd = _MOST_ROWS[problem.scheme.weight]
-    rows = even if starts_on_16(problem) else odd
+    rows = even if rows_aligned_to_16(problem) else odd
     return rows * problem.experts // problem.top_k
 
 
-def took_over(problem: Problem, tokens: int, block_m: int) -> bool:
+def replaces_v1_tiles(problem: Problem, tokens: int, block_m: int) -> bool:
     """Return whether this path replaces tiles of block_m rows in a file of version 1."""
     max_block_m, rows = _REPLACED_V1_TILES[problem.scheme.weight]
     return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
@@ -197,11 +197,11 @@ def block_m(problem: Problem, pairs: int) -> int:
     """Return block_m for a call of `pairs` routed pairs."""
     rows = _ROWS[problem.scheme.weight]
     small = pairs <= rows * problem.experts and not problem.batch_invariant
-    return LEAST_M if small else MOST_M
+    return MIN_BLOCK_M if small else MAX_BLOCK_M
 
 
 @dataclass(frozen=True)
-class Spread:
+class RowDistribution:
     """The distribution of the rows of a call: block_m, and the expected number of active experts.
 
     Uniform routing is assumed.
@@ -211,14 +211,14 @@ class Spread:
     experts: float
 
     @classmethod
-    def of(cls, problem: Problem, pairs: int) -> "Spread":
+    def of(cls, problem: Problem, pairs: int) -> "RowDistribution":
         share = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
         inactive: float = (1.0 - share) ** (pairs / problem.top_k)
         return cls(block_m(problem, pairs), problem.e * (1 - inactive))
 
 
 @dataclass(frozen=True)
-class SmallM:
+class GemmSizes:
     """The sizes of one GEMM: `columns` output columns, K = `depth`. zeros: has zero points."""
 
     scheme: QuantScheme
@@ -228,7 +228,7 @@ class SmallM:
     zeros: bool
 
     @classmethod
-    def both(cls, problem: Problem) -> "tuple[SmallM, SmallM]":
+    def both(cls, problem: Problem) -> "tuple[GemmSizes, GemmSizes]":
         scheme, gated = problem.scheme, problem.act.gated
         zeros = scheme.zero_points
         return (
@@ -239,8 +239,8 @@ class SmallM:
 
 def default(problem: Problem, tokens: int) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file."""
-    spread = Spread.of(problem, tokens * problem.top_k)
-    first, second = (shape(product, spread) for product in SmallM.both(problem))
+    spread = RowDistribution.of(problem, tokens * problem.top_k)
+    first, second = (launch_for(product, spread) for product in GemmSizes.both(problem))
     return MoEConfig(first, second, NAME)
 
 
@@ -272,10 +272,10 @@ def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
     yield from _changes(problem, middle, high)
 
 
-def shape(product: SmallM, spread: Spread) -> AlignedW4Config:
+def launch_for(product: GemmSizes, spread: RowDistribution) -> AlignedW4Config:
     """Return the launch of `product` for the rows of `spread`."""
     weight, block_m = product.scheme.weight, spread.block_m
-    if block_m == LEAST_M:
+    if block_m == MIN_BLOCK_M:
         blocks = spread.experts * -(-product.columns // 64)
         gated, ungated = _SHAPES[weight, product.zeros]
         rows = gated if product.gated else ungated
@@ -291,28 +291,28 @@ def shape(product: SmallM, spread: Spread) -> AlignedW4Config:
     return _made(chosen, block_m)
 
 
-def _registers(found: _Shape, product: SmallM, block_m: int) -> int:
+def _registers(found: _Shape, product: GemmSizes, block_m: int) -> int:
     """Estimate the live registers per thread.
 
     They are the words, the sums, the partial sums of each group in a step, and the terms of the
     zero points if there are several groups.
     """
     rows = found.block_n * (2 if product.gated else 1)
-    groups = found.block_k // product_depth(product.scheme, product.depth, found.block_k)
+    groups = found.block_k // mma_depth(product.scheme, product.depth, found.block_k)
     per_group = 3 if product.zeros and groups > 1 else 1
     return rows * found.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
 # Candidates: block_m -> (min, max) mean rows per expert, and block_m -> values of block_k.
-_TRIED: Rows = {LEAST_M: (0, 12), MOST_M: (4, 64)}
-_CANDIDATE_K = {LEAST_M: (WARP_K,), MOST_M: (WARP_K // 2, WARP_K)}
+_TRIED: RowRange = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
+_CANDIDATE_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}
 _CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens that `_registers` expects not to spill."""
     result = {}
-    for rows in worth(_TRIED, problem, tokens):
+    for rows in blocks_worth_timing(_TRIED, problem, tokens):
         shapes = [
             _Shape(block_n, *launch, block_k=block_k)
             for block_n in (16, 32, 64, 128)
@@ -321,7 +321,7 @@ def candidates(problem: Problem, tokens: int) -> Groups:
         ]
         one, two = (
             [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MAX_REGISTERS]
-            for product in SmallM.both(problem)
+            for product in GemmSizes.both(problem)
         )
         result[rows] = (one, two)
     return result

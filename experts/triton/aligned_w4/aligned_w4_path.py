@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from experts.triton.adapters import Shrunk
+from experts.triton.adapters import ShrinkOutput
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4 import aligned_w4_config
 from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
 from experts.triton.candidates import Groups
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
-from experts.triton.operands import Product
-from experts.triton.operands_w4 import lie_ready, product_depth, w4_arguments
+from experts.triton.operands import GemmOperands
+from experts.triton.operands_w4 import allows_vector_loads, mma_depth, w4_arguments
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
@@ -68,7 +68,7 @@ class AlignedW4Path(AlignedPath):
         cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
         """Return the default configuration for small tiles, which version 1 stored as "aligned"."""
-        if aligned_w4_config.took_over(problem, tokens, given.gemm1.block_m):
+        if aligned_w4_config.replaces_v1_tiles(problem, tokens, given.gemm1.block_m):
             return aligned_w4_config.default(problem, tokens)
         return given
 
@@ -81,19 +81,19 @@ class AlignedW4Path(AlignedPath):
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether weights allow 16-byte loads and the rows of x are contiguous."""
-        return x_TH.stride(1) == 1 and lie_ready(weights)
+        return x_TH.stride(1) == 1 and allows_vector_loads(weights)
 
     def arguments(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: Product,
+        product: GemmOperands,
         config: Launch,
-        shrunk: Shrunk | None,
+        shrunk: ShrinkOutput | None,
     ) -> dict[str, object]:
         """Return the arguments of the 4-bit kernel. rows: contiguous along K, without scales."""
         assert isinstance(config, AlignedW4Config)
         assert shrunk is None  # `serves` excludes adapters
-        depth = product_depth(product.scheme, product.depth, config.block_k)
+        depth = mma_depth(product.scheme, product.depth, config.block_k)
         return {
             **w4_arguments(product),
             "columns": product.columns,

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from experts.triton.configs.former import FORMER_NAMES
+from experts.triton.configs.former import V1_NAMES
 from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
 from experts.triton.paths import BASE, BY_NAME, NAMES
 from modular_kernel.errors import ConfigurationError
@@ -152,7 +152,9 @@ def _values(match: re.Match[str]) -> dict[str, Any]:
     }
 
 
-def names_for(problem: Problem, device_name: str, *, prepared: bool = False) -> tuple[str, ...]:
+def file_names_for(
+    problem: Problem, device_name: str, *, prepared: bool = False
+) -> tuple[str, ...]:
     """Return the file names to look up for `problem`, best first.
 
     With prepared weights there is only our own name, because no other library writes such files.
@@ -181,7 +183,7 @@ def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
 VERSION = 2
 FORMAT = f"modular_kernel.tiles/{VERSION}"
 FORMATS = {"modular_kernel.tiles/1": 1, FORMAT: VERSION}
-MOST_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 _TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _TOP = ("format", "triton_version", "tuned_for")
 _MOST = 1 << 31
@@ -214,7 +216,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TunedConfigs:
     """The contents of a config file: launches by number of tokens, not yet fitted to a problem.
 
     gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
@@ -243,9 +245,9 @@ class Recipe:
         }
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_config_file(path: Path) -> TunedConfigs:
     """Read a config file; raise ConfigurationError, naming the file, if it is malformed."""
-    return parse_recipe(_content(path), str(path))
+    return parse_config_file(_content(path), str(path))
 
 
 def _content(path: Path) -> bytes:
@@ -253,15 +255,15 @@ def _content(path: Path) -> bytes:
     try:
         if not path.is_file():  # also a dangling link
             raise ValueError("no regular file")
-        return json_files.content(path, MOST_BYTES)
+        return json_files.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigurationError(what, got=str(error), need="a readable file") from error
     except ValueError as error:
-        need = f"a JSON file of <= {MOST_BYTES} bytes"
+        need = f"a JSON file of <= {MAX_FILE_BYTES} bytes"
         raise ConfigurationError(what, got=str(error), need=need) from error
 
 
-def parse_recipe(text: str | bytes, origin: str) -> Recipe:
+def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
     """Parse the text of a config file; origin: the file name in error messages."""
     what = f"config file {origin}"
     try:
@@ -272,7 +274,7 @@ def parse_recipe(text: str | bytes, origin: str) -> Recipe:
     return _build_recipe(value, what, origin)
 
 
-def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
+def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
     """Build a strict recipe from a configuration, the contents of a file, or one entry of it.
 
     A mapping follows the rules of files, except that token counts may be integers. A single entry
@@ -286,7 +288,7 @@ def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
             raise ConfigurationError(f"{what}: path", got=_short(value.path), need=need)
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
-        return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
+        return TunedConfigs(what, *launches, fused_columns=False, strict=True, paths=paths)
     contents: dict[Any, object] = dict(_require_mapping(value, what))
     if "gemm1" in contents:
         contents = {"format": FORMAT, "1": contents}
@@ -298,7 +300,7 @@ def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
     return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
 
 
-def _build_recipe(value: object, what: str, origin: str) -> Recipe:
+def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
     top = _require_mapping(value, what)
     ours, version = "format" in top, 1
     if ours:
@@ -321,11 +323,11 @@ def _build_recipe(value: object, what: str, origin: str) -> Recipe:
     for tokens in sorted(entries):
         entry_label = f"{what}: tokens {tokens}"
         configs[tokens] = (
-            _ours(entries[tokens], entry_label, version)
+            _parse_our_entry(entries[tokens], entry_label, version)
             if ours
-            else _theirs(entries[tokens], entry_label)
+            else _parse_foreign_entry(entries[tokens], entry_label)
         )
-    return Recipe(
+    return TunedConfigs(
         origin=origin,
         gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
         gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
@@ -354,8 +356,8 @@ def _require_mapping(value: object, what: str) -> Mapping[Any, object]:
     return value
 
 
-def _ours(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
-    path = _path(entry, what, version)
+def _parse_our_entry(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
+    path = _parse_path(entry, what, version)
     launch = BY_NAME[path].launch if version == VERSION else LaunchConfig
     for name in ("gemm1", "gemm2"):
         if name not in entry:
@@ -370,7 +372,7 @@ def _ours(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
     return MoEConfig(first, second, path)
 
 
-def _theirs(entry: Mapping[str, object], what: str) -> MoEConfig:
+def _parse_foreign_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
     tile = _launch(entry, what, LaunchConfig)
     return MoEConfig(tile, tile, BASE.name)
 
@@ -416,8 +418,8 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
     return TunedFor(part, hidden, top_k)
 
 
-def _path(entry: Mapping[str, object], what: str, version: int) -> str:
-    path, valid_names = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
+def _parse_path(entry: Mapping[str, object], what: str, version: int) -> str:
+    path, valid_names = entry.get("path", BASE.name), NAMES if version == VERSION else V1_NAMES
     if isinstance(path, str) and path in valid_names:
         return path
     raise ConfigurationError(
@@ -434,13 +436,13 @@ def _parse_microseconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
 
 
-def config_as_json(config: MoEConfig) -> dict[str, object]:
+def config_to_json(config: MoEConfig) -> dict[str, object]:
     """Return the JSON entry of a configuration in our format, without times."""
     one, two = (_launch_to_json(launch) for launch in (config.gemm1, config.gemm2))
     return {"gemm1": one, "gemm2": two, "path": config.path}
 
 
-def dump_recipe(recipe: Recipe) -> str:
+def dump_config_file(recipe: TunedConfigs) -> str:
     """Serialize `recipe` in our format."""
     top: dict[str, object] = {"format": FORMAT}
     if recipe.triton is not None:
@@ -449,7 +451,7 @@ def dump_recipe(recipe: Recipe) -> str:
         top["tuned_for"] = asdict(recipe.tuned_for)
     for tokens, config in recipe.configs().items():
         times = recipe.times.get(tokens)
-        top[str(tokens)] = config_as_json(config) | (asdict(times) if times is not None else {})
+        top[str(tokens)] = config_to_json(config) | (asdict(times) if times is not None else {})
     return json.dumps(top, indent=2) + "\n"
 
 

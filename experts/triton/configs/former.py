@@ -8,26 +8,26 @@ such files wherever the heuristics choose them.
 from collections.abc import Collection
 from dataclasses import fields
 
-from experts.triton.configs.heuristics import Steps, over
+from experts.triton.configs.heuristics import ConfigSteps, overlay_path
 from experts.triton.launch_config import Device, Launch, MoEConfig
-from experts.triton.path import ENDLESS, Path
+from experts.triton.path import UNBOUNDED_TOKENS, Path
 from experts.triton.paths import PATHS
 from modular_kernel.spec.problem import Problem
 
-FORMER_NAMES = tuple(dict.fromkeys(name for path in PATHS for name in path.former_names))
+V1_NAMES = tuple(dict.fromkeys(name for path in PATHS for name in path.former_names))
 # Paths that a file of version 1 can name.
-MEANT = tuple(path.name for path in PATHS if path.replaces is None)
+V1_PATHS = tuple(path.name for path in PATHS if path.replaces is None)
 
 
-def path_meant(name: str, problem: Problem, device: Device) -> type[Path]:
+def path_from_v1(name: str, problem: Problem, device: Device) -> type[Path]:
     """Return the path that `name` denotes in a file of version 1, preferably a supported one."""
     candidates = [path for path in PATHS if name in path.former_names]
     return next((path for path in candidates if path.serves(problem, device)), candidates[0])
 
 
-def named_now(config: MoEConfig, problem: Problem, device: Device) -> MoEConfig:
+def config_from_v1(config: MoEConfig, problem: Problem, device: Device) -> MoEConfig:
     """Convert a configuration of version 1 to the path and the launch types of today."""
-    path = path_meant(config.path, problem, device)
+    path = path_from_v1(config.path, problem, device)
     one, two = (_convert_launch(launch, path) for launch in (config.gemm1, config.gemm2))
     return MoEConfig(one, two, path.name)
 
@@ -38,13 +38,15 @@ def _convert_launch(launch: Launch, path: type[Path]) -> Launch:
     return converted
 
 
-def replaced(steps: Steps, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
+def apply_newer_paths(
+    steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
+) -> ConfigSteps:
     """Replace steps of a version 1 file with those of paths that it could not name."""
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
         if path.younger:
-            steps = over(steps, path, problem, device)
+            steps = overlay_path(steps, path, problem, device)
         if path.replaces is None:
             continue
 
@@ -57,9 +59,9 @@ def replaced(steps: Steps, problem: Problem, device: Device, paths: Collection[s
     return steps
 
 
-def in_words_of_now(
+def launched_config_from_v1(
     config: MoEConfig, tokens: int, problem: Problem, device: Device, paths: Collection[str]
 ) -> MoEConfig:
     """Return what a call of `tokens` tokens launches when a file of version 1 has `config`."""
-    steps = Steps((ENDLESS,), (named_now(config, problem, device),))
-    return replaced(steps, problem, device, paths).choose(tokens)
+    steps = ConfigSteps((UNBOUNDED_TOKENS,), (config_from_v1(config, problem, device),))
+    return apply_newer_paths(steps, problem, device, paths).choose(tokens)

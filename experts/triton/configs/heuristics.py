@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from experts.triton.launch_config import Device, MoEConfig, Violation, gemms
-from experts.triton.path import ENDLESS, Path
+from experts.triton.path import UNBOUNDED_TOKENS, Path
 from experts.triton.paths import BASE, BY_NAME, NAMES, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 
 
 @dataclass(frozen=True)
-class Steps:
+class ConfigSteps:
     """Configurations as a step function of the number of tokens.
 
     configs[i] applies to calls of lasts[i - 1] + 1 to lasts[i] tokens. lasts ascends and ends with
@@ -38,7 +38,7 @@ class Steps:
             result[kind] = max(limit, result.get(kind, 0))
         return result
 
-    def within(self, paths: Collection[str], other: "Steps") -> "Steps":
+    def within(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
         """Return these steps, with those of `other` where the path is not in `paths`."""
         return self.changed(
             other.lasts, lambda last, c: c if c.path in paths else other.choose(last)
@@ -46,18 +46,18 @@ class Steps:
 
     def changed(
         self, ends: Iterable[int], change: Callable[[int, MoEConfig], MoEConfig]
-    ) -> "Steps":
+    ) -> "ConfigSteps":
         """Split the steps after `ends` as well, apply `change` to each, and merge equal neighbors.
 
         change(last, config): `last` is the last token count of a step; the result must hold for
         every token count of that step.
         """
-        boundaries = sorted({*self.lasts, *(end for end in ends if 0 <= end < ENDLESS)})
+        boundaries = sorted({*self.lasts, *(end for end in ends if 0 <= end < UNBOUNDED_TOKENS)})
         configs = [change(last, self.choose(last)) for last in boundaries]
         last_of_run = [i for i, config in enumerate(configs[:-1]) if config != configs[i + 1]] + [
             len(configs) - 1
         ]
-        return Steps(
+        return ConfigSteps(
             tuple(boundaries[i] for i in last_of_run), tuple(configs[i] for i in last_of_run)
         )
 
@@ -79,7 +79,7 @@ def config_violations(
             yield str(gemm), violation
 
 
-def fits(config: MoEConfig, problem: Problem, device: Device) -> bool:
+def is_launchable(config: MoEConfig, problem: Problem, device: Device) -> bool:
     """Return whether `config` can be launched for `problem` on `device`."""
     return next(config_violations(config, problem, device), None) is None
 
@@ -93,20 +93,24 @@ def require_config(config: MoEConfig, problem: Problem, device: Device, origin: 
 
 def heuristics(
     problem: Problem, device: Device, paths: Collection[str] = NAMES, *, prepared: bool = False
-) -> Steps:
+) -> ConfigSteps:
     """Return the default configurations of `problem` on `device`, using only `paths` and BASE.
 
     prepared: for calls with prepared weights. Raise ConfigurationError if the groups of the scheme
     allow no launch.
     """
-    steps = Steps((ENDLESS,), (BASE.default_config(problem, ENDLESS, device),))
+    steps = ConfigSteps(
+        (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
+    )
     for path in PATHS:
         if path is BASE or (path.name in paths and path.serves(problem, device)):
-            steps = over(steps, path, problem, device)
+            steps = overlay_path(steps, path, problem, device)
     return with_prepared(steps, problem, device, paths) if prepared else steps
 
 
-def with_prepared(steps: Steps, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
+def with_prepared(
+    steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
+) -> ConfigSteps:
     """Overlay `steps` with the configurations that `paths` use for prepared weights."""
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
@@ -125,12 +129,14 @@ def with_prepared(steps: Steps, problem: Problem, device: Device, paths: Collect
     return steps
 
 
-def over(steps: Steps, path: type[Path], problem: Problem, device: Device) -> Steps:
+def overlay_path(
+    steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
+) -> ConfigSteps:
     """Overlay `steps` with the defaults of `path` over its range of token counts."""
     min_tokens, max_tokens = path.least_tokens(problem), path.most_tokens(problem)
     if max_tokens == 0:
         return steps
-    top = ENDLESS if max_tokens is None else max_tokens
+    top = UNBOUNDED_TOKENS if max_tokens is None else max_tokens
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
         return path.default_config(problem, last, device) if min_tokens <= last <= top else config

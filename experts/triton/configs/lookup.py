@@ -7,7 +7,7 @@ device and number format.
 A folder may keep files in triton_X_Y_Z/, as SGLang does, or at its top level, as vLLM does. The
 subfolder of the installed Triton is searched first, then the top level, then other versions, newest
 first. Every place is searched for one file name before the next name is tried (see
-`files.names_for`).
+`files.file_names_for`).
 
 A file has launches for some token counts. A call uses the nearest one; ties go to the smaller.
 
@@ -23,25 +23,36 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from experts.triton.configs.files import VERSION, ConfigKey, Recipe, names_for, read_recipe
-from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
-from experts.triton.configs.heuristics import Steps, heuristics, require_config, with_prepared
-from experts.triton.configs.nearest import Known, borrow, checked_by_rows, steps_of
+from experts.triton.configs.files import (
+    VERSION,
+    ConfigKey,
+    TunedConfigs,
+    file_names_for,
+    read_config_file,
+)
+from experts.triton.configs.former import V1_PATHS, apply_newer_paths, config_from_v1, path_from_v1
+from experts.triton.configs.heuristics import ConfigSteps, heuristics, require_config, with_prepared
+from experts.triton.configs.nearest import (
+    TunedLayer,
+    borrow_configs,
+    prefer_heuristics_by_rows,
+    steps_from_borrowed,
+)
 from experts.triton.launch_config import (
-    GROUP,
-    SHARED,
+    GROUP_LIMIT,
+    SHARED_LIMIT,
     Device,
     Gemm,
     Launch,
     LaunchConfig,
     MoEConfig,
-    clamped,
+    clamp,
     gemms,
     require,
-    starts_on_16,
+    rows_aligned_to_16,
     violations,
 )
-from experts.triton.path import ENDLESS
+from experts.triton.path import UNBOUNDED_TOKENS
 from experts.triton.paths import BASE, BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
@@ -54,7 +65,7 @@ NEAREST = "nearest"  # a value of Source.origin
 FIXED = "one configuration for every number of tokens: batch_invariant"  # another
 _LEAST_BLOCK_N = 16
 # Violations that are clamped in files of vLLM and SGLang; all others are errors.
-_CLAMPED_VIOLATIONS = frozenset({GROUP, SHARED})
+_CLAMPED_VIOLATIONS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Source:
     prepared: the steps apply to calls with prepared weights.
     """
 
-    steps: Steps
+    steps: ConfigSteps
     origin: str
     keys: tuple[int, ...] = ()
     whose: tuple[str, ...] = ()
@@ -78,19 +89,19 @@ class Source:
 
     def launched(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
-    ) -> Steps:
+    ) -> ConfigSteps:
         """Return the steps launched from this source by a caller that supports `paths`.
 
         prepared: for calls with prepared weights.
         """
         steps = self.steps
         if self.former:
-            steps = replaced(steps, problem, device, paths)
+            steps = apply_newer_paths(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
             own = heuristics(problem, device, paths, prepared=prepared)
             steps = steps.within(paths, own)
         if self.origin == NEAREST:
-            steps = checked_by_rows(steps, heuristics(problem, device, paths), problem)
+            steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, paths), problem)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
         return steps
@@ -118,7 +129,7 @@ class ConfigLookup:
         if problem.batch_invariant:  # files depend on the number of tokens
             return Source(heuristics(problem, self.device), FIXED)
         looked_in: list[str] = []
-        names = names_for(problem, self.device.name, prepared=prepared)
+        names = file_names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
             path = self._first(folder, names)
             if path is None:
@@ -131,7 +142,7 @@ class ConfigLookup:
                 mismatch = "tuned for rows that start on 16 elements"
                 looked_in.append(f"{title} {path}: {mismatch}")
                 continue
-            fitted = fit(recipe, problem, self.device, prepared=prepared)
+            fitted = fit_to_problem(recipe, problem, self.device, prepared=prepared)
             notes = (*self._foreign_triton(path, recipe), *fitted.notes)
             if notes:
                 _warn(f"{path}: {'; '.join(notes)}")
@@ -145,40 +156,44 @@ class ConfigLookup:
         if not tuned_layers:
             steps = heuristics(problem, self.device)
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
-        borrowed = borrow(
-            tuned_layers, problem, self.device, heuristics(problem, self.device, MEANT)
+        borrowed = borrow_configs(
+            tuned_layers, problem, self.device, heuristics(problem, self.device, V1_PATHS)
         )
         lenders = tuple(entry.origin for entry in borrowed)
         return Source(
-            steps_of(borrowed), NEAREST, whose=lenders, looked_in=tuple(looked_in), former=True
+            steps_from_borrowed(borrowed),
+            NEAREST,
+            whose=lenders,
+            looked_in=tuple(looked_in),
+            former=True,
         )
 
-    def _known(self, problem: Problem) -> list[Known]:
+    def _known(self, problem: Problem) -> list[TunedLayer]:
         """Return the packaged layers for this device and number format.
 
         The list is empty for a problem whose rows do not start at multiples of 16 elements,
         because those of all packaged layers do.
         """
-        if not self.device.name or not starts_on_16(problem):
+        if not self.device.name or not rows_aligned_to_16(problem):
             return []
-        wanted_key, layers = ConfigKey.of(problem, self.device.name), list[Known]()
+        wanted_key, layers = ConfigKey.of(problem, self.device.name), list[TunedLayer]()
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
-            for path in sorted((folder / subfolder(self.triton)).glob("E=*.json")):
+            for path in sorted((folder / triton_subfolder(self.triton)).glob("E=*.json")):
                 key = ConfigKey.parse(path.name)
                 if replace(wanted_key, experts=key.experts, intermediate=key.intermediate) == key:
-                    layers.append(Known.of(key, read_recipe(path)))
+                    layers.append(TunedLayer.of(key, read_config_file(path)))
         return layers
 
     def _first(self, folder: Path, names: Sequence[str]) -> Path | None:
         places = [folder / name for name in self._subfolders(folder)]
         paths = (place / name for name in names for place in places)
-        # `read_recipe` rejects a dangling link or a folder of that name.
+        # `read_config_file` rejects a dangling link or a folder of that name.
         return next((path for path in paths if path.exists() or path.is_symlink()), None)
 
     def _subfolders(self, folder: Path) -> Iterator[str]:
-        installed = subfolder(self.triton)
+        installed = triton_subfolder(self.triton)
         if installed:
             yield installed
         yield ""
@@ -189,16 +204,16 @@ class ConfigLookup:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
-    def _foreign_triton(self, path: Path, recipe: Recipe) -> Iterator[str]:
-        installed = subfolder(self.triton)
+    def _foreign_triton(self, path: Path, recipe: TunedConfigs) -> Iterator[str]:
+        installed = triton_subfolder(self.triton)
         tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
-        tuned_with = subfolder(recipe.triton) or tuned_with
+        tuned_with = triton_subfolder(recipe.triton) or tuned_with
         if installed and tuned_with and installed != tuned_with:
             version = tuned_with.removeprefix("triton_").replace("_", ".")
             yield f"tuned with triton {version}, this is {self.triton}: it may not be the best here"
 
 
-def subfolder(triton: str | None) -> str:
+def triton_subfolder(triton: str | None) -> str:
     """Return the subfolder for a Triton version, such as "triton_3_6_0"; "" if unknown."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", triton or "", re.ASCII)
     return f"triton_{'_'.join(match.groups())}" if match else ""
@@ -210,27 +225,27 @@ def _warn(text: str) -> None:
     _LOG.warning("%s", printable(text))
 
 
-def _read_with_down(path: Path) -> Recipe:
+def _read_with_down(path: Path) -> TunedConfigs:
     """Read a config file, with GEMM 2 from SGLang's "_down" file next to it, if any."""
-    recipe = read_recipe(path)
+    recipe = read_config_file(path)
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
     if recipe.strict or not down.exists():
         return recipe
-    second = read_recipe(down)
+    second = read_config_file(down)
     if second.strict:
         need = "a file of SGLang's: ours has both GEMMs in one"
         raise ConfigurationError(f"config file {down}", got="a file of ours", need=need)
     return replace(recipe, gemm2=second.gemm2)
 
 
-def _has_same_alignment(recipe: Recipe, problem: Problem) -> bool:
+def _has_same_alignment(recipe: TunedConfigs, problem: Problem) -> bool:
     """Return whether rows have the same alignment as in tuning, on which large tiles depend."""
-    if starts_on_16(problem):
+    if rows_aligned_to_16(problem):
         return True
     return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
 
 
-def _layer_differences(recipe: Recipe, problem: Problem) -> Iterator[str]:
+def _layer_differences(recipe: TunedConfigs, problem: Problem) -> Iterator[str]:
     assert recipe.tuned_for is not None
     for name in ("hidden", "top_k"):
         tuned, actual = getattr(recipe.tuned_for, name), getattr(problem, name)
@@ -243,7 +258,9 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
     return min(keys, key=lambda key: (abs(key - tokens), key))
 
 
-def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = False) -> Source:
+def fit_to_problem(
+    recipe: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
+) -> Source:
     """Convert `recipe` to configurations for `problem` on `device`.
 
     prepared: for calls with prepared weights. Raise ConfigurationError if one cannot be launched.
@@ -260,7 +277,7 @@ def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = Fa
             notes |= dict.fromkeys(clamps)
         config = MoEConfig(first, second, dict(recipe.paths).get(tokens, BASE.name))
         if recipe.version < VERSION:
-            config = named_now(config, problem, device)
+            config = config_from_v1(config, problem, device)
         # A path that does not support the problem is replaced later; see Steps.within.
         if BY_NAME[config.path].serves(problem, device):
             require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
@@ -269,7 +286,7 @@ def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = Fa
         _require_single_config(configs, problem, device, recipe.origin)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     former = recipe.version < VERSION
-    steps = Steps(tuple(boundaries), tuple(configs))
+    steps = ConfigSteps(tuple(boundaries), tuple(configs))
     return Source(
         steps, recipe.origin, keys, notes=_few(list(notes)), former=former, prepared=prepared
     )
@@ -280,7 +297,7 @@ def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tupl
 
 
 def _top(
-    name: str, tokens: int, recipe: Recipe, problem: Problem, device: Device, prepared: bool
+    name: str, tokens: int, recipe: TunedConfigs, problem: Problem, device: Device, prepared: bool
 ) -> int:
     """Return the largest call for which a configuration tuned for `tokens` on this path applies.
 
@@ -288,11 +305,11 @@ def _top(
     `most_tokens`. With prepared weights there is no limit.
     """
     former = recipe.version < VERSION
-    path = path_meant(name, problem, device) if former else BY_NAME[name]
+    path = path_from_v1(name, problem, device) if former else BY_NAME[name]
     if prepared and path.turns_of_prepared(problem):
-        return ENDLESS
+        return UNBOUNDED_TOKENS
     max_tokens = path.most_tokens(problem)
-    return ENDLESS if max_tokens is None else max(tokens, max_tokens)
+    return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
 
 
 def _require_single_config(
@@ -309,7 +326,7 @@ def _require_single_config(
 def _fitted(
     first: Launch,
     second: Launch,
-    recipe: Recipe,
+    recipe: TunedConfigs,
     problem: Problem,
     device: Device,
     places: tuple[str, ...],
@@ -339,8 +356,10 @@ def _lasts(
     tops: upper limits of those counts, by the tokens of a launch. The last launch has no limit.
     """
     tokens = [t for t, _ in launches]
-    ends = [min((low + high) // 2, tops.get(low, ENDLESS)) for low, high in pairwise(tokens)]
-    return list(zip([*ends, ENDLESS], launches, strict=True))
+    ends = [
+        min((low + high) // 2, tops.get(low, UNBOUNDED_TOKENS)) for low, high in pairwise(tokens)
+    ]
+    return list(zip([*ends, UNBOUNDED_TOKENS], launches, strict=True))
 
 
 def _clamped(
@@ -350,7 +369,7 @@ def _clamped(
     if not strict:
         violated = {violation.what for violation in violations(tile, gemm, device)}
         if violated and violated <= _CLAMPED_VIOLATIONS:
-            tile = clamped(tile, gemm, device)
+            tile = clamp(tile, gemm, device)
     return require(tile, gemm, device, where)
 
 

@@ -10,19 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts.triton.configs.files import VERSION, ConfigKey, Recipe
-from experts.triton.configs.former import named_now
-from experts.triton.configs.heuristics import Steps, fits
+from experts.triton.configs.files import VERSION, ConfigKey, TunedConfigs
+from experts.triton.configs.former import config_from_v1
+from experts.triton.configs.heuristics import ConfigSteps, is_launchable
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.path import ENDLESS
+from experts.triton.path import UNBOUNDED_TOKENS
 from experts.triton.paths import BASE, BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
 
 _TOKENS = tuple(1 << power for power in range(15))
-LEAST_ROWS = 24  # mean rows per expert up to which loading weights dominates
-NEAR = 1.0  # max distance at which a borrowed configuration beats the heuristics
+MIN_COMPUTE_BOUND_ROWS = 24  # mean rows per expert up to which loading weights dominates
+MAX_DISTANCE = 1.0  # max distance at which a borrowed configuration beats the heuristics
 # Distance per factor of two in each field of Point, in order.
 _WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
@@ -57,17 +57,17 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Known:
+class TunedLayer:
     """A layer and its tuned launches. recipe: from a file in our format."""
 
     experts: int
     top_k: int
     hidden: int
     intermediate: int
-    recipe: Recipe
+    recipe: TunedConfigs
 
     @classmethod
-    def of(cls, key: ConfigKey, recipe: Recipe) -> "Known":
+    def of(cls, key: ConfigKey, recipe: TunedConfigs) -> "TunedLayer":
         """Build from a file in our format; raise ConfigurationError if it has no "tuned_for"."""
         if recipe.tuned_for is None:
             raise ConfigurationError(f"config file {recipe.origin}", got="none", need="tuned_for")
@@ -83,14 +83,14 @@ class Known:
         """Yield (tokens, configuration) of the file; version 1 paths are resolved for `problem`."""
         for tokens, config in self.recipe.configs().items():
             former = self.recipe.version < VERSION
-            yield tokens, named_now(config, problem, device) if former else config
+            yield tokens, config_from_v1(config, problem, device) if former else config
 
     def point(self, tokens: int) -> Point:
         return Point.of(self.experts, self.top_k, self.hidden, self.intermediate, tokens)
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class BorrowedConfig:
     """The configuration for about `tokens` tokens, and its origin: a layer or "heuristics"."""
 
     tokens: int
@@ -98,13 +98,13 @@ class Borrowed:
     origin: str
 
 
-def borrow(
-    known: Sequence[Known],
+def borrow_configs(
+    known: Sequence[TunedLayer],
     problem: Problem,
     device: Device,
-    otherwise: Steps,
+    otherwise: ConfigSteps,
     tokens: Sequence[int] = _TOKENS,
-) -> list[Borrowed]:
+) -> list[BorrowedConfig]:
     """Return, for each token count, the configuration of the nearest point.
 
     Points whose configuration cannot be launched for `problem` are skipped. `otherwise` is used
@@ -120,7 +120,7 @@ def borrow(
         for layer in known
         for tuned_tokens, config in layer.configs(problem, device)
         for label in (counted(tuned_tokens, "token"),)
-        if fits(_adapt_config(config, problem, device, tuned_tokens), problem, device)
+        if is_launchable(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
     borrowed = []
     for number in tokens:
@@ -135,11 +135,11 @@ def borrow(
             key=lambda each: each[0],
             default=(math.inf, otherwise.choose(number), ""),
         )
-        if distance > NEAR:
-            borrowed.append(Borrowed(number, otherwise.choose(number), "heuristics"))
+        if distance > MAX_DISTANCE:
+            borrowed.append(BorrowedConfig(number, otherwise.choose(number), "heuristics"))
         else:
             borrowed.append(
-                Borrowed(number, _adapt_config(config, problem, device, number), origin)
+                BorrowedConfig(number, _adapt_config(config, problem, device, number), origin)
             )
     return borrowed
 
@@ -150,7 +150,7 @@ def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
     It is limited on small-M paths.
     """
     max_tokens = BY_NAME[config.path].most_tokens(problem)
-    return ENDLESS if max_tokens is None else max(tokens, max_tokens)
+    return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
 
 
 def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
@@ -165,7 +165,9 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
     return path.default_config(problem, tokens, device)
 
 
-def checked_by_rows(steps: Steps, own: Steps, problem: Problem) -> Steps:
+def prefer_heuristics_by_rows(
+    steps: ConfigSteps, own: ConfigSteps, problem: Problem
+) -> ConfigSteps:
     """Replace borrowed steps by `own` heuristics where those fit the rows per expert better.
 
     That is, for calls of more than LEAST_ROWS rows per expert, if the path or block_m differs, or
@@ -175,7 +177,7 @@ def checked_by_rows(steps: Steps, own: Steps, problem: Problem) -> Steps:
     Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): 0.78 to 0.99 x the time with 32
     to 128 rows.
     """
-    max_small = LEAST_ROWS * problem.experts // problem.top_k
+    max_small = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
         default = own.choose(last)
@@ -193,7 +195,7 @@ def checked_by_rows(steps: Steps, own: Steps, problem: Problem) -> Steps:
     return steps.changed((max_small, *own.lasts), change)
 
 
-def steps_of(borrowed: Sequence[Borrowed]) -> Steps:
+def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
     """Build a step function that picks the nearest token count."""
     between = [(one.tokens + two.tokens) // 2 for one, two in pairwise(borrowed)]
-    return Steps((*between, ENDLESS), tuple(one.config for one in borrowed))
+    return ConfigSteps((*between, UNBOUNDED_TOKENS), tuple(one.config for one in borrowed))

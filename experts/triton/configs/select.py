@@ -14,10 +14,17 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from experts.triton.configs.files import Recipe, names_for, override_recipe
-from experts.triton.configs.heuristics import Steps
-from experts.triton.configs.lookup import FIXED, PACKAGED, ConfigLookup, Source, fit, nearest
-from experts.triton.configs.nearest import LEAST_ROWS
+from experts.triton.configs.files import TunedConfigs, configs_from_override, file_names_for
+from experts.triton.configs.heuristics import ConfigSteps
+from experts.triton.configs.lookup import (
+    FIXED,
+    PACKAGED,
+    ConfigLookup,
+    Source,
+    fit_to_problem,
+    nearest,
+)
+from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
 from modular_kernel.machine import current_machine
@@ -27,7 +34,7 @@ from modular_kernel.text import counted
 from modular_kernel.utils.package_probes import version_of
 
 _PACKAGED = Path(__file__).parent / "data"
-_override: ContextVar[Recipe | None] = ContextVar("config override", default=None)
+_override: ContextVar[TunedConfigs | None] = ContextVar("config override", default=None)
 _device: ContextVar[Device | None] = ContextVar("tile device", default=None)
 
 
@@ -50,7 +57,7 @@ def choose_config(
     return _chosen(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
 
 
-def kinds_up_to(
+def buffer_kinds_up_to(
     problem: Problem,
     tokens: int,
     paths: tuple[str, ...] = (BASE.name,),
@@ -73,7 +80,7 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
     exception. The override applies to the current context only, not to other threads. Workspace
     sizes depend on it: build kernels and plans inside the same block in which they are called.
     """
-    token = _override.set(None if config is None else override_recipe(config))
+    token = _override.set(None if config is None else configs_from_override(config))
     try:
         yield
     finally:
@@ -104,7 +111,7 @@ def explain(
     supports there. prepared: with prepared weights. Weights and tokens are assumed to have the
     strides that the importers produce.
     """
-    store = this_store()
+    store = current_lookup()
     recipe = _override.get()
     if device_name is not None:
         store = replace(store, device=Device.named(device_name))
@@ -113,7 +120,7 @@ def explain(
     unprepared = source.launched(problem, store.device, paths).choose(tokens)
     config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    reason = _why(source, problem, tokens, unprepared)
+    reason = _reason(source, problem, tokens, unprepared)
     if prepared and not source.prepared and config != unprepared:
         reason = f"heuristics of prepared weights, in place of {reason}"
     lines = [
@@ -128,7 +135,9 @@ def explain(
     ]
     if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):
         device_label = store.device.name
-        file_name = names_for(problem, device_label, prepared=prepared)[0] if device_label else ""
+        file_name = (
+            file_names_for(problem, device_label, prepared=prepared)[0] if device_label else ""
+        )
         command = "mk tune --prepared" if prepared else "mk tune"
         how_to_tune = (
             f"`{command}` writes one: {file_name}" if file_name else "tuned files are for a GPU"
@@ -149,13 +158,13 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
         yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"
 
 
-def _why(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
+def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
     lender = source.whose[source.steps.index(tokens)] if source.whose else ""
     if lender == "heuristics":
         return "heuristics: no layer with a file is near"
     if lender:
         rows = tokens * problem.top_k / problem.experts
-        if rows > LEAST_ROWS and launched != source.steps.choose(tokens):
+        if rows > MIN_COMPUTE_BOUND_ROWS and launched != source.steps.choose(tokens):
             return f"heuristics: {rows:.4g} rows an expert are not for the launches of {lender}"
         return f"the nearest layer with a file: {lender}"
     if source.origin == FIXED:
@@ -172,30 +181,30 @@ def _why(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> 
     return f"{source.origin}: tokens {key} is the nearest of {keys}"
 
 
-def reread() -> None:
+def clear_caches() -> None:
     """Clear all cached choices, files and machine properties; `mk tune` calls this."""
-    for function in (_chosen, _kinds, _steps, _machine_s_store):
+    for function in (_chosen, _kinds, _steps, _machine_lookup):
         function.cache_clear()
 
 
-def overridden() -> bool:
+def is_overridden() -> bool:
     """Return whether an `override_config` is active."""
     return _override.get() is not None
 
 
-def is_contextual() -> bool:
+def is_context_active() -> bool:
     """Return whether an `override_config` or `on_device` is active."""
     return _override.get() is not None or _device.get() is not None
 
 
-def this_store() -> ConfigLookup:
+def current_lookup() -> ConfigLookup:
     """Return the lookup for this machine, with the GPU of `on_device` if one is active."""
-    store, device = _machine_s_store(), _device.get()
+    store, device = _machine_lookup(), _device.get()
     return store if device is None else replace(store, device=device)
 
 
 @cache
-def _machine_s_store() -> ConfigLookup:
+def _machine_lookup() -> ConfigLookup:
     """Build the lookup for this machine, assuming that all its GPUs equal the first."""
     user_folder = read_settings().config_dir
     folders = (
@@ -214,25 +223,27 @@ def triton_version() -> str | None:
 class _Context(NamedTuple):
     """Cache key: everything besides problem and tokens that determines a configuration."""
 
-    recipe: Recipe | None
+    recipe: TunedConfigs | None
     device: Device | None  # of `on_device`
     paths: tuple[str, ...]
     prepared: bool
 
 
 @lru_cache(maxsize=1 << 10)
-def _steps(problem: Problem, where: _Context) -> Steps:
+def _steps(problem: Problem, where: _Context) -> ConfigSteps:
     """Return the steps for `problem`, which must have tokens = 0 to be a good cache key."""
-    store, prepared = this_store(), where.prepared
+    store, prepared = current_lookup(), where.prepared
     source = _source(store, where.recipe, problem, prepared)
     return source.launched(problem, store.device, where.paths, prepared=prepared)
 
 
-def _source(store: ConfigLookup, recipe: Recipe | None, problem: Problem, prepared: bool) -> Source:
+def _source(
+    store: ConfigLookup, recipe: TunedConfigs | None, problem: Problem, prepared: bool
+) -> Source:
     """Return the source of configurations: the override, or what `store` finds."""
     if recipe is None:
         return store.source(problem, prepared=prepared)
-    return fit(recipe, problem, store.device, prepared=prepared)
+    return fit_to_problem(recipe, problem, store.device, prepared=prepared)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from experts.triton.candidates import Groups, Rows
+from experts.triton.candidates import Groups, RowRange
 from experts.triton.grouped_tma import grouped_tma_config as grouped
 from experts.triton.grouped_tma.grouped_tma_config import candidates as plain_candidates
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "dequantized"
 
-_TRIED: Rows = {128: (32, 1 << 62)}
+_TRIED: RowRange = {128: (32, 1 << 62)}
 # Min mean rows per expert for the path to pay off, which depends on the cost of unpacking in the
 # aligned path. Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8,
 # Qwen3-30B and gpt-oss. fp8 and NVFP4 were not measured: they use the numbers of the most similar
@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 30  # max size of the dequantized weights, unless one expert 
 
 
 @lru_cache(maxsize=1 << 10)
-def plain(problem: Problem) -> Problem:
+def without_quant(problem: Problem) -> Problem:
     """Return the same layer with unquantized weights."""
     return replace(problem, quant="none")
 
@@ -53,14 +53,14 @@ def serves(problem: Problem, device: Device) -> bool:
     weight_only = scheme.quantized and not scheme.quantizes_activations
     if not weight_only or scheme.act_order or problem.dtype is not torch.bfloat16:
         return False
-    return grouped.serves(plain(problem), device)
+    return grouped.supports(without_quant(problem), device)
 
 
 def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
     """Yield every reason why `tile` cannot be launched for this GEMM of `problem`."""
-    unquantized = gemms(plain(problem))[gemm.index - 1]
+    unquantized = gemms(without_quant(problem))[gemm.index - 1]
     for violation in grouped.violations(tile, unquantized, "plain", device):
         yield replace(
             violation, need=violation.need.replace(f"{grouped.NAME} path", f"{NAME} path")
@@ -93,9 +93,9 @@ def values_at_once(problem: Problem) -> int:
 
 def default(problem: Problem) -> MoEConfig:
     """Return the launches without a tuned file, the same as for unquantized weights."""
-    return replace(grouped.default(plain(problem)), path=NAME)
+    return replace(grouped.default_config(without_quant(problem)), path=NAME)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    return plain_candidates(plain(problem), tokens, _TRIED)
+    return plain_candidates(without_quant(problem), tokens, _TRIED)

@@ -14,13 +14,13 @@ import torch
 from experts.triton.candidates import Groups
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_config import violations
-from experts.triton.grouped.base import Rows
+from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import MIDDLE, Product, scale_group, word_format
+from experts.triton.operands import DEFAULT_ZERO_POINT, GemmOperands, scale_group, word_format
 from experts.triton.path import PathCall
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.ops.sort import SortedPairs, most_tiles
 from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
@@ -71,7 +71,7 @@ class DequantizedPath(GroupedTmaPath):
         return dequantized_config.candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(dequantized_config.plain(problem))
+        super().__init__(dequantized_config.without_quant(problem))
         self._scheme = problem.scheme
         self._at_once = dequantized_config.experts_at_once(problem)
         self._values = dequantized_config.values_at_once(problem)
@@ -96,10 +96,10 @@ class DequantizedPath(GroupedTmaPath):
 
     def products(
         self,
-        rows: Rows,
-        product: Product,
+        rows: GemmRows,
+        product: GemmOperands,
         tile: LaunchConfig,
-        order: Sorted,
+        order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
@@ -113,8 +113,13 @@ class DequantizedPath(GroupedTmaPath):
             self.multiply(rows, chunk, tile, tiles, out)
 
     def ready(
-        self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
-    ) -> Product:
+        self,
+        product: GemmOperands,
+        first: int,
+        count: int,
+        order: SortedPairs,
+        workspace: Workspace,
+    ) -> GemmOperands:
         """Return the operands of `count` experts from `first` on, with dequantized weights.
 
         The bias of `product` must already be that of these experts. Weights of experts without rows
@@ -124,7 +129,12 @@ class DequantizedPath(GroupedTmaPath):
         return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
 
     def _dequantized(
-        self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
+        self,
+        product: GemmOperands,
+        first: int,
+        count: int,
+        order: SortedPairs,
+        workspace: Workspace,
     ) -> torch.Tensor:
         """Dequantize experts to bf16 (count, N, K); undefined for experts without rows."""
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
@@ -157,7 +167,7 @@ class DequantizedPath(GroupedTmaPath):
             FORMAT=word_format(product.scheme),
             PACKED=product.scheme.packed,
             HAS_ZERO=zero is not None,
-            MIDDLE=float(MIDDLE.get(product.scheme.weight, 0)),
+            MIDDLE=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
             MATRICES=matrices,
             UP_ROW=product.up_row if matrices > 1 else rows,
             GROUP_N=group_n if scale.dim() > 1 else 0,
@@ -170,8 +180,8 @@ class DequantizedPath(GroupedTmaPath):
         return w_eNK
 
     def _tiles_of(
-        self, first: int, count: int, order: Sorted, block_m: int, workspace: Workspace
-    ) -> Sorted:
+        self, first: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
+    ) -> SortedPairs:
         """Return `order` with only the tiles of experts first to first + count, numbered from 0."""
         from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
 

@@ -7,7 +7,14 @@ ignored.
 
 import torch
 
-from experts.triton.candidates import FEW_TRIED, ByBlock, Groups, Rows, groups, worth
+from experts.triton.candidates import (
+    SMALL_M_MARGIN,
+    ByBlock,
+    Groups,
+    RowRange,
+    blocks_worth_timing,
+    launches_by_block,
+)
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.spec.problem import Problem
 
@@ -53,7 +60,7 @@ def most_tokens(problem: Problem) -> int:
     return min(limit, max(1, problem.experts // (share * problem.top_k)))
 
 
-def default(problem: Problem, tokens: int = 1) -> MoEConfig:
+def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the launches without a tuned file, the same for every token count."""
     quantized = problem.scheme.quantized
     down = next(
@@ -75,7 +82,7 @@ def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     )
 
 
-_ROWS: Rows = {16: (0, 4)}
+_ROWS: RowRange = {16: (0, 4)}
 # One stage. The fifth number of GEMM 2 entries is the pairs of a token per program.
 _ENTRIES: tuple[ByBlock, ByBlock] = (
     {
@@ -96,6 +103,6 @@ _ENTRIES: tuple[ByBlock, ByBlock] = (
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    if tokens > FEW_TRIED * most_tokens(problem):
+    if tokens > SMALL_M_MARGIN * most_tokens(problem):
         return {}
-    return groups(worth(_ROWS, problem, tokens), _ENTRIES, problem)
+    return launches_by_block(blocks_worth_timing(_ROWS, problem, tokens), _ENTRIES, problem)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from experts.triton.adapters import Shrunk, adapter_specs, shrink_few
+from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_few
 from experts.triton.candidates import Groups
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv.gemv_config import candidates
@@ -27,19 +27,19 @@ from experts.triton.launch_config import (
     violations,
 )
 from experts.triton.operands import (
-    Product,
-    first_product,
+    GemmOperands,
+    activation_scale_kind,
+    gemm1_operands,
+    gemm2_operands,
     input_scales,
-    row_scale,
     scale_group,
-    second_product,
 )
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.quant.quantized_weights import LARGEST, MIDDLE, MIN_SCALE
+from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, LARGEST, MIN_SCALE
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
@@ -73,7 +73,7 @@ class GemvPath(Path):
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the launches for the K of both GEMMs."""
-        return gemv_config.default(problem, tokens)
+        return gemv_config.default_config(problem, tokens)
 
     @classmethod
     def violations(
@@ -102,7 +102,7 @@ class GemvPath(Path):
         """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
-        if row_scale(problem.scheme, problem.intermediate) in ("token", "tensor"):
+        if activation_scale_kind(problem.scheme, problem.intermediate) in ("token", "tensor"):
             blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
             specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs | adapter_specs(problem, pairs)
@@ -117,11 +117,14 @@ class GemvPath(Path):
         one, two = call.config.both(LaunchConfig)
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
-        stores_amax = row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
+        stores_amax = activation_scale_kind(problem.scheme, problem.intermediate) in (
+            "token",
+            "tensor",
+        )
         if stores_amax:
             largest = workspace.take("gemv_amax", (pairs * blocks,))
         use_triton(h_PI)  # patches the numerics of the interpreter at the first call
-        ids = {**id_arguments(routing, problem.e), **overlap()}
+        ids = {**id_arguments(routing, problem.e), **pdl_arguments()}
         with stages.stage(self._first_stage(call)):
             up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
             launch(
@@ -188,7 +191,7 @@ class GemvPath(Path):
     def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem = self.problem
-        product = first_product(call.weights, problem)
+        product = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
         x_TH = call.tokens.x_TH
         return {
@@ -219,8 +222,8 @@ class GemvPath(Path):
             "factor": float(problem.routed_scaling_factor) if self._sums else 1.0,
             "SLOTS": slots,
             "S": held,
-            "QUANT": row_scale(problem.scheme, problem.intermediate),
-            **_arguments(second_product(call.weights, problem), tile, tile.block_n // held),
+            "QUANT": activation_scale_kind(problem.scheme, problem.intermediate),
+            **_arguments(gemm2_operands(call.weights, problem), tile, tile.block_n // held),
         }
 
     def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
@@ -236,7 +239,7 @@ class GemvPath(Path):
         return (pairs // slots * -(-self.problem.hidden // columns),)
 
 
-def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, object]:
+def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[str, object]:
     """Return the weight, scale and bias arguments of both kernels; columns: BLOCK_N."""
     scheme, w = product.scheme, product.w
     scale = w if product.scale is None else product.scale
@@ -263,7 +266,9 @@ def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, 
         "ROUND": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
         "SCALED": scheme.quantized,
-        "MIDDLE": 0 if product.zero_point is not None else MIDDLE.get(scheme.weight, 0),
+        "MIDDLE": 0
+        if product.zero_point is not None
+        else IMPLICIT_ZERO_POINT.get(scheme.weight, 0),
         "HAS_ZERO": product.zero_point is not None,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
@@ -276,7 +281,7 @@ def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, 
     }
 
 
-def _adapter_arguments(shrunk: Shrunk, top_k: int | None) -> dict[str, object]:
+def _adapter_arguments(shrunk: ShrinkOutput, top_k: int | None) -> dict[str, object]:
     """Return the LoRA arguments of the GEMM 1 kernel, or of the GEMM 2 kernel if top_k is given."""
     arguments = shrunk.arguments()
     arguments["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
@@ -287,7 +292,7 @@ def _adapter_arguments(shrunk: Shrunk, top_k: int | None) -> dict[str, object]:
     return arguments
 
 
-def _one_scale_row(product: Product, columns: int, group_n: int) -> bool:
+def _one_scale_row(product: GemmOperands, columns: int, group_n: int) -> bool:
     """Return whether the weight rows of every block of `columns` columns share one scale."""
     rows = columns * product.step
     return group_n % rows == 0 and (product.step > 1 or product.up_row % rows == 0)

@@ -7,9 +7,16 @@ are ignored.
 
 from collections.abc import Iterator
 
-from experts.triton.candidates import FEW_TRIED, ByBlock, Groups, Rows, groups, worth
+from experts.triton.candidates import (
+    SMALL_M_MARGIN,
+    ByBlock,
+    Groups,
+    RowRange,
+    blocks_worth_timing,
+    launches_by_block,
+)
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
-from experts.triton.operands import fed_by_tma
+from experts.triton.operands import supports_tma
 from modular_kernel.spec.problem import Combine, Problem
 
 NAME = "gemv_tma"
@@ -29,15 +36,15 @@ _STAGING = 1 << 12  # bytes reserved for cross-warp reductions, barriers and pad
 
 def serves(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`."""
-    if not fed_by_tma(problem, device, _SCHEMES) or not _one_scale_a_half(problem):
+    if not supports_tma(problem, device, _SCHEMES) or not _halves_share_scales(problem):
         return False
     weighted_sum = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
     aligned = all(k % _ALIGNED == 0 for k in (problem.hidden, problem.intermediate))
-    fits = all(_places(_DEPTHS[0], gemm, device) > 1 for gemm in gemms(problem))
+    fits = all(_ring_slots(_DEPTHS[0], gemm, device) > 1 for gemm in gemms(problem))
     return weighted_sum and aligned and fits and problem.act.gated and problem.top_k <= VECTORS
 
 
-def _one_scale_a_half(problem: Problem) -> bool:
+def _halves_share_scales(problem: Problem) -> bool:
     """Return whether the gate rows of every tile lie in one scale block, and so do the up rows."""
     if problem.scheme.granularity != "block":
         return True
@@ -70,8 +77,10 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
             yield Violation(name, getattr(tile, name), f"{value} on the {NAME} path")
     if tile.block_k not in _DEPTHS:
         yield Violation("block_k", tile.block_k, f"one of {_DEPTHS} on the {NAME} path")
-    elif not 2 <= tile.num_stages <= _places(tile.block_k, gemm, device):
-        need = f"2 to {_places(tile.block_k, gemm, device)}, beside vectors of {gemm.depth} values"
+    elif not 2 <= tile.num_stages <= _ring_slots(tile.block_k, gemm, device):
+        need = (
+            f"2 to {_ring_slots(tile.block_k, gemm, device)}, beside vectors of {gemm.depth} values"
+        )
         yield Violation("num_stages", tile.num_stages, need)
 
 
@@ -80,7 +89,7 @@ def pieces(depth: int) -> int:
     return -(-depth // PIECE)
 
 
-def _places(block_k: int, gemm: Gemm, device: Device) -> int:
+def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
     """Return the ring stages that fit in shared memory beside the vectors and their scales."""
     vectors = pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
@@ -93,14 +102,16 @@ def default(problem: Problem, device: Device) -> MoEConfig:
 
 
 def _tile(gemm: Gemm, device: Device) -> LaunchConfig:
-    stages_by_block_k = {block_k: _places(block_k, gemm, device) for block_k in reversed(_DEPTHS)}
+    stages_by_block_k = {
+        block_k: _ring_slots(block_k, gemm, device) for block_k in reversed(_DEPTHS)
+    }
     block_k = next(
         (k for k, count in stages_by_block_k.items() if count >= _MIN_STAGES), _DEPTHS[0]
     )
     return LaunchConfig(16, ROWS // gemm.sides, block_k, 1, 4, stages_by_block_k[block_k])
 
 
-_ROWS: Rows = {16: (0, 4)}
+_ROWS: RowRange = {16: (0, 4)}
 # Ring stages: as many as fit, and fewer.
 _ENTRIES: ByBlock = {
     16: tuple(
@@ -113,6 +124,8 @@ _ENTRIES: ByBlock = {
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    if tokens > FEW_TRIED * most_tokens(problem):
+    if tokens > SMALL_M_MARGIN * most_tokens(problem):
         return {}
-    return groups(worth(_ROWS, problem, tokens), (_ENTRIES, _ENTRIES), problem)
+    return launches_by_block(
+        blocks_worth_timing(_ROWS, problem, tokens), (_ENTRIES, _ENTRIES), problem
+    )

@@ -23,17 +23,17 @@ from experts.triton.gemv_tma.gemv_tma_config import (
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import (
     TMA_BYTES,
-    Product,
-    first_product,
+    GemmOperands,
+    gemm1_operands,
+    gemm2_operands,
     input_scales,
-    second_product,
 )
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -126,7 +126,7 @@ class GemvTmaPath(Path):
             "LARGEST": LARGEST[problem.scheme.activation],
             "MIN_SCALE": MIN_SCALE,
             "num_warps": 4,
-            **overlap(),
+            **pdl_arguments(),
         }
         with stages.stage(self._first_stage(call)):
             launch(
@@ -163,7 +163,7 @@ class GemvTmaPath(Path):
     def _up_arguments(self, call: PathCall) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem, x_TH = self.problem, call.tokens.x_TH
-        product = first_product(call.weights, problem)
+        product = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
         # The kernel treats one group over all of K as a group.
         quant = "group" if self._grouped and quant == "token" else quant
@@ -196,12 +196,12 @@ class GemvTmaPath(Path):
             "factor": float(problem.routed_scaling_factor),
             "SLOTS": slots,
             "BLOCKS": max(PANEL // 4, next_power_of_2(self._blocks)),
-            **_weights(second_product(call.weights, problem), ROWS // slots),
+            **_weights(gemm2_operands(call.weights, problem), ROWS // slots),
             **_ring(call.config.both(LaunchConfig)[1], problem.intermediate),
         }
 
 
-def _weights(product: Product, box_rows: int) -> dict[str, object]:
+def _weights(product: GemmOperands, box_rows: int) -> dict[str, object]:
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     w, scale, bias = product.w, product.scale, product.bias

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from experts.triton.candidates import FEW_TRIED, Entry, Groups, Rows, worth
+from experts.triton.candidates import SMALL_M_MARGIN, Entry, Groups, RowRange, blocks_worth_timing
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
 from experts.triton.launch_config import violations as bounds
-from experts.triton.operands_w4 import fills_words
+from experts.triton.operands_w4 import supports_w4
 from modular_kernel.spec.problem import Problem
 
 NAME = "gemv_w4"
@@ -45,7 +45,7 @@ class GemvW4Config:
 
 def serves(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`."""
-    served = fills_words(problem) and not problem.scheme.matrix_scales
+    served = supports_w4(problem) and not problem.scheme.matrix_scales
     return served and not problem.batch_invariant and problem.top_k <= _MOST_PAIRS
 
 
@@ -167,7 +167,7 @@ def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
     return None
 
 
-_ROWS: Rows = {GemvW4Config.block_m: (0, 4)}
+_ROWS: RowRange = {GemvW4Config.block_m: (0, 4)}
 # (columns of gate and up together, block_k, warps, stages); block_k is a multiple of 128.
 _ENTRIES: tuple[tuple[Entry, ...], ...] = (
     (
@@ -186,7 +186,9 @@ _ENTRIES: tuple[tuple[Entry, ...], ...] = (
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    if tokens > FEW_TRIED * most_tokens(problem) or not worth(_ROWS, problem, tokens):
+    if tokens > SMALL_M_MARGIN * most_tokens(problem) or not blocks_worth_timing(
+        _ROWS, problem, tokens
+    ):
         return {}
     one, two = (
         [GemvW4Config(columns // gemm.sides, *rest) for columns, *rest in entries]

@@ -12,13 +12,13 @@ from experts.triton.candidates import Groups
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config, candidates, violations
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
-from experts.triton.operands import Product, first_product, scale_group, second_product
-from experts.triton.operands_w4 import lie_ready, w4_arguments
+from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands, scale_group
+from experts.triton.operands_w4 import allows_vector_loads, w4_arguments
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
@@ -93,13 +93,13 @@ class GemvW4Path(Path):
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the weights can be read as words, 16 bytes at once."""
-        return lie_ready(weights)
+        return allows_vector_loads(weights)
 
     def run(self, call: PathCall) -> None:
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
         use_triton(h_PI)  # patches the numerics of the interpreter at the first call
-        ids = {**id_arguments(call.tokens.routing, self.problem.e), **overlap()}
+        ids = {**id_arguments(call.tokens.routing, self.problem.e), **pdl_arguments()}
         with stages.stage(stages.GEMM1):
             self._multiply_x(call, h_PI, ids)
         with stages.stage(self._second_stage):
@@ -108,7 +108,7 @@ class GemvW4Path(Path):
     def _multiply_x(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
         problem, routing = self.problem, call.tokens.routing
         tile, _ = call.config.both(GemvW4Config)
-        product, pairs = first_product(call.weights, problem), h_PI.shape[0]
+        product, pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
         launch(
             self._up,
@@ -135,7 +135,7 @@ class GemvW4Path(Path):
     def _multiply_h(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
         problem, routing = self.problem, call.tokens.routing
         _, tile = call.config.both(GemvW4Config)
-        product = second_product(call.weights, problem)
+        product = gemm2_operands(call.weights, problem)
         slots = problem.top_k if self._sums else 1
         halves = gemv_w4_config.halves(tile)
         tokens = h_PI.shape[0] // slots
@@ -151,7 +151,7 @@ class GemvW4Path(Path):
             HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
-            TEAM=_team(tile, slots),
+            TEAM=_warps_per_pair(tile, slots),
             **_arguments(product, tile, slots, halves),
             maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._in_lanes),
             **ids,
@@ -159,7 +159,7 @@ class GemvW4Path(Path):
 
 
 def _arguments(
-    product: Product, tile: GemvW4Config, slots: int, halves: int = 1
+    product: GemmOperands, tile: GemvW4Config, slots: int, halves: int = 1
 ) -> dict[str, object]:
     """Return the arguments of both kernels that depend on the weights and the launch.
 
@@ -169,7 +169,7 @@ def _arguments(
     group = group or product.depth
     chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
     blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
-    team = _team(tile, slots)
+    team = _warps_per_pair(tile, slots)
     steps = -(-blocks // team) if team else -(-slots * blocks // tile.num_warps)
     return {
         **w4_arguments(product),
@@ -188,12 +188,12 @@ def _arguments(
     }
 
 
-def _team(tile: GemvW4Config, slots: int) -> int:
+def _warps_per_pair(tile: GemvW4Config, slots: int) -> int:
     """Return the warps per pair of a program; 0 if they cannot be divided evenly."""
     return 0 if tile.num_warps % slots else tile.num_warps // slots
 
 
-def _has_paired_scales(product: Product, group: int, chunks: int) -> bool:
+def _has_paired_scales(product: GemmOperands, group: int, chunks: int) -> bool:
     """Return whether scales can be loaded in pairs.
 
     The scales of a row are contiguous; a block and a row must have an even number of whole groups.

@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from experts.triton.adapters import SegmentAdapters, Shrunk, TileShrunk, adapter_specs
+from experts.triton.adapters import SegmentShrink, ShrinkOutput, TileShrinkOutput, adapter_specs
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product, first_product, second_product
+from experts.triton.operands import GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import PathCall
 from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.permute import permute_tokens
@@ -21,14 +21,14 @@ from modular_kernel.ops.quantize import (
     take_quantized,
 )
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
-from modular_kernel.ops.sort import Sorted, sort_pairs, sort_specs
+from modular_kernel.ops.sort import SortedPairs, sort_pairs, sort_specs
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 
-class Rows(NamedTuple):
+class GemmRows(NamedTuple):
     """The left operand of a GEMM: values (P, K), of which only the leading rows may be used.
 
     scale: of quantized values, (1,) or one row of scales per row of values. weights: router weights
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     scale: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
-    shrunk: Shrunk | TileShrunk | None = None
+    shrunk: ShrinkOutput | TileShrinkOutput | None = None
 
 
 class ExpertSortedGemms(ABC):
@@ -57,23 +57,28 @@ class ExpertSortedGemms(ABC):
 
     skips_unused = True
     moves_tokens = True
-    adapters_class: ClassVar[type[SegmentAdapters]] = SegmentAdapters
+    adapters_class: ClassVar[type[SegmentShrink]] = SegmentShrink
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
     @abstractmethod
     def multiply(
-        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+        self,
+        rows: GemmRows,
+        product: GemmOperands,
+        tile: LaunchConfig,
+        order: SortedPairs,
+        out: torch.Tensor,
     ) -> None:
         """Run one GEMM and write the used rows of `out` (P, columns), contiguous."""
 
     def products(
         self,
-        rows: Rows,
-        product: Product,
+        rows: GemmRows,
+        product: GemmOperands,
         tile: LaunchConfig,
-        order: Sorted,
+        order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
@@ -113,20 +118,22 @@ class ExpertSortedGemms(ABC):
         with stages.stage(stages.SORT):
             block_m = one.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
-        x = Rows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
+        x = GemmRows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
         if self.moves_tokens:
             with stages.stage(stages.PERMUTE):
                 x = self._permuted(call, order)
         h = self.hidden_rows(x, one, order, call)
         rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
-            product = second_product(call.weights, problem)
+            product = gemm2_operands(call.weights, problem)
             self.products(h, product, two, order, rows_RH, call)
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)
 
-    def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
+    def hidden_rows(
+        self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
+    ) -> GemmRows:
         """Run GEMM 1 with its activation; return the rows of GEMM 2, quantized if the scheme is."""
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
@@ -134,7 +141,7 @@ class ExpertSortedGemms(ABC):
         with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
                 x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
-            product = first_product(call.weights, self.problem)
+            product = gemm1_operands(call.weights, self.problem)
             self.products(x, product, tile, order, h_RI, call)
         h = self._quantized(h_RI, order, call)
         if adapters is None:
@@ -143,15 +150,15 @@ class ExpertSortedGemms(ABC):
             return h._replace(shrunk=adapters.of_w2(h_RI, call.weights))
 
     def _adapters(
-        self, tile: LaunchConfig, order: Sorted, call: PathCall
-    ) -> SegmentAdapters | None:
+        self, tile: LaunchConfig, order: SortedPairs, call: PathCall
+    ) -> SegmentShrink | None:
         """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
         return self.adapters_class(slots_T, self.problem, call.workspace, order, tile.block_m)
 
-    def _permuted(self, call: PathCall, order: Sorted) -> Rows:
+    def _permuted(self, call: PathCall, order: SortedPairs) -> GemmRows:
         """Permute x to sorted rows (P, H), with their scales and router weights."""
         pairs, (_, hidden) = order.row_of_pair_TK.numel(), call.tokens.x_TH.shape
         x_RH = call.workspace.take("permuted_x", (pairs, hidden))
@@ -169,9 +176,9 @@ class ExpertSortedGemms(ABC):
             scale_rows_RG=scale_RG,
         )
         scale_of_rows = scale if scale_TG is None else scale_RG
-        return Rows(x_RH, scale_of_rows, self._permuted_weights(call, order))
+        return GemmRows(x_RH, scale_of_rows, self._permuted_weights(call, order))
 
-    def _permuted_weights(self, call: PathCall, order: Sorted) -> torch.Tensor | None:
+    def _permuted_weights(self, call: PathCall, order: SortedPairs) -> torch.Tensor | None:
         """Return the router weights (P, 1) of the sorted rows if they are applied to the input."""
         if not self.problem.apply_router_weight_on_input:
             return None
@@ -182,20 +189,20 @@ class ExpertSortedGemms(ABC):
         permute_tokens(weights_TK.view(-1, 1), row_of_pair_P1, None, rows_RH=weights_R1)
         return weights_R1
 
-    def _quantized(self, h_RI: torch.Tensor, order: Sorted, call: PathCall) -> Rows:
+    def _quantized(self, h_RI: torch.Tensor, order: SortedPairs, call: PathCall) -> GemmRows:
         """Return the input rows of GEMM 2 with their scales; h_RI itself if not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
-            return Rows(h_RI)
+            return GemmRows(h_RI)
         with stages.stage(stages.QUANTIZE):
             shape = (h_RI.shape[0], h_RI.shape[1])
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             live = BatchedRows(order.starts[-1:]) if self.skips_unused else None
             quantize_rows(h_RI, scheme, out=out, live=live)
-        return Rows(out.q_RK, out.scale)
+        return GemmRows(out.q_RK, out.scale)
 
-    def _unpermute(self, rows_RH: torch.Tensor, order: Sorted, call: PathCall) -> None:
+    def _unpermute(self, rows_RH: torch.Tensor, order: SortedPairs, call: PathCall) -> None:
         problem, row_of_pair_TK = self.problem, order.row_of_pair_TK
         assert len(row_of_pair_TK) == len(call.output)  # the kernels do not check this bound
         if problem.combine is not Combine.SUM:

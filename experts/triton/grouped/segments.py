@@ -2,11 +2,11 @@
 
 import torch
 
-from experts.triton.adapters import Shrunk
-from experts.triton.grouped.base import ExpertSortedGemms, Rows
+from experts.triton.adapters import ShrinkOutput
+from experts.triton.grouped.base import ExpertSortedGemms, GemmRows
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product
-from modular_kernel.ops.sort import Sorted
+from experts.triton.operands import GemmOperands
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay.launch.launch import launch
 
 
@@ -14,15 +14,20 @@ class MGroupedGemms(ExpertSortedGemms):
     """One launch per GEMM; the rows of an expert form a segment."""
 
     def multiply(
-        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+        self,
+        rows: GemmRows,
+        product: GemmOperands,
+        tile: LaunchConfig,
+        order: SortedPairs,
+        out: torch.Tensor,
     ) -> None:
         precision, tokens = self.problem.fp32_precision, order.token_of_row
         m_grouped_gemm(rows, product, tile, order.tiles, out, precision, tokens)
 
 
 def m_grouped_gemm(
-    rows: Rows,
-    product: Product,
+    rows: GemmRows,
+    product: GemmOperands,
     tile: LaunchConfig,
     tiles: torch.Tensor,
     out: torch.Tensor,
@@ -37,7 +42,7 @@ def m_grouped_gemm(
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 
     a, a_scale, weights, _, shrunk = rows
-    assert shrunk is None or isinstance(shrunk, Shrunk)
+    assert shrunk is None or isinstance(shrunk, ShrinkOutput)
     adapters = {} if shrunk is None else {"tokens_ptr": tokens, **shrunk.arguments()}
     max_tiles = tiles.numel() // 3
     num_n = -(-product.columns // tile.block_n)

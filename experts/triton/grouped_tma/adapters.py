@@ -4,11 +4,11 @@ import torch
 
 from experts.triton.adapters import (
     Matrices,
-    SegmentAdapters,
-    TileShrunk,
+    SegmentShrink,
+    TileShrinkOutput,
     block_r,
-    rows_of_a13,
     shrink_arguments,
+    u13_columns,
 )
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
@@ -18,37 +18,37 @@ _BOX = 64  # 16-bit values in the 128 bytes of a TMA box
 
 
 def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]:
-    """Return the buffers of `TileAdapters`; empty for a problem without adapters."""
+    """Return the buffers of `TileShrink`; empty for a problem without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
-    widths = {"lora_u13": rows_of_a13(problem), "lora_u2": spec.rank}
+    widths = {"lora_u13": u13_columns(problem), "lora_u2": spec.rank}
     return {
         **{
-            name: BufferSpec((rows, spec.adapters * whole_boxes(width)), problem.dtype)
+            name: BufferSpec((rows, spec.adapters * round_up_to_box(width)), problem.dtype)
             for name, width in widths.items()
         },
         "lora_named": BufferSpec((tiles, spec.adapters + 1), torch.int32),
     }
 
 
-def whole_boxes(columns: int) -> int:
+def round_up_to_box(columns: int) -> int:
     """Round the columns of u per slot up to whole K steps of the TMA GEMM."""
     return -(-columns // _BOX) * _BOX
 
 
-class TileAdapters(SegmentAdapters):
+class TileShrink(SegmentShrink):
     """Shrink launches for the TMA GEMMs, with the u of all slots of a tile side by side."""
 
     def _shrunk(  # type: ignore[override]
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
-    ) -> TileShrunk:
+    ) -> TileShrinkOutput:
         from experts.triton.grouped_tma.kernels.shrink import shrink_tiles_kernel
 
         a, b = matrices
         assert a is not None
         assert b is not None  # validated with the weights
-        order, width = self._order, whole_boxes(a.shape[2])
+        order, width = self._order, round_up_to_box(a.shape[2])
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         tile_slots = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
@@ -71,4 +71,4 @@ class TileAdapters(SegmentAdapters):
             BOX=_BOX,
             **launch_args,
         )
-        return TileShrunk(u, tile_slots, b, a.shape[2] - b.shape[3])
+        return TileShrinkOutput(u, tile_slots, b, a.shape[2] - b.shape[3])

@@ -2,9 +2,15 @@
 
 from collections.abc import Iterator
 
-from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
+from experts.triton.candidates import (
+    ByBlock,
+    Groups,
+    RowRange,
+    blocks_worth_timing,
+    launches_by_block,
+)
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import TMA_BYTES, fed_by_tma
+from experts.triton.operands import TMA_BYTES, supports_tma
 from modular_kernel.spec.problem import Problem
 
 NAME = "grouped_tma"
@@ -17,7 +23,7 @@ _BLOCK = (128, 128)
 # Weight rows of half a tile, by MODE. With block scales, partial sums need registers besides the
 # accumulators, so tiles have half the rows.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
-MOST_ADAPTERS = 8  # max slots; each slot in a tile adds K steps
+MAX_ADAPTERS = 8  # max slots; each slot in a tile adds K steps
 # Min mean rows per expert for the path to pay off, and max for narrow tiles. Measured on one H200
 # (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. Time
 # relative to the aligned path, bf16: 0.97 to 1.02 x with 48 rows, 0.87 to 0.91 with 64; fp8 with
@@ -25,13 +31,15 @@ MOST_ADAPTERS = 8  # max slots; each slot in a tile adds K steps
 # wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
 _LEAST_ROWS = {"plain": 48, "channel": 56, "block": 56}
 _MAX_NARROW_ROWS = 88
-_STAGED = BLOCK_M * 2  # bytes per column of staged results of half a tile, 16 bits each
+_STAGING_BYTES_PER_COLUMN = (
+    BLOCK_M * 2
+)  # bytes per column of staged results of half a tile, 16 bits each
 _MOST_STAGES = 6  # that fit in the shared memory of sm_90 with the narrowest tile
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`."""
-    if not fed_by_tma(problem, device, MODES) or not _one_scale_a_half(problem):
+    if not supports_tma(problem, device, MODES) or not _one_scale_a_half(problem):
         return False
     if problem.adapters is not None and not _supports_adapters(problem):
         return False
@@ -60,7 +68,7 @@ def _supports_adapters(problem: Problem) -> bool:
     spec = problem.adapters
     assert spec is not None
     shares_u = spec.a13_shared or not problem.act.gated or not problem.act.interleaved
-    fits = spec.adapters <= MOST_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
+    fits = spec.adapters <= MAX_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
     return MODES[problem.scheme.name] == "plain" and shares_u and fits
 
 
@@ -73,7 +81,7 @@ def _one_scale_a_half(problem: Problem) -> bool:
     return problem.scheme.group == _BLOCK and (aligned or not gate_then_up)
 
 
-def gathers(problem: Problem) -> bool:
+def gathers_tokens(problem: Problem) -> bool:
     """Return whether GEMM 1 gathers tokens itself, so that no permute launch is needed.
 
     Its copies run ahead into the next tile, but not past it, so a tile must have at least as many K
@@ -100,7 +108,7 @@ def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
 
     Two if they fit beside the ring, so that the second box of a tile need not wait for the first.
     """
-    fit = _ring_bytes(tile, half) + 2 * _STAGED * columns <= Device().shared
+    fit = _ring_bytes(tile, half) + 2 * _STAGING_BYTES_PER_COLUMN * columns <= Device().shared
     return 2 if fit else 1
 
 
@@ -121,12 +129,12 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
         sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
         yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
         return
-    shared = _ring_bytes(tile, half) + _STAGED * half
+    shared = _ring_bytes(tile, half) + _STAGING_BYTES_PER_COLUMN * half
     if shared > device.shared:
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 
 
-def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
+def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
     """Return the launches of a call of `tokens` tokens, untuned; None means many tokens."""
     mode = MODES[problem.scheme.name]
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
@@ -138,7 +146,7 @@ def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
     return MoEConfig(one, two, NAME)
 
 
-_ROWS: Rows = {128: (48, 1 << 62)}
+_ROWS: RowRange = {128: (48, 1 << 62)}
 # Boxes have 128 bytes along K for every dtype.
 _HALF: ByBlock = {
     128: (
@@ -152,9 +160,9 @@ _BLOCK_CANDIDATES: ByBlock = {
 }
 
 
-def candidates(problem: Problem, tokens: int, rows: Rows = _ROWS) -> Groups:
+def candidates(problem: Problem, tokens: int, rows: RowRange = _ROWS) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
     scheme, table = problem.scheme, _HALF
     if scheme.quantized:
         table = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8
-    return groups(worth(rows, problem, tokens), (table, table), problem)
+    return launches_by_block(blocks_worth_timing(rows, problem, tokens), (table, table), problem)

@@ -10,25 +10,25 @@ from typing import ClassVar
 
 import torch
 
-from experts.triton.adapters import TileShrunk
+from experts.triton.adapters import TileShrinkOutput
 from experts.triton.candidates import Groups
-from experts.triton.grouped.base import ExpertSortedGemms, Rows
+from experts.triton.grouped.base import ExpertSortedGemms, GemmRows
 from experts.triton.grouped_tma import grouped_tma_config
-from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_boxes
+from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
 from experts.triton.grouped_tma.grouped_tma_config import (
     BLOCK_M,
     BOX_BYTES,
     MODES,
     candidates,
-    gathers,
+    gathers_tokens,
     half_rows,
     staging_slots,
     violations,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import TMA_BYTES, Product
+from experts.triton.operands import TMA_BYTES, GemmOperands
 from experts.triton.path import Path
-from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.ops.sort import SortedPairs, most_tiles
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
@@ -48,7 +48,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether the kernels support `problem`; see grouped_tma_config.serves."""
-        return grouped_tma_config.serves(problem, device)
+        return grouped_tma_config.supports(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
@@ -58,7 +58,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the launches measured as fastest on one H200."""
-        return grouped_tma_config.default(problem, tokens)
+        return grouped_tma_config.default_config(problem, tokens)
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
@@ -80,12 +80,12 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return candidates(problem, tokens)
 
     skips_unused = False  # as measured, with all rows in use
-    adapters_class = TileAdapters
+    adapters_class = TileShrink
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._mode = MODES[problem.scheme.name]
-        self.moves_tokens = not gathers(problem)
+        self.moves_tokens = not gathers_tokens(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of grouped GEMMs, with u of adapters in the layout for TMA."""
@@ -104,13 +104,18 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
 
     def multiply(
-        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+        self,
+        rows: GemmRows,
+        product: GemmOperands,
+        tile: LaunchConfig,
+        order: SortedPairs,
+        out: torch.Tensor,
     ) -> None:
         from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
         from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-        a, a_scale, _, tokens, shrunk = rows  # `serves` excludes router weights on the input
-        assert shrunk is None or isinstance(shrunk, TileShrunk)
+        a, a_scale, _, tokens, shrunk = rows  # `supports` excludes router weights on the input
+        assert shrunk is None or isinstance(shrunk, TileShrinkOutput)
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)
@@ -155,7 +160,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
 
 def _adapter_arguments(
-    shrunk: TileShrunk | None, unused: object, half: int, order: Sorted
+    shrunk: TileShrinkOutput | None, unused: object, half: int, order: SortedPairs
 ) -> dict[str, object]:
     """Return the LoRA arguments of the kernel; half: weight rows per box."""
     from experts.triton.kernels.tma_descriptors import tma_descriptor
@@ -173,5 +178,5 @@ def _adapter_arguments(
         "slot_rows": experts * rows,
         "expert_rows": rows if experts > 1 else 0,
         "u_up": shrunk.up,
-        "LORA_STEPS": whole_boxes(rank + shrunk.up) // _BOX_VALUES,
+        "LORA_STEPS": round_up_to_box(rank + shrunk.up) // _BOX_VALUES,
     }

@@ -7,12 +7,12 @@ import torch
 
 from experts.triton.grouped_w4.layout import (
     BLOCK,
-    BLOCKS,
+    BLOCKS_PER_TILE,
     GROUP,
     LINE,
     LINES,
     SCALE_LINE,
-    Form,
+    PackedFormat,
     Tiled,
 )
 from modular_kernel.errors import DtypeError, ShapeError
@@ -36,7 +36,7 @@ def tile_weights(
     w_eNK: torch.Tensor,
     scale_eNG: torch.Tensor,
     rows: torch.Tensor,
-    form: Form,
+    form: PackedFormat,
     *,
     group: int = GROUP,
     zero_point: torch.Tensor | None = None,
@@ -77,7 +77,7 @@ def tile_weights(
             # 255 is NaN but would read as infinity; with zeroed codes the product is NaN.
             is_number = of_groups((scale != _INF_EXPONENT).to(torch.uint8), GROUP)
             codes *= is_number.repeat_interleave(GROUP // 2, 1)
-            split = exponent.to(torch.uint8).view(tiles, BLOCKS, 4, 2, 8, steps, 2)
+            split = exponent.to(torch.uint8).view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2)
             scale_words = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4).view(torch.int32)
         elif form.kind == "nvfp4":
             value = of_groups(scale.float(), _SIXTEENTH)
@@ -97,7 +97,7 @@ def tile_weights(
                 of_groups(bits, BLOCK // form.groups), tiles, steps, form
             )
         # row: warp, half, row; byte: step, half of it, pair, lane
-        split = codes.view(tiles, BLOCKS, 4, 2, 8, steps, 2, 4, 4)
+        split = codes.view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2, 4, 4)
         bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
         word = _by_halves(bytes_) if form.kind == "integer" else repack(bytes_).view(torch.int32)
         words.append(word.view(tiles, steps, LINES, LINE))
@@ -120,7 +120,9 @@ def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
     return torch.where(word > _WORD >> 1, word - _WORD - 1, word).to(torch.int32)
 
 
-def _order_by_threads(words: torch.Tensor, tiles: int, steps: int, form: Form) -> torch.Tensor:
+def _order_by_threads(
+    words: torch.Tensor, tiles: int, steps: int, form: PackedFormat
+) -> torch.Tensor:
     """Reorder words (rows of tiles, steps * groups) by the threads that share rows."""
     # part, block, warp, half, row
     split = words.reshape(tiles, 2, 2, 4, 2, 8, steps, form.groups)
@@ -129,7 +131,7 @@ def _order_by_threads(words: torch.Tensor, tiles: int, steps: int, form: Form) -
 
 
 def _undo_order_by_threads(
-    scales: torch.Tensor, tiles: int, steps: int, form: Form
+    scales: torch.Tensor, tiles: int, steps: int, form: PackedFormat
 ) -> torch.Tensor:
     """Invert `_in_fours`: return (tiles * 256, steps, groups)."""
     if form.groups > 1:
@@ -138,10 +140,10 @@ def _undo_order_by_threads(
     else:
         split = scales.reshape(tiles, steps, 2, 4, 8, 2, 2, form.groups)
         split = split.permute(0, 2, 5, 3, 6, 4, 1, 7)
-    return split.reshape(tiles * BLOCKS * BLOCK, steps, form.groups)
+    return split.reshape(tiles * BLOCKS_PER_TILE * BLOCK, steps, form.groups)
 
 
-def untiled(tiled: Tiled, form: Form) -> torch.Tensor:
+def untile_weights(tiled: Tiled, form: PackedFormat) -> torch.Tensor:
     """Return float32 weights (e, tiles * 256, steps * 64) as unpacked by the kernel, times 2^n."""
     tiles, steps = tiled.tiles, tiled.steps
     experts = zip(tiled.words, tiled.scales, strict=True)
@@ -149,7 +151,7 @@ def untiled(tiled: Tiled, form: Form) -> torch.Tensor:
 
 
 def _values(
-    words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, form: Form
+    words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, form: PackedFormat
 ) -> torch.Tensor:
     """Return the values (tiles * 256, steps * 64) of one expert."""
     wide = words.long() & _WORD
@@ -160,11 +162,13 @@ def _values(
         pairs = torch.stack(unpack_words(wide), -1)
         both = torch.stack((pairs & 0xFFFF, pairs >> 16), -1).to(torch.int32)
         read = (both << 16).view(torch.float32).double()
-    split = read.view(tiles, steps, BLOCKS, 4, 8, 4, 2, 2, 4, 2)
+    split = read.view(tiles, steps, BLOCKS_PER_TILE, 4, 8, 4, 2, 2, 4, 2)
     ordered = split.permute(0, 2, 3, 6, 4, 1, 7, 8, 5, 9)
-    codes = ordered.reshape(tiles * BLOCKS * BLOCK, steps * BLOCK)
+    codes = ordered.reshape(tiles * BLOCKS_PER_TILE * BLOCK, steps * BLOCK)
     if form.kind == "e2m1":
-        split = scales.contiguous().view(torch.uint8).view(tiles, steps, 4, 8, BLOCKS, 2, 2)
+        split = (
+            scales.contiguous().view(torch.uint8).view(tiles, steps, 4, 8, BLOCKS_PER_TILE, 2, 2)
+        )
         exponent = split.permute(0, 4, 2, 5, 3, 1, 6).reshape(len(codes), -1)
         factor = torch.exp2(exponent.double() - 127).where(exponent < _INF_EXPONENT, torch.inf)
         values = codes * factor.repeat_interleave(GROUP, 1)

@@ -4,17 +4,23 @@ from collections.abc import Iterator
 
 import torch
 
-from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
+from experts.triton.candidates import (
+    ByBlock,
+    Groups,
+    RowRange,
+    blocks_worth_timing,
+    launches_by_block,
+)
 from experts.triton.dequantized import dequantized_config as dequantized
-from experts.triton.dequantized.dequantized_config import plain
+from experts.triton.dequantized.dequantized_config import without_quant
 from experts.triton.grouped_w4.layout import (
     BLOCK,
-    BLOCKS,
+    BLOCKS_PER_TILE,
     GROUP,
     LINE,
     LINES,
     SCALE_LINE,
-    Form,
+    PackedFormat,
     form_of,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
@@ -50,7 +56,7 @@ _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128 = 22, 56
 # scales and no zero points, are as fast and have no limit.
 _MAX_PREPARED = {"float32": 512, "float16": 768}
 _MAX_PREPARED_WITH_ZEROS = 2048
-_COLUMNS = BLOCK * BLOCKS  # weight rows per tile
+_COLUMNS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
 _MOST_BYTES = 1 << 30  # max size of the tiled weights, unless one expert is larger
 _WORD = 4
 _SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
@@ -58,7 +64,7 @@ _BF16_BYTES = 2  # bytes per element of tokens and results
 _PARTS = 2  # consumer warpgroups, each with its own staging buffers
 _BARRIERS = 1 << 10  # upper bound in bytes
 
-_TRIED: Rows = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
+_TRIED: RowRange = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
 _ENTRIES: ByBlock = {
     32: ((_COLUMNS, BLOCK, 4, 11, 8), (_COLUMNS, BLOCK, 4, 8, 8)),
     64: ((_COLUMNS, BLOCK, 4, 8, 8), (_COLUMNS, BLOCK, 4, 8, 16)),
@@ -75,12 +81,12 @@ def serves(problem: Problem, device: Device) -> bool:
     return all(k % GROUP == 0 for k in (*depths, *groups))
 
 
-def forms(problem: Problem) -> tuple[Form, Form]:
+def forms(problem: Problem) -> tuple[PackedFormat, PackedFormat]:
     """Return the forms of w1 and w2, assuming float32 scales; the sizes do not depend on that."""
     return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
 
 
-def box_bytes(form: Form) -> int:
+def box_bytes(form: PackedFormat) -> int:
     """Return the bytes of words and scales per K step of a tile."""
     return _WORD * (LINES * LINE + form.lines * SCALE_LINE)
 
@@ -104,13 +110,13 @@ def violations(
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 
 
-def _shared(tile: LaunchConfig, slots: int, form: Form) -> int:
+def _shared(tile: LaunchConfig, slots: int, form: PackedFormat) -> int:
     """Return an upper bound on the shared memory with `slots` staging buffers per warpgroup."""
     box = tile.block_m * BLOCK * _BF16_BYTES  # bytes per stage of tokens, or per staging buffer
     return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
 
 
-def staging_slots(tile: LaunchConfig, form: Form, *, gated: bool) -> int:
+def staging_slots(tile: LaunchConfig, form: PackedFormat, *, gated: bool) -> int:
     """Return the staging buffers per warpgroup: 2 if it stores two boxes and they fit, else 1."""
     return 1 if gated or _shared(tile, 2, form) > Device().shared else 2
 
@@ -120,7 +126,7 @@ def short_rows(tile: LaunchConfig) -> int:
     return tile.block_m // 2
 
 
-def boxes_of(problem: Problem) -> tuple[int, int]:
+def boxes_per_expert(problem: Problem) -> tuple[int, int]:
     """Return the boxes (K steps of tiles) in w1 and in w2 of one expert."""
     sides = 2 if problem.act.gated else 1
     w1_boxes = -(-problem.intermediate * sides // _COLUMNS) * -(-problem.hidden // BLOCK)
@@ -128,9 +134,9 @@ def boxes_of(problem: Problem) -> tuple[int, int]:
     return w1_boxes, w2_boxes
 
 
-def experts_at_once(problem: Problem) -> int:
+def chunk_size(problem: Problem) -> int:
     """Return the number of experts that are tiled and multiplied at a time."""
-    boxes_and_forms = zip(boxes_of(problem), forms(problem), strict=True)
+    boxes_and_forms = zip(boxes_per_expert(problem), forms(problem), strict=True)
     largest = max(boxes * box_bytes(form) for boxes, form in boxes_and_forms)
     parts = -(-problem.e // max(1, _MOST_BYTES // largest))
     return -(-problem.e // parts)
@@ -147,7 +153,7 @@ def most_tokens(problem: Problem) -> int:
     return _MOST_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
-def most_prepared(problem: Problem, scale: torch.dtype) -> int | None:
+def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
     """Return the max tokens for prepared weights to be used, by scale dtype; None: no limit."""
     scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
@@ -163,7 +169,7 @@ def turns(problem: Problem) -> tuple[int, ...]:
     return least_tokens(problem) - 1, last_short, most_tokens(problem)
 
 
-def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
+def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
     if problem.batch_invariant:  # all calls use the same tiles
         return ()
@@ -177,7 +183,7 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     )
 
 
-def height(problem: Problem, tokens: int) -> int:
+def block_m_for(problem: Problem, tokens: int) -> int:
     """Return block_m of a call of `tokens` tokens without prepared weights."""
     return _BLOCK_M_VALUES[1 + (tokens * problem.top_k >= _MIN_ROWS_OF_128 * problem.experts)]
 
@@ -192,5 +198,5 @@ def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    bf16 = plain(problem)
-    return groups(worth(_TRIED, bf16, tokens), (_ENTRIES, _ENTRIES), bf16)
+    bf16 = without_quant(problem)
+    return launches_by_block(blocks_worth_timing(_TRIED, bf16, tokens), (_ENTRIES, _ENTRIES), bf16)

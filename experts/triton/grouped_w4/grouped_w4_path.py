@@ -11,20 +11,20 @@ import torch
 
 from experts.triton.candidates import Groups
 from experts.triton.dequantized.dequantized_path import DequantizedPath
-from experts.triton.grouped.base import Rows
+from experts.triton.grouped.base import GemmRows
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.grouped_w4_config import short_rows, violations
 from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, Tiled
 from experts.triton.grouped_w4.product import (
-    form_of_product,
-    multiply_tiled,
     tile_experts,
+    tile_form_of,
+    tiled_gemm,
     tiled_shapes,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import TMA_BYTES, Product, first_product, second_product
+from experts.triton.operands import TMA_BYTES, GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import PathCall
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -56,7 +56,7 @@ class GroupedW4Path(DequantizedPath):
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return launches with tiles of 128 rows, or of 64 if experts have few."""
-        return grouped_w4_config.default(problem, grouped_w4_config.height(problem, tokens))
+        return grouped_w4_config.default(problem, grouped_w4_config.block_m_for(problem, tokens))
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
@@ -79,21 +79,21 @@ class GroupedW4Path(DequantizedPath):
     @classmethod
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return launches for every block_m; with prepared weights the path pays off earlier."""
-        return grouped_w4_config.turns_of_prepared(problem)
+        return grouped_w4_config.prepared_configs(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.moves_tokens = True
         # NVFP4 weights are exact in bf16 without the global scale, which is applied to the results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
-        self._prepares = bool(grouped_w4_config.turns_of_prepared(problem))
+        self._prepares = bool(grouped_w4_config.prepared_configs(problem))
         floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
         self._most_prepared = {
-            scale: grouped_w4_config.most_prepared(problem, scale) for scale in floats
+            scale: grouped_w4_config.max_prepared_tokens(problem, scale) for scale in floats
         }
-        self._at_once = grouped_w4_config.experts_at_once(problem)
+        self._at_once = grouped_w4_config.chunk_size(problem)
         self._forms = grouped_w4_config.forms(problem)
-        self._boxes = max(grouped_w4_config.boxes_of(problem)) * self._at_once
+        self._boxes = max(grouped_w4_config.boxes_per_expert(problem)) * self._at_once
         self._lines = max(form.lines for form in self._forms)
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
@@ -128,7 +128,7 @@ class GroupedW4Path(DequantizedPath):
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
         """Tile all weights, a chunk of experts at a time."""
         starts = torch.arange(self.problem.e + 1, dtype=torch.int32, device=weights.w1.device)
-        gemms = first_product(weights, self.problem), second_product(weights, self.problem)
+        gemms = gemm1_operands(weights, self.problem), gemm2_operands(weights, self.problem)
         for name, product in zip(("w1", "w2"), gemms, strict=True):
             assert product.scale is not None
             w, scale = product.w.contiguous(), product.scale.contiguous()
@@ -152,10 +152,10 @@ class GroupedW4Path(DequantizedPath):
 
     def products(
         self,
-        rows: Rows,
-        product: Product,
+        rows: GemmRows,
+        product: GemmOperands,
         tile: LaunchConfig,
-        order: Sorted,
+        order: SortedPairs,
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
@@ -166,10 +166,15 @@ class GroupedW4Path(DequantizedPath):
             self.multiply(rows, replace(product, scheme=self._scheme), tile, order, out)
 
     def ready(
-        self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
-    ) -> Product:
+        self,
+        product: GemmOperands,
+        first: int,
+        count: int,
+        order: SortedPairs,
+        workspace: Workspace,
+    ) -> GemmOperands:
         """Return the operands of `count` experts from `first` on, with tiled weights."""
-        form = form_of_product(product)
+        form = tile_form_of(product)
         gated = bool(product.constants["GATED"])
         shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
         tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
@@ -181,10 +186,15 @@ class GroupedW4Path(DequantizedPath):
         )
 
     def multiply(
-        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+        self,
+        rows: GemmRows,
+        product: GemmOperands,
+        tile: LaunchConfig,
+        order: SortedPairs,
+        out: torch.Tensor,
     ) -> None:
         """Run one GEMM with tiled weights."""
         assert product.tiles is not None
         assert product.tile_scales is not None
         tiled = Tiled(product.tiles, product.tile_scales)
-        multiply_tiled(rows.values, tiled, product, tile, order, out, short=short_rows(tile))
+        tiled_gemm(rows.values, tiled, product, tile, order, out, short=short_rows(tile))

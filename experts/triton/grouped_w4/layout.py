@@ -37,15 +37,15 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 
 BLOCK = 64  # rows per block, and K per step
-BLOCKS = 4  # per tile
+BLOCKS_PER_TILE = 4  # per tile
 GROUP = 32  # K elements covered by a word together with three others
-LINES, LINE = 16 * BLOCKS, 32  # words per step of a tile: lines, and words per line
-QUADS = 8  # lines of scales if each of 128 rows has one word
+LINES, LINE = 16 * BLOCKS_PER_TILE, 32  # words per step of a tile: lines, and words per line
+SCALE_LINES_PER_ROW_WORD = 8  # lines of scales if each of 128 rows has one word
 SCALE_LINE = 16  # words per line of scales
 _SCALE_SHIFT = {"e2m1": 50, "nvfp4": 19, "integer": 50}
 
 
-class Form(NamedTuple):
+class PackedFormat(NamedTuple):
     """The format of tiled words and scales; str(form) is the FORM constant of the kernels.
 
     kind: "e2m1", "nvfp4" or "integer". For integers only: groups: scale words per row and K step.
@@ -60,7 +60,11 @@ class Form(NamedTuple):
     @property
     def lines(self) -> int:
         """Return the lines of scales per step of a tile."""
-        return QUADS if self.kind == "e2m1" else 2 * self.groups * QUADS
+        return (
+            SCALE_LINES_PER_ROW_WORD
+            if self.kind == "e2m1"
+            else 2 * self.groups * SCALE_LINES_PER_ROW_WORD
+        )
 
     @property
     def lowered(self) -> int:
@@ -73,13 +77,13 @@ class Form(NamedTuple):
         return f"{self.kind} {self.groups} {self.scale}{' zero' * self.zero}"
 
 
-def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> Form:
+def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> PackedFormat:
     """Return the form for weights of `scheme` with K = depth and scales of dtype `scale`."""
     kind = word_format(scheme)
     if kind != "integer":
-        return Form("nvfp4" if kind == "nvfp4" else "e2m1")
+        return PackedFormat("nvfp4" if kind == "nvfp4" else "e2m1")
     _, group = scale_group(scheme, depth)
-    return Form(kind, 2 if group % BLOCK else 1, dtype_name(scale), scheme.zero_points)
+    return PackedFormat(kind, 2 if group % BLOCK else 1, dtype_name(scale), scheme.zero_points)
 
 
 class Tiled(NamedTuple):
@@ -106,8 +110,8 @@ def rows_of_tiles(columns: int, step: int, up_row: int, *, gated: bool) -> torch
     has up rows, for the columns of the preceding block.
     """
     sides = 2 if gated else 1
-    per_tile = BLOCKS // sides * BLOCK
+    per_tile = BLOCKS_PER_TILE // sides * BLOCK
     tiles = -(-columns // per_tile)
-    column = torch.arange(tiles * per_tile).view(tiles, BLOCKS // sides, 1, BLOCK)
+    column = torch.arange(tiles * per_tile).view(tiles, BLOCKS_PER_TILE // sides, 1, BLOCK)
     row = column * step + torch.arange(sides).view(sides, 1) * up_row
-    return torch.where(column < columns, row, -1).view(tiles, BLOCKS * BLOCK)
+    return torch.where(column < columns, row, -1).view(tiles, BLOCKS_PER_TILE * BLOCK)

@@ -5,34 +5,34 @@ import torch
 from experts.triton.grouped_w4.grouped_w4_config import staging_slots
 from experts.triton.grouped_w4.layout import (
     BLOCK,
-    BLOCKS,
+    BLOCKS_PER_TILE,
     LINE,
     LINES,
     SCALE_LINE,
-    Form,
+    PackedFormat,
     Tiled,
     form_of,
 )
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product, scale_group, word_format
-from modular_kernel.ops.sort import Sorted
+from experts.triton.operands import GemmOperands, scale_group, word_format
+from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay.launch.launch import launch
 
 _STEPS = 4  # K steps tiled per program: 128 bytes of a row
 
 
-def form_of_product(product: Product) -> Form:
+def tile_form_of(product: GemmOperands) -> PackedFormat:
     """Return the form of the tiled weights of `product`."""
     assert product.scale is not None
     return form_of(product.scheme, product.depth, product.scale.dtype)
 
 
-def multiply_tiled(
+def tiled_gemm(
     x_RK: torch.Tensor,
     weights: Tiled,
-    product: Product,
+    product: GemmOperands,
     tile: LaunchConfig,
-    order: Sorted,
+    order: SortedPairs,
     out: torch.Tensor,
     *,
     short: int = 0,
@@ -45,7 +45,7 @@ def multiply_tiled(
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-    form = form_of_product(product)
+    form = tile_form_of(product)
     bias, global_scale = product.bias, product.global_scale
     launch(
         grouped_gemm_w4_tma_kernel,
@@ -79,15 +79,15 @@ def multiply_tiled(
 
 
 def tiled_shapes(
-    experts: int, columns: int, depth: int, form: Form, *, gated: bool
+    experts: int, columns: int, depth: int, form: PackedFormat, *, gated: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the words and scales of `Tiled`."""
-    tiles = -(-columns // (BLOCKS * BLOCK // (2 if gated else 1)))
+    tiles = -(-columns // (BLOCKS_PER_TILE * BLOCK // (2 if gated else 1)))
     boxes = (experts, tiles, -(-depth // BLOCK))
     return (*boxes, LINES, LINE), (*boxes, form.lines, SCALE_LINE)
 
 
-def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int) -> None:
+def tile_experts(product: GemmOperands, starts: torch.Tensor, out: Tiled, first: int) -> None:
     """Tile the weights of the experts from `first` on that have rows, as many as `out` holds.
 
     product: w, scale and zero_point of all experts, contiguous. starts: (experts + 1,) int32, the
@@ -96,7 +96,7 @@ def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int)
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
     words, scale, zero = product.w.view(torch.int32), product.scale, product.zero_point
-    form = form_of_product(product)
+    form = tile_form_of(product)
     assert scale is not None
     if form.kind == "nvfp4":
         scale = scale.view(torch.uint8)

@@ -18,7 +18,7 @@ def load_slots(slots_ptr, tokens, row_mask, num_slots):
 
 
 @triton.jit
-def shrunk_tile(
+def shrink_tile(
     x_ptrs, slots, a_ptr, rank_row, rank_mask, depth, stride_xk, stride_al, stride_ar,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def shrunk_tile(
 
 
 @triton.jit
-def load_deltas(
+def load_expand_operands(
     slot, start, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr, GATED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def load_deltas(
 
 
 @triton.jit
-def add_loaded(
+def expand_loaded(
     gate, up, u, b, up_u, up_b, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -91,7 +91,7 @@ def add_loaded(
         if start >= rank:
             # NaN-free: integers
             slot, start = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0), 0
-        u, b, up_u, up_b = load_deltas(
+        u, b, up_u, up_b = load_expand_operands(
             slot, start, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
             stride_u, stride_bl, stride_bn, U_UP, GATED, BLOCK_R,
         )  # fmt: skip
@@ -99,7 +99,7 @@ def add_loaded(
 
 
 @triton.jit
-def add_adapters(
+def expand_adapters(
     gate, up, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -111,11 +111,11 @@ def add_adapters(
     from gate's u to up's.
     """
     # NaN-free: integers
-    u, b, up_u, up_b = load_deltas(
+    u, b, up_u, up_b = load_expand_operands(
         tl.min(slots, axis=0), 0, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
         stride_u, stride_bl, stride_bn, U_UP, GATED, BLOCK_R,
     )  # fmt: skip
-    return add_loaded(
+    return expand_loaded(
         gate, up, u, b, up_u, up_b, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
         stride_u, stride_bl, stride_bn, U_UP, GATED, PRECISION, BLOCK_R,
     )  # fmt: skip

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import add_adapters, load_slots
+from experts.triton.kernels.adapters import expand_adapters, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
-from experts.triton.kernels.gemm_tile_dispatch import product_tile
+from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def batched_gemm_kernel(
     column_mask = column < columns
     slot = expert * capacity + row.to(tl.int64)
     a_scale_ptr += expert * stride_ase
-    gate, up = product_tile(
+    gate, up = gemm_tile(
         a_ptr + slot[:, None] * depth, a_scale_ptr + row.to(tl.int64) * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
@@ -54,7 +54,7 @@ def batched_gemm_kernel(
     )  # fmt: skip
     if LORA:
         slots = load_slots(slots_ptr, slot, row_mask, num_slots)
-        gate, up = add_adapters(
+        gate, up = expand_adapters(
             gate, up, slots, slot, u_ptr, lora_b_ptr + expert * stride_lbe,
             column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
             U_UP, GATED, PRECISION, BLOCK_R,

@@ -17,7 +17,9 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def zero_sum(dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def zero_accumulator(
+    dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Return the initial accumulator of add_product: (BLOCK_M, BLOCK_N), transposed if SWAP."""
     if SWAP:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
@@ -27,7 +29,7 @@ def zero_sum(dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 
 @triton.jit
-def add_product(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
+def accumulate(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
     """Return total + a @ b. SWAP: total is transposed, and b^T @ a^T is added.
 
     wgmma needs 64 or more rows in its left operand but only 8 or more columns in its right one, so
@@ -43,7 +45,7 @@ def add_product(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit
-def by_rows(total, SWAP: tl.constexpr):
+def untranspose(total, SWAP: tl.constexpr):
     """Return the accumulator of add_product as (BLOCK_M, BLOCK_N)."""
     return tl.trans(total) if SWAP else total
 
@@ -63,7 +65,7 @@ def multiply_tile(
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
-    gate = zero_sum(tl.float32, SWAP, BLOCK_M, BLOCK_N)
+    gate = zero_accumulator(tl.float32, SWAP, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, depth, BLOCK_K):
         if EVEN_K:
@@ -78,12 +80,12 @@ def multiply_tile(
             b = tl.load(b_ptrs, mask=b_inside, other=0.0)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
-        gate = add_product(gate, a, b, PRECISION, SWAP)
+        gate = accumulate(gate, a, b, PRECISION, SWAP)
         if GATED:
-            up = add_product(up, a, c, PRECISION, SWAP)
+            up = accumulate(up, a, c, PRECISION, SWAP)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
-    return by_rows(gate, SWAP), by_rows(up, SWAP)
+    return untranspose(gate, SWAP), untranspose(up, SWAP)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_on
 
 
 @triton.jit
-def product_tile(
+def gemm_tile(
     a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_ptr, row, up_row, up_offset,
     column_mask, depth,
     stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.gemm_tile import add_product, by_rows, zero_sum
+from experts.triton.kernels.gemm_tile import accumulate, untranspose, zero_accumulator
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def multiply_tile_w8a8(
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
     rows = tl.reshape(a_mask, (BLOCK_M,))
-    zero = zero_sum(ACC, SWAP, BLOCK_M, BLOCK_N)
-    gate = zero_sum(SUM, SWAP, BLOCK_M, BLOCK_N)
+    zero = zero_accumulator(ACC, SWAP, BLOCK_M, BLOCK_N)
+    gate = zero_accumulator(SUM, SWAP, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, depth, BLOCK_K):
         inside = start + k < depth
@@ -38,25 +38,25 @@ def multiply_tile_w8a8(
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         b = tl.load(b_ptrs, mask=b_inside, other=0.0)
         if GROUP_K == 0:
-            gate = add_product(gate, a, b, "ieee", SWAP)
+            gate = accumulate(gate, a, b, "ieee", SWAP)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
-                up = add_product(up, a, c, "ieee", SWAP)
+                up = accumulate(up, a, c, "ieee", SWAP)
         else:
             group = start // GROUP_K
             a_scale = tl.load(a_scale_ptrs + group * stride_ask, mask=rows, other=0.0)
             b_scale = weight_scale(b_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
-            part = add_product(zero, a, b, "ieee", SWAP).to(tl.float32)
+            part = accumulate(zero, a, b, "ieee", SWAP).to(tl.float32)
             gate += part * scale_products(a_scale, b_scale, SWAP)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
                 c_scale = weight_scale(up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
-                part = add_product(zero, a, c, "ieee", SWAP).to(tl.float32)
+                part = accumulate(zero, a, c, "ieee", SWAP).to(tl.float32)
                 up += part * scale_products(a_scale, c_scale, SWAP)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
-    gate = by_rows(gate, SWAP)
-    up = by_rows(up, SWAP)
+    gate = untranspose(gate, SWAP)
+    up = untranspose(up, SWAP)
     if GROUP_K == 0:
         a_scale = tl.load(a_scale_ptrs, mask=rows, other=0.0)
         b_scale = weight_scale(b_scale_ptrs, column_mask, ONE_SCALE)

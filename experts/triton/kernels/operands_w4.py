@@ -12,10 +12,10 @@ import triton.language as tl
 from experts.triton.kernels.unpack_w4 import (
     ASSEMBLE,
     boost_of,
-    counts_from_zero,
     is_e2m1,
     opaque,
     unpack_int4,
+    unpacks_without_offset,
 )
 
 
@@ -226,9 +226,9 @@ def multiply_words(
     result of load_zero, (STEPS, ROWS, 1).
     """
     start = tl.zeros((STEPS, ROWS, M), tl.float32)
-    if HAS_ZERO or counts_from_zero(FORMAT, x.dtype):
+    if HAS_ZERO or unpacks_without_offset(FORMAT, x.dtype):
         # Sums of x along K, from an MMA with ones: the same in each of its rows.
-        one: tl.constexpr = 1 if counts_from_zero(FORMAT, x.dtype) else 9
+        one: tl.constexpr = 1 if unpacks_without_offset(FORMAT, x.dtype) else 9
         ones = tl.full((STEPS, 16, DEPTH // 8), 0x11111111 * one - (1 << 32) * (one // 8), tl.int32)
         sums = tl.dot(unpack_words(ones, FORMAT, x.dtype, STEPS, 16, DEPTH), x)
         # Use a reshape: `[:, None]` would move the values through shared memory.

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrunk_tile
+from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrink_tile
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def shrink_few_kernel(
     u is (num_pairs, rank_rows), contiguous. Skipped pairs and tokens without an adapter are not
     written. Grid: (num_pairs, blocks of rank_rows).
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     pair = tl.program_id(0)
     local, _ = load_local_ids(
         ids_ptr, pair, pair < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
@@ -94,7 +94,7 @@ def shrink_pairs_kernel(
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (pairs // X_TOP_K).to(tl.int64)
-    u = shrunk_tile(
+    u = shrink_tile(
         x_ptr + x_row[:, None] * stride_xm, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def shrink_segments_kernel(
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (tokens if GATHER else row).to(tl.int64)
-    u = shrunk_tile(
+    u = shrink_tile(
         x_ptr + x_row[:, None] * stride_xm, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def shrink_batched_kernel(
     slots = _slots_of_part(slots, tl.program_id(0) % PARTS, PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
-    u = shrunk_tile(
+    u = shrink_tile(
         x_ptr + flat_row[:, None] * depth, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, 1, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip

@@ -104,13 +104,13 @@ def boost_of(form: str, odd: int) -> float:
 
 
 @triton.constexpr_function
-def counts_from_zero(form: str, dtype: tl.dtype) -> bool:
+def unpacks_without_offset(form: str, dtype: tl.dtype) -> bool:
     """Return whether unpacked integers are q, not q - 8."""
     return not holds_e2m1(form) and dtype == tl.bfloat16
 
 
 @triton.constexpr_function
-def lacking(form: str, dtype: tl.dtype) -> int:
+def missing_factor_log2(form: str, dtype: tl.dtype) -> int:
     """Return log2 of the factor still missing in products of unpacked weights and `boosted` rows.
 
     It is 0 for NVFP4, whose weights get their factor before they are scaled.
@@ -190,8 +190,8 @@ def _fp16_fields(pair):
 def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Unpack int32 (...) to (..., 2, 2, 2), indexed by the bits of k, the highest first.
 
-    The values are q or q - 8 (`counts_from_zero`), or e2m1, in bf16 or fp16, exact up to a factor
-    (`lacking`).
+    The values are q or q - 8 (`unpacks_without_offset`), or e2m1, in bf16 or fp16, exact up to a
+    factor (`missing_factor_log2`).
     """
     if FORMAT == "e2m1_repacked":
         p0, p1, p2, p3 = _repacked(words, dtype)

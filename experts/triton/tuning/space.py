@@ -9,28 +9,28 @@ from statistics import median
 from experts.triton.configs.files import (
     VERSION,
     ConfigKey,
-    Recipe,
     Times,
+    TunedConfigs,
     TunedFor,
-    config_as_json,
-    dump_recipe,
-    read_recipe,
+    config_to_json,
+    dump_config_file,
+    read_config_file,
 )
-from experts.triton.configs.former import in_words_of_now
-from experts.triton.configs.heuristics import Steps, fits, heuristics
-from experts.triton.configs.lookup import subfolder
+from experts.triton.configs.former import launched_config_from_v1
+from experts.triton.configs.heuristics import ConfigSteps, heuristics, is_launchable
+from experts.triton.configs.lookup import triton_subfolder
 from experts.triton.configs.select import (
     choose_config,
+    clear_caches,
+    current_lookup,
     explain,
     on_device,
     override_config,
-    reread,
-    this_store,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, gemms
 from experts.triton.path import Path as LaunchPath
 from experts.triton.paths import BASE, BY_NAME
-from modular_kernel.contracts import Best, Choice, Took, Tunable
+from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
@@ -61,7 +61,7 @@ class ConfigSpace(Tunable):
         self.experts_part = experts_part
         self._all = tuple(paths)
         self._gemms = gemms(problem)
-        self._device = this_store().device
+        self._device = current_lookup().device
         self.paths = self._serving(self._device)
 
     @classmethod
@@ -82,7 +82,7 @@ class ConfigSpace(Tunable):
         return ConfigSpace(self.problem, self.experts_part, self._all, prepared=True)
 
     @property
-    def _untuned_steps(self) -> Steps:
+    def _untuned_steps(self) -> ConfigSteps:
         return heuristics(self.problem, self._device, self.paths, prepared=self.prepared)
 
     def untuned(self, tokens: int) -> Choice:
@@ -135,25 +135,25 @@ class ConfigSpace(Tunable):
 
     def _sound_both(self, config: MoEConfig) -> bool:
         launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
-        launchable = config.path in self.paths and fits(config, self.problem, self._device)
+        launchable = config.path in self.paths and is_launchable(config, self.problem, self._device)
         return launchable and all(self._sound(*item, config.path) for item in launches)
 
-    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the best pairs of GEMM 1 and GEMM 2 launches that share path and block_m."""
-        model = Additive(took)
+        model = AdditiveTimeModel(took)
         kinds = sorted(model.kinds(), key=model.least)[:_GROUPS_KEPT]
         pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _TILES_KEPT)]
         return sorted(pairs, key=model.seconds)[:_FINALISTS]
 
     def as_json(self, choice: Choice) -> Mapping[str, object]:
         assert isinstance(choice, MoEConfig)
-        return config_as_json(choice)
+        return config_to_json(choice)
 
-    def saved(self, folder: Path) -> Mapping[int, Best]:
+    def saved(self, folder: Path) -> Mapping[int, TunedChoice]:
         path = self._path(folder)
         if not path.exists():
             return {}
-        recipe = read_recipe(path)
+        recipe = read_config_file(path)
         if not recipe.strict or recipe.tuned_for != self._tuned_for():
             got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
             need = f"{self._tuned_for()}; another folder, or to start afresh"
@@ -164,33 +164,35 @@ class ConfigSpace(Tunable):
             if times is None:
                 continue
             if recipe.version < VERSION:
-                config = in_words_of_now(config, tokens, self.problem, self._device, self.paths)
-            result[tokens] = Best(config, times.us / 1e6, _seconds(times.untuned_us))
+                config = launched_config_from_v1(
+                    config, tokens, self.problem, self._device, self.paths
+                )
+            result[tokens] = TunedChoice(config, times.us / 1e6, _seconds(times.untuned_us))
         return result
 
-    def save(self, best: Mapping[int, Best], folder: Path) -> Path:
+    def save(self, best: Mapping[int, TunedChoice], folder: Path) -> Path:
         pairs: dict[int, MoEConfig] = {}
         for tokens in sorted(best):
             pair = best[tokens].choice
             assert isinstance(pair, MoEConfig)
             pairs[tokens] = pair
-        recipe = Recipe(
+        recipe = TunedConfigs(
             origin="",
             gemm1=tuple((tokens, pair.gemm1) for tokens, pair in pairs.items()),
             gemm2=tuple((tokens, pair.gemm2) for tokens, pair in pairs.items()),
             paths=tuple((tokens, pair.path) for tokens, pair in pairs.items()),
             fused_columns=False,
             strict=True,
-            triton=this_store().triton,
+            triton=current_lookup().triton,
             tuned_for=self._tuned_for(),
             times={t: _times(best[t]) for t in pairs},
         )
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(dump_recipe(recipe), encoding="utf-8")
+        partial.write_text(dump_config_file(recipe), encoding="utf-8")
         partial.replace(path)
-        reread()
+        clear_caches()
         return path
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
@@ -202,18 +204,18 @@ class ConfigSpace(Tunable):
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
 
     def _path(self, folder: Path) -> Path:
-        store = this_store()
+        store = current_lookup()
         name = ConfigKey.of(self.problem, store.device.name, prepared=self.prepared).file_name
-        return folder / subfolder(store.triton) / name
+        return folder / triton_subfolder(store.triton) / name
 
 
 Kind = tuple[str, int]  # path and block_m
 
 
-class Additive:
+class AdditiveTimeModel:
     """Additive time model: GEMM 1 + GEMM 2 + a rest that depends on path and block_m only."""
 
-    def __init__(self, took: Mapping[Choice, Took]) -> None:
+    def __init__(self, took: Mapping[Choice, StageTimes]) -> None:
         self.tiles: dict[Kind, tuple[dict[Launch, float], dict[Launch, float]]] = {}
         rests: dict[Kind, list[float]] = {}
         for pair, timing in took.items():
@@ -247,7 +249,7 @@ class Additive:
         return self.rest[kind] + first[pair.gemm1] + second[pair.gemm2]
 
 
-def _times(best: Best) -> Times:
+def _times(best: TunedChoice) -> Times:
     untuned = best.untuned_seconds
     return Times(_us(best.seconds), None if untuned is None else _us(untuned))
 

@@ -119,7 +119,7 @@ class TransportLink:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Rank, process group and device of a transport."""
 
     rank: int
@@ -167,7 +167,7 @@ class Transport(ABC):
         return ""
 
     @abstractmethod
-    def open(self, cell: ExchangeCase, place: Place) -> None:
+    def open(self, cell: ExchangeCase, place: RankContext) -> None:
         """Allocate everything for calls of up to cell.capacity tokens. Collective."""
 
     @abstractmethod
@@ -213,7 +213,7 @@ def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
     return float(error_T.max())
 
 
-def dequantized(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
+def dequantize(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
     """Multiply rows (..., H) by their scales; returns bfloat16.
 
     scale: None, float32 (1,), or (..., G) with one scale per `group` values of a row; G = 1 means

@@ -8,9 +8,9 @@ import torch
 from modular_kernel.bench.all2all.cases import (
     ExchangeCase,
     ExchangeInputs,
-    Place,
+    RankContext,
     Transport,
-    dequantized,
+    dequantize,
 )
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
@@ -70,7 +70,7 @@ class PartTransport(Transport):
         reasons.sort(key=lambda found: len(found))
         return "; ".join(reasons[0]) if reasons else "no experts part"
 
-    def open(self, cell: ExchangeCase, place: Place) -> None:
+    def open(self, cell: ExchangeCase, place: RankContext) -> None:
         problem = cell.problem(place.rank)
         self._part = part = self.cls(problem, place.group)
         device = place.device
@@ -110,7 +110,7 @@ class PartTransport(Transport):
         tokens: Dispatched = self.arrived[0]
         group = self._given.cell.scheme.group[-1] if self._given.cell.scheme.group else 1
         if isinstance(tokens, BatchedTokens):
-            rows = dequantized(tokens.x_eCH, tokens.scale, group)
+            rows = dequantize(tokens.x_eCH, tokens.scale, group)
         else:
             rows = _standard(tokens, group, self._kind)
         # The address must not change, because a captured combine reads from it.
@@ -163,7 +163,7 @@ def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tenso
     local_RK = _here(tokens.routing)
     any_local_R1 = local_RK.any(1, keepdim=True)
     # Rows without a pair on this rank are undefined.
-    x_RH = torch.where(any_local_R1, dequantized(tokens.x_TH, tokens.scale, group), 0)
+    x_RH = torch.where(any_local_R1, dequantize(tokens.x_TH, tokens.scale, group), 0)
     if kind is not Reduce.NOOP:
         return torch.where(local_RK[..., None], x_RH[:, None], 0).contiguous()
     weights_RK = tokens.routing.topk_weights_TK

@@ -122,7 +122,7 @@ class ExchangeReport:
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
         """Parse the output of `to_json`; raise ConfigurationError for other records."""
-        record = json_files.record(text, SCHEMA, "record of exchanges")
+        record = json_files.parse_record(text, SCHEMA, "record of exchanges")
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
     def write(self, path: Path) -> None:

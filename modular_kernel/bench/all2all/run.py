@@ -23,7 +23,7 @@ import torch.distributed as dist
 from modular_kernel.bench.all2all.cases import (
     ExchangeCase,
     ExchangeInputs,
-    Place,
+    RankContext,
     Transport,
     TransportLink,
     distance,
@@ -33,7 +33,7 @@ from modular_kernel.bench.all2all.peers import load_peers
 from modular_kernel.bench.all2all.records import ExchangeRow, row_of
 from modular_kernel.bench.all2all.timing import Repeats, event_gap_us, time_transport
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.machine import torch_twins
+from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
@@ -188,9 +188,9 @@ def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
     """Run the cases of an offer, all of one quant and capacity, and write each result at once."""
     cuda = task.offer.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    place = Place(rank, world_size, group, device)
+    place = RankContext(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
-        teller = Teller(file)
+        teller = ResultWriter(file)
         with RunWatch(task.offer.seconds, teller) as watch:
             for report in _batch(task, task.offer.cells, place, teller):
                 teller.tell(report)
@@ -198,7 +198,7 @@ def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
                 watch.progress()
 
 
-class Teller:
+class ResultWriter:
     """Writer of a rank's result file, with the index of the current case.
 
     Only the first report on a case counts. A rank that fails reports it before it communicates with
@@ -227,7 +227,7 @@ class RunWatch:
     A rank that hangs inside a library cannot be interrupted in any other way.
     """
 
-    def __init__(self, seconds: float, teller: Teller) -> None:
+    def __init__(self, seconds: float, teller: ResultWriter) -> None:
         self._seconds, self._teller = seconds, teller
         self._until = time.monotonic() + seconds
         self._done = threading.Event()
@@ -249,14 +249,14 @@ class RunWatch:
                 os._exit(_CODE)
 
 
-def gap(rank: int, world_size: int, group: Any) -> float | None:
+def event_gap(rank: int, world_size: int, group: Any) -> float | None:
     """Return `event_gap_us` of this rank's device."""
     cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
     return event_gap_us(torch.device("cuda" if cuda else "cpu"))
 
 
 def _batch(
-    task: RankTask, cells: Sequence[ExchangeCase], place: Place, teller: Teller
+    task: RankTask, cells: Sequence[ExchangeCase], place: RankContext, teller: ResultWriter
 ) -> Iterator[dict[str, Any]]:
     transport, reason, report = None, "", _skipped("after a failure")
     try:
@@ -265,7 +265,7 @@ def _batch(
         if reason:
             report = {"status": REFUSED, "note": reason, "error": None}
         else:
-            with torch_twins(wanted=not transport.interpreted):
+            with prefer_torch_reference(wanted=not transport.interpreted):
                 transport.open(cells[0], place)
     # A peer can raise anything, and the other transports must still be measured.
     except Exception as error:  # noqa: BLE001
@@ -280,7 +280,7 @@ def _batch(
         return
     broken = ""
     for cell in cells:
-        with torch_twins(wanted=not transport.interpreted):
+        with prefer_torch_reference(wanted=not transport.interpreted):
             report = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
         if report["status"] == FAILED:
             broken = "after a failure"
@@ -289,7 +289,11 @@ def _batch(
 
 
 def _cell(
-    transport: Transport, cell: ExchangeCase, place: Place, task: RankTask, teller: Teller
+    transport: Transport,
+    cell: ExchangeCase,
+    place: RankContext,
+    task: RankTask,
+    teller: ResultWriter,
 ) -> dict[str, Any]:
     """Verify the transport, then time it.
 
@@ -334,7 +338,7 @@ def _checked(transport: Transport, given: ExchangeInputs) -> float:
     return error
 
 
-def _all(place: Place, ok: bool) -> bool:
+def _all(place: RankContext, ok: bool) -> bool:
     """Return whether `ok` is true on all ranks."""
     vote = torch.tensor([float(ok)], device=place.device)
     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=place.group)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.all2all.cases import ExchangeInputs, Place, Transport, distance
+from modular_kernel.bench.all2all.cases import ExchangeInputs, RankContext, Transport, distance
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture, clock_of
 
@@ -51,7 +51,7 @@ class ExchangeTimes:
 def time_transport(
     transport: Transport,
     given: ExchangeInputs,
-    place: Place,
+    place: RankContext,
     repeats: Repeats,
     agreed: Callable[[bool], bool],
 ) -> ExchangeTimes:
@@ -105,7 +105,7 @@ def _replayed(transport: Transport, given: ExchangeInputs, graphs: _Graphs) -> f
     return distance(out, transport.expected(given))
 
 
-def _graph(graphs: _Graphs, place: Place, repeats: Repeats, error: float) -> ExchangeTimes:
+def _graph(graphs: _Graphs, place: RankContext, repeats: Repeats, error: float) -> ExchangeTimes:
     halves, pairs = [], []
     for _ in range(repeats.rounds):
         parts = _queued([graphs.dispatch, graphs.combine], place, repeats.replays)
@@ -116,7 +116,7 @@ def _graph(graphs: _Graphs, place: Place, repeats: Repeats, error: float) -> Exc
     return ExchangeTimes(dispatch, combine, median(pairs), spread, "graph", error)
 
 
-def _queued(runs: list[Call], place: Place, replays: int) -> list[list[float]]:
+def _queued(runs: list[Call], place: RankContext, replays: int) -> list[list[float]]:
     """Return microseconds of each graph by replay, without the first, which synchronizes ranks."""
     clock = clock_of(place.device)
     dist.barrier(place.group)
@@ -131,7 +131,7 @@ def _queued(runs: list[Call], place: Place, replays: int) -> list[list[float]]:
     return [times[len(runs) + index :: len(runs)] for index in range(len(runs))]
 
 
-def _eager(transport: Transport, place: Place, repeats: Repeats) -> ExchangeTimes:
+def _eager(transport: Transport, place: RankContext, repeats: Repeats) -> ExchangeTimes:
     clock = clock_of(place.device)
     rounds = []
     for _ in range(repeats.rounds):

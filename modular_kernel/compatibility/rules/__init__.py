@@ -23,7 +23,7 @@ from modular_kernel.compatibility.support import (
     Requirements,
     RuleFunction,
     Verdict,
-    told,
+    collect_rejections,
 )
 from modular_kernel.spec.problem import Machine, Problem, Reduce
 
@@ -63,9 +63,9 @@ RULES: dict[str, RuleFunction] = {
     "invalid_rows": pair.invalid_rows,
     "expert_map": pair.expert_map,
     "chunking": problems.chunking,
-    "inplace": problems.wanted_property("inplace", lambda problem: problem.inplace, "inplace"),
-    "graph": problems.wanted_property("graph", lambda problem: problem.graph, "graph_capturable"),
-    "deterministic": problems.wanted_property(
+    "inplace": problems.required_property("inplace", lambda problem: problem.inplace, "inplace"),
+    "graph": problems.required_property("graph", lambda problem: problem.graph, "graph_capturable"),
+    "deterministic": problems.required_property(
         "deterministic", lambda p: p.deterministic, "deterministic"
     ),
     "batch_invariant": problems.batch_invariant,
@@ -87,8 +87,10 @@ def judge(
         pf.__name__, pf.requires, experts.__name__, experts.requires, problem, machine
     )
     rejections = [r for rule in RULES.values() for r in rule(pairing)]
-    rejections += told(pf.__name__, partial(pf.extra_rejections, problem, machine))
-    rejections += told(experts.__name__, partial(experts.extra_rejections, problem, machine))
+    rejections += collect_rejections(pf.__name__, partial(pf.extra_rejections, problem, machine))
+    rejections += collect_rejections(
+        experts.__name__, partial(experts.extra_rejections, problem, machine)
+    )
     return Verdict(pf.__name__, experts.__name__, problem, machine, tuple(rejections))
 
 

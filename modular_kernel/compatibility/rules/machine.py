@@ -5,14 +5,16 @@ from modular_kernel.compatibility.support import (
     Rejection,
     Violations,
     archs_text,
-    numbered,
+    format_sorted,
 )
 
 
 def device(p: Pairing) -> Violations:
     for name, req in p.each():
         if p.machine.device not in req.devices:
-            yield Rejection("device", (name, "machine"), p.machine.device, numbered(req.devices))
+            yield Rejection(
+                "device", (name, "machine"), p.machine.device, format_sorted(req.devices)
+            )
         elif req.triton and p.machine.device == "cpu" and not p.machine.interpreter:
             need = "a GPU, or Triton's CPU interpreter"
             hint = "start with TRITON_INTERPRET=1 and ml_dtypes installed"

@@ -4,7 +4,7 @@ from modular_kernel.compatibility.support import (
     Pairing,
     Rejection,
     Violations,
-    numbered,
+    format_sorted,
 )
 from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce, Rows
 
@@ -29,7 +29,9 @@ def dispatch_quant(p: Pairing) -> Violations:
         yield Rejection("dispatch_quant", p.both, got, "unquantized activations")
     if not p.ex.quantizes_input and p.problem.scheme.name not in p.pf.dispatch_schemes:
         need = f"a part that dispatches {p.problem.quant}"
-        yield Rejection("dispatch_quant", p.both, numbered(p.pf.dispatch_schemes) or "none", need)
+        yield Rejection(
+            "dispatch_quant", p.both, format_sorted(p.pf.dispatch_schemes) or "none", need
+        )
 
 
 def scale_layout(p: Pairing) -> Violations:
@@ -53,7 +55,7 @@ def capacity_multiple(p: Pairing) -> Violations:
 
 def reduce(p: Pairing) -> Violations:
     if p.ex.reduce not in p.pf.reduces:
-        need = f"one of {numbered([r.value for r in p.pf.reduces])}"
+        need = f"one of {format_sorted([r.value for r in p.pf.reduces])}"
         yield Rejection("reduce", p.both, f"{p.ex.reduce.value} left by {p.ex_name}", need)
 
 

@@ -8,9 +8,9 @@ from modular_kernel.compatibility.support import (
     Rejection,
     RuleFunction,
     Violations,
-    numbered,
+    format_sorted,
 )
-from modular_kernel.quant.quantized_weights import unpackable, values_at_once
+from modular_kernel.quant.quantized_weights import indivisible_sizes, values_per_word
 from modular_kernel.spec.problem import Problem, dtype_name
 
 
@@ -18,7 +18,7 @@ def dtype(p: Pairing) -> Violations:
     for name, req in p.each():
         if p.problem.dtype not in req.dtypes:
             got = dtype_name(p.problem.dtype)
-            yield Rejection("dtype", (name, "problem"), got, numbered(req.dtypes))
+            yield Rejection("dtype", (name, "problem"), got, format_sorted(req.dtypes))
 
 
 def fp32_precision(p: Pairing) -> Violations:
@@ -54,7 +54,7 @@ def intermediate(p: Pairing) -> Violations:
 
 def quant(p: Pairing) -> Violations:
     if p.problem.scheme.name not in p.ex.schemes:
-        need = numbered(p.ex.schemes)
+        need = format_sorted(p.ex.schemes)
         yield Rejection("quant", (p.ex_name, "problem"), p.problem.quant, need)
 
 
@@ -81,8 +81,8 @@ def blocks(p: Pairing) -> Violations:
 
 def packing(p: Pairing) -> Violations:
     """Require row sizes divisible by the number of values packed into a byte or word."""
-    step = values_at_once(p.problem.scheme)
-    for name in unpackable(p.problem):
+    step = values_per_word(p.problem.scheme)
+    for name in indivisible_sizes(p.problem):
         got = f"{name}={getattr(p.problem, name)}"
         need = f"a multiple of {step}: {p.problem.scheme} packs so many values together"
         yield Rejection("packing", (p.ex_name, "problem"), got, need)
@@ -171,7 +171,7 @@ def ids_dtype(p: Pairing) -> Violations:
 def activation(p: Pairing) -> Violations:
     act = p.problem.act
     if act.kind not in p.ex.activations:
-        need = numbered(p.ex.activations)
+        need = format_sorted(p.ex.activations)
         yield Rejection("activation", (p.ex_name, "problem"), act.kind, need)
     if act.interleaved and not p.ex.interleaved:
         got, need = "interleaved gate and up rows", "up" if p.ex.up_first else "gate"
@@ -194,7 +194,7 @@ def chunking(p: Pairing) -> Violations:
         yield Rejection("chunking", (p.ex_name, "problem"), got, "chunk_tokens=None")
 
 
-def wanted_property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> RuleFunction:
+def required_property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> RuleFunction:
     """Make a rule for a property that both parts must declare if the problem wants it."""
 
     def check(p: Pairing) -> Violations:

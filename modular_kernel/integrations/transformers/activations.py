@@ -33,7 +33,7 @@ def activation_of(module: torch.nn.Module) -> ActivationSpec:
 
 def _activation_of(module: torch.nn.Module) -> ActivationSpec:
     gated = getattr(module, "has_gate", True)
-    function: Callable[[torch.Tensor], torch.Tensor] = getattr(module, label(module))
+    function: Callable[[torch.Tensor], torch.Tensor] = getattr(module, activation_attribute(module))
     numbers = dict(zip(_KINDS, _candidates_by_kind(module), strict=True))
     probe = _probe(_rows(module), numbers["limit"])
     device = next(iter(module.parameters())).device
@@ -42,24 +42,32 @@ def _activation_of(module: torch.nn.Module) -> ActivationSpec:
             values = function(probe.to(device, torch.float32))
             values = values.detach().to("cpu", torch.float64)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        got = f"{label(module)} that raised {type(e).__name__}: {e}"
-        raise unsupported(module, got, "a function of (rows, columns) values") from e
+        got = f"{activation_attribute(module)} that raised {type(e).__name__}: {e}"
+        raise unsupported_error(module, got, "a function of (rows, columns) values") from e
     for spec in _candidates(gated, numbers):
         if _same(values, probe, spec):
             # Weights that were loaded packed may have another row order than the module's.
             interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
             return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
-    raise unsupported(module, f"{label(module)} that computes something else", need)
+    raise unsupported_error(
+        module, f"{activation_attribute(module)} that computes something else", need
+    )
 
 
 def facts_of(module: torch.nn.Module) -> Facts:
     """Return everything that the activation depends on."""
     gate = getattr(module, "_apply_gate", None)
-    return getattr(gate, "__func__", gate), getattr(module, "act_fn", None), numbers_of(module)
+    return (
+        getattr(gate, "__func__", gate),
+        getattr(module, "act_fn", None),
+        alpha_and_limit_candidates(module),
+    )
 
 
-def numbers_of(module: torch.nn.Module) -> tuple[tuple[tuple[str, ...], float], ...]:
+def alpha_and_limit_candidates(
+    module: torch.nn.Module,
+) -> tuple[tuple[tuple[str, ...], float], ...]:
     """Return candidates for an activation's alpha or limit: path of an attribute, and its value.
 
     These are attributes of the module and of its `act_fn`. Raises UnsupportedError for a tensor
@@ -84,7 +92,7 @@ def _numbers_of_attributes(
         if not any(word in named for words in _KINDS.values() for word in words):
             continue
         if isinstance(value, torch.Tensor):
-            raise unsupported(module, f"{name}, a tensor", "one number for all experts")
+            raise unsupported_error(module, f"{name}, a tensor", "one number for all experts")
         if isinstance(value, (int, float)) and isfinite(value) and value > 0:
             numbers.append(((*way, name), float(value)))
     return numbers
@@ -92,7 +100,7 @@ def _numbers_of_attributes(
 
 def _candidates_by_kind(module: torch.nn.Module) -> Iterator[list[float]]:
     """Yield the candidates for alpha, then those for the limit."""
-    numbers = [(" ".join(path), value) for path, value in numbers_of(module)]
+    numbers = [(" ".join(path), value) for path, value in alpha_and_limit_candidates(module)]
     for words in _KINDS.values():
         yield [value for name, value in numbers if any(word in name for word in words)]
 
@@ -146,11 +154,11 @@ def _same(found: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> boo
     return bool(((found - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * magnitude).all())
 
 
-def label(module: torch.nn.Module) -> str:
+def activation_attribute(module: torch.nn.Module) -> str:
     """Return the name of the attribute that computes the activation."""
     return "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
 
 
-def unsupported(module: torch.nn.Module, got: str, need: str) -> UnsupportedError:
+def unsupported_error(module: torch.nn.Module, got: str, need: str) -> UnsupportedError:
     """Create the UnsupportedError of an experts module."""
     return UnsupportedError(f"experts module {type(module).__name__}", got=got, need=need)

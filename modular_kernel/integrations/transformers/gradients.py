@@ -8,7 +8,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def gradients_are_needed(tensors: Sequence[torch.Tensor]) -> bool:
+def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a call can be differentiated by x, router weights or expert weights.
 
     tensors: the attributes as the call reads them, instead of `parameters()`, since an adapter may

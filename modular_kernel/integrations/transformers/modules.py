@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modular_kernel.integrations.transformers.activations import unsupported
+from modular_kernel.integrations.transformers.activations import unsupported_error
 from modular_kernel.operators.expert_fields import weights_from
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -40,11 +40,11 @@ class Layout:
 def names_of(module: torch.nn.Module) -> Names:
     """Return the attributes that hold the weights; raise UnsupportedError if there is more."""
     if getattr(module, "has_post_expert_norm", False):
-        raise unsupported(module, "a norm after each expert", "experts without one")
+        raise unsupported_error(module, "a norm after each expert", "experts without one")
     packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
     if packed_fields is not None:
         return tuple(packed_fields)
-    first = first_of(module)
+    first = first_projection(module)
     names: Names = (first, "down_proj")
     if hasattr(module, f"{first}_scale_inv"):
         names += (f"{first}_scale_inv", "down_proj_scale_inv")
@@ -60,10 +60,10 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
         return Layout(",".join(packed_fields.values()), getattr(module, QUANT))
     bias = ",b1,b2" if getattr(module, "has_bias", False) else ""
     transpose = ":t" if getattr(module, "is_transposed", False) else ""
-    if not hasattr(module, f"{first_of(module)}_scale_inv"):
+    if not hasattr(module, f"{first_projection(module)}_scale_inv"):
         return Layout(f"w1{transpose},w2{transpose}{bias}")
     if transpose:
-        raise unsupported(module, "float8 weights, transposed", "(e, N, K)")
+        raise unsupported_error(module, "float8 weights, transposed", "(e, N, K)")
     layout = _fp8(module, *tensors[:3])
     return Layout(layout.fields + bias, layout.quant)
 
@@ -77,12 +77,12 @@ def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
     return tuple([attributes.get(name) for name in _FLAGS])
 
 
-def first_of(module: torch.nn.Module) -> str:
+def first_projection(module: torch.nn.Module) -> str:
     """Return the name of the first projection."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
-def dispatched(module: torch.nn.Module) -> bool:
+def is_dispatched(module: torch.nn.Module) -> bool:
     """Return whether transformers dispatches the module to the experts implementation."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
 
@@ -95,7 +95,7 @@ def layer_of(name: str) -> int | None:
 
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether the module's weights are quantized."""
-    scaled = hasattr(module, f"{first_of(module)}_scale_inv")
+    scaled = hasattr(module, f"{first_projection(module)}_scale_inv")
     return scaled or getattr(module, QUANT, "none") != "none"
 
 
@@ -120,7 +120,7 @@ def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
     if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN:
         return tensor
     got = f"{name} of type {type(tensor).__name__}"
-    raise unsupported(module, got, "a plain tensor, neither sharded nor quantized")
+    raise unsupported_error(module, got, "a plain tensor, neither sharded nor quantized")
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -138,11 +138,11 @@ def problem_of(
     w1, w2, gated = weights.w1, weights.w2, getattr(module, "has_gate", True)
     per_byte = 2 if QuantScheme.parse(layout.quant).packed else 1
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * per_byte * (1 + gated):
-        got = f"{first_of(module)} {tuple(w1.shape)} and down_proj {tuple(w2.shape)}"
-        raise unsupported(module, got, f"(e, {'2I' if gated else 'I'}, H) and (e, H, I)")
+        got = f"{first_projection(module)} {tuple(w1.shape)} and down_proj {tuple(w2.shape)}"
+        raise unsupported_error(module, got, f"(e, {'2I' if gated else 'I'}, H) and (e, H, I)")
     if getattr(module, "num_experts", w1.shape[0]) != w1.shape[0]:
         got = f"num_experts {module.num_experts} and weights of {w1.shape[0]} experts"
-        raise unsupported(module, got, "as many of one as of the other")
+        raise unsupported_error(module, got, "as many of one as of the other")
     return partial(
         Problem,
         tokens=1,
@@ -165,10 +165,12 @@ def _fp8(
     """
     if w1.dtype is torch.int8:
         if scale.element_size() > 1:
-            raise unsupported(module, f"float4 with scales of {scale.dtype}", "float8_e8m0fnu")
+            raise unsupported_error(
+                module, f"float4 with scales of {scale.dtype}", "float8_e8m0fnu"
+            )
         return Layout("w1:bytes,w2:bytes,w1_scale:bytes,w2_scale:bytes", "mxfp4_w4a16")
     if w1.dtype is not torch.float8_e4m3fn:
-        raise unsupported(module, f"quantized weights of {w1.dtype}", "float8_e4m3fn")
+        raise unsupported_error(module, f"quantized weights of {w1.dtype}", "float8_e4m3fn")
     rows, hidden = w2.shape[2], w2.shape[1]
     block: Sequence[int] | None = getattr(module, "block_size", None)
     if block is None:

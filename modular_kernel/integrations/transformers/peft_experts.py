@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from modular_kernel.integrations.transformers.gradients import gradients_are_needed
+from modular_kernel.integrations.transformers.gradients import needs_gradients
 from modular_kernel.integrations.transformers.modules import (
     Layout,
-    dispatched,
-    first_of,
+    first_projection,
+    is_dispatched,
     is_quantized,
     layout_of,
     names_of,
     problem_of,
     tensor_of,
 )
-from modular_kernel.integrations.transformers.register import Registration, as_given
+from modular_kernel.integrations.transformers.register import Registration, normalize_call
 from modular_kernel.operators.expert_fields import weights_from
 from modular_kernel.operators.pairing import layer_text
-from modular_kernel.spec.lora import MOST_RANK, AdapterSpec
+from modular_kernel.spec.lora import MAX_RANK, AdapterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.tensor_checks import check_tensors
 
@@ -69,10 +69,10 @@ class Adapted:
         transposed = self.layout.fields.startswith("w1:t")
         rank = max(each.rhs.shape[1] for each in self.factors.values())
         gated = weights.w1.shape[1] != weights.w2.shape[2]
-        factors = [self.factors.get(name) for name in (first_of(self.module), "down_proj")]
+        factors = [self.factors.get(name) for name in (first_projection(self.module), "down_proj")]
         pairs = [None if each is None else each.pair(turned=transposed) for each in factors]
-        a13, b13 = _filled(pairs[0], rank, weights.w1)
-        a2, b2 = _filled(pairs[1], rank, weights.w2)
+        a13, b13 = _padded_pair(pairs[0], rank, weights.w1)
+        a2, b2 = _padded_pair(pairs[1], rank, weights.w2)
         weights = replace(weights, lora_a13=a13, lora_b13=b13, lora_a2=a2, lora_b2=b2)
         return AdapterSpec(1, rank, a13_shared=gated), weights
 
@@ -86,7 +86,7 @@ def serve_wrapped(model: torch.nn.Module) -> tuple[str, ...]:
         if not _is_wrapper(module) or id(module) in wrapped_ids or hasattr(module, "_mk_own"):
             continue
         wrapper: Any = module
-        if dispatched(wrapper.get_base_layer()):
+        if is_dispatched(wrapper.get_base_layer()):
             cls: Any = type(wrapper)
             body = {"forward": _forward, "__module__": __name__, "_mk_own": cls}
             wrapper.__class__ = type(cls.__name__, (cls,), body)  # PEFT checks the name
@@ -119,11 +119,11 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
     registration = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")
     if not isinstance(registration, Registration):
         return None
-    experts = adapted(wrapper)
+    experts = read_adapted(wrapper)
     in_training = module.training and registration.gradients == "fallback"
-    if experts is None or in_training or gradients_are_needed((*call[::2], *experts.every_tensor)):
+    if experts is None or in_training or needs_gradients((*call[::2], *experts.every_tensor)):
         return None
-    x_TH, ids_TK, weights_TK = as_given(module, call, experts.tensors[0].shape[0])
+    x_TH, ids_TK, weights_TK = normalize_call(module, call, experts.tensors[0].shape[0])
     check_tensors({f"tensor {at} of experts": t for at, t in enumerate(experts.every_tensor)})
     with torch.no_grad():
         spec, weights = experts.with_adapters()
@@ -140,7 +140,7 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
     return registration.pairing.run(layer, x_TH, weights, Routing(weights_TK, ids_TK, slots_T))
 
 
-def adapted(wrapper: Any) -> Adapted | None:
+def read_adapted(wrapper: Any) -> Adapted | None:
     """Return the tensors and factors of a wrapped module; None unless it has one adapter."""
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
     if is_quantized(module):
@@ -151,7 +151,7 @@ def adapted(wrapper: Any) -> Adapted | None:
         if each.disable_adapters or each.merged or len(active) != 1 or name in factors:
             return None
         lhs, rhs, scaling = each.get_delta_factors(active[0])
-        if name not in (first_of(module), "down_proj") or rhs.shape[1] > MOST_RANK:
+        if name not in (first_projection(module), "down_proj") or rhs.shape[1] > MAX_RANK:
             return None
         factors[name] = Factors(lhs, rhs, float(scaling))
     tensors = tuple(tensor_of(module, name) for name in names_of(module))
@@ -167,7 +167,7 @@ def _wrappers_of(wrapper: Any) -> Iterator[Any]:
         wrapper = wrapper.base_layer
 
 
-def _filled(pair: _Pair | None, rank: int, weight: torch.Tensor) -> _Pair:
+def _padded_pair(pair: _Pair | None, rank: int, weight: torch.Tensor) -> _Pair:
     """Return A (1, e, rank, K) and B (1, e, rows, rank), padded by zeros.
 
     weight: (e, rows, K), which the factors adapt.

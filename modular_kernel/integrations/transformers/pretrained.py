@@ -30,24 +30,28 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fusing import merge
-from modular_kernel.checkpoints.inspection import Examined, examine, raise_what_headers_tell
+from modular_kernel.checkpoints.inspection import (
+    CheckpointInfo,
+    raise_header_error,
+    read_checkpoint_info,
+)
 from modular_kernel.checkpoints.loading import LoadedExperts, load_experts
-from modular_kernel.checkpoints.safetensors_files import Tensors, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
-from modular_kernel.integrations.transformers.activations import unsupported
+from modular_kernel.integrations.transformers.activations import unsupported_error
 from modular_kernel.integrations.transformers.modules import (
     FIELDS,
     INTERLEAVED,
     QUANT,
-    dispatched,
-    first_of,
+    first_projection,
+    is_dispatched,
     layer_of,
 )
 from modular_kernel.integrations.transformers.register import Registration, registration
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import ActivationSpec, parse_dtype
 from modular_kernel.utils import json_files
-from modular_kernel.utils.argument_checks import device_named
+from modular_kernel.utils.argument_checks import parse_device
 
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
@@ -91,11 +95,13 @@ def from_pretrained(
         dtype = torch_dtype
     config = _config_of(folder, kwargs.pop("config", None))
     quantization = _quantization_of(config)
-    target_device = None if device is None else device_named(device)
+    target_device = None if device is None else parse_device(device)
     kwargs["experts_implementation"] = experts_implementation
     if quantization is None:
         with_info = kwargs.pop("output_loading_info", False)
-        model, info = _whole(auto_class, folder, folder, config=config, dtype=dtype, **kwargs)
+        model, info = _load_checked(
+            auto_class, folder, folder, config=config, dtype=dtype, **kwargs
+        )
         model = model if target_device is None else model.to(target_device)
         return (model, info) if with_info else model
     for option in ("quantization_config", "output_loading_info"):
@@ -116,9 +122,9 @@ def from_pretrained(
             del each.quantization_config
     config.quantization_config = our_config
     with open_tensors(Path(folder)) as files:
-        state_dict = _rest(files, examine(files), layer_dtype)
+        state_dict = _other_tensors(files, read_checkpoint_info(files), layer_dtype)
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
-        model, _ = _whole(_class_of(auto_class, config), folder, None, **kwargs)
+        model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model if target_device is None else model.to(target_device)
@@ -129,7 +135,7 @@ def _config_of(folder: Path, given: Any) -> Any:
     if given is not None:
         return copy.deepcopy(given)
     try:
-        config = json_files.parse(json_files.content(folder / "config.json", _MAX_CONFIG_BYTES))
+        config = json_files.parse(json_files.read_file(folder / "config.json", _MAX_CONFIG_BYTES))
     except (OSError, ValueError):
         config = None  # AutoConfig raises the error
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
@@ -139,7 +145,7 @@ def _config_of(folder: Path, given: Any) -> Any:
     return AutoConfig.from_pretrained(folder)
 
 
-def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
+def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
     """Load a model and its loading info; raise errors where transformers would only warn.
 
     Raises WeightsError for a missing tensor of the model, except of a new head, and ShapeError for
@@ -149,7 +155,7 @@ def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[An
     try:
         model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
     except (RuntimeError, SafetensorError) as error:
-        raise_what_headers_tell(folder, error)
+        raise_header_error(folder, error)
         raise
     if not kwargs.get("ignore_mismatched_sizes"):
         for key, got, need in sorted(info["mismatched_keys"]):
@@ -207,7 +213,9 @@ def _quantization_of(config: Any) -> Any:
 # ------------------------------------------------------------------------- non-expert weights
 
 
-def _rest(files: Tensors, found: Examined, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _other_tensors(
+    files: TensorFiles, found: CheckpointInfo, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Return all tensors except the experts', dequantized, by their names in the files."""
     expert_keys = set(_expert_keys(found))
     names, dequantized = files.names - expert_keys, dict[str, torch.Tensor]()
@@ -218,7 +226,7 @@ def _rest(files: Tensors, found: Examined, dtype: torch.dtype) -> dict[str, torc
     return dequantized | {name: files.read(name, ()) for name in names - consumed}
 
 
-def _expert_keys(found: Examined) -> Iterator[str]:
+def _expert_keys(found: CheckpointInfo) -> Iterator[str]:
     for layer in found.layers:
         source = found.source(layer)
         source.check()
@@ -245,7 +253,7 @@ def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dic
 
 
 def _dequantized(
-    files: Tensors, format: Format, keys: Mapping[str, str], dtype: torch.dtype
+    files: TensorFiles, format: Format, keys: Mapping[str, str], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the dequantized weight (N, K) of one module."""
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
@@ -291,7 +299,7 @@ class Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         with open_tensors(Path(self.quantization_config.checkpoint)) as files:
-            layers = set(examine(files).layers)
+            layers = set(read_checkpoint_info(files).layers)
         modules = _modules_of(model)
         if set(modules) != layers:
             got = f"experts of layers {sorted(layers)}, of which {sorted(modules)} are dispatched"
@@ -310,10 +318,10 @@ class Quantizer(HfQuantizer):
         )
         for number, module in _modules_of(model).items():
             device = (
-                _device_of(model, number) if device_option is None else device_named(device_option)
+                _device_of(model, number) if device_option is None else parse_device(device_option)
             )
             loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
-            fill(module, loaded)
+            install_weights(module, loaded)
         return model
 
 
@@ -327,7 +335,7 @@ def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
     modules = dict[int, Any]()
     for name, module in model.named_modules():
         number = layer_of(name)
-        if number is not None and dispatched(module):
+        if number is not None and is_dispatched(module):
             if number in modules:
                 got, need = f"two experts modules in layer {number}", "one"
                 raise UnsupportedError(type(model).__name__, got=got, need=need)
@@ -343,7 +351,7 @@ def _device_of(model: torch.nn.Module, number: int) -> torch.device:
     raise UnsupportedError(type(model).__name__, got=f"no parameter in layer {number}", need="one")
 
 
-def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
+def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
     """Register the weights of `loaded` as parameters of an experts module, packed as they are.
 
     The first projection's parameter is w1, `down_proj` is w2. The others are named after these,
@@ -352,7 +360,7 @@ def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
     suffixes = {"": "", "_scale": "_mk_scale"}
     suffixes |= {name: name for name in ("_zero_point", "_global_scale", "_order")}
     fields = {}
-    for number, projection in ((1, first_of(module)), (2, "down_proj")):
+    for number, projection in ((1, first_projection(module)), (2, "down_proj")):
         names = {f"w{number}{field}": f"{projection}{suffix}" for field, suffix in suffixes.items()}
         names |= {f"b{number}": f"{projection}_bias", f"a{number}_scale": f"{projection}_a_scale"}
         for field, name in names.items():
@@ -366,11 +374,11 @@ def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
     setattr(module, QUANT, str(loaded.problem_fields["quant"]))
     setattr(module, INTERLEAVED, act.interleaved)
     cls: Any = type(module)
-    module.__class__ = _packed(cls)
+    module.__class__ = _packed_class(cls)
 
 
 @lru_cache
-def _packed(cls: Any) -> Any:
+def _packed_class(cls: Any) -> Any:
     """Create a subclass for a module whose weights only our implementations can read."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -378,7 +386,7 @@ def _packed(cls: Any) -> Any:
         implementation = ALL_EXPERTS_FUNCTIONS.get(name)
         if not isinstance(implementation, Registration):
             need = "an implementation that `register` made: the weights are packed"
-            raise unsupported(self, f"experts_implementation {name!r}", need)
+            raise unsupported_error(self, f"experts_implementation {name!r}", need)
         output: torch.Tensor = implementation(self, *args, **kwargs)
         return output
 
@@ -391,5 +399,5 @@ def _packed(cls: Any) -> Any:
 
 def _empty_instance(cls: Any) -> Any:
     """Create an empty instance for unpickling: the generated class cannot be imported by name."""
-    packed = _packed(cls)
+    packed = _packed_class(cls)
     return packed.__new__(packed)

@@ -17,9 +17,9 @@ from modular_kernel.integrations.transformers.activations import (
     Facts,
     activation_of,
     facts_of,
-    unsupported,
+    unsupported_error,
 )
-from modular_kernel.integrations.transformers.gradients import gradients_are_needed, grouped_mm
+from modular_kernel.integrations.transformers.gradients import grouped_mm, needs_gradients
 from modular_kernel.integrations.transformers.modules import (
     flags_of,
     is_quantized,
@@ -30,7 +30,7 @@ from modular_kernel.integrations.transformers.modules import (
     tensors_of,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.operators.expert_fields import place, weights_from
+from modular_kernel.operators.expert_fields import tensor_key, weights_from
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.spec.problem import ActivationSpec
@@ -151,9 +151,9 @@ class Registration:
             why = "an attribute that is no tensor"
         if why:
             return self._outside(why, module, call)
-        needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
+        needed = needs_gradients((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
-            raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
+            raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
         # In training, activation checkpointing runs the forward first without gradients.
         if self.gradients == "fallback" and (needed or module.training):
             if not _quantized(module):
@@ -189,7 +189,7 @@ class Registration:
 
         as_operator: run it by the operator, which has gradients, even if nothing is traced.
         """
-        x_TH, ids_TK, weights_TK = as_given(module, call, tensors[0].shape[0])
+        x_TH, ids_TK, weights_TK = normalize_call(module, call, tensors[0].shape[0])
         if as_operator or torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
@@ -232,7 +232,7 @@ class Registration:
     ) -> Bound:
         tensors = tuple([tensor_of(module, name) for name in names])
         layer = self._layer(module)
-        key = (dtype, top_k, layer.activation, flags_of(module), tuple(map(place, tensors)))
+        key = (dtype, top_k, layer.activation, flags_of(module), tuple(map(tensor_key, tensors)))
         bound = layer.bound
         if bound is None or bound.key != key or any(map(_unlike, bound.tensors, tensors)):
             check_tensors(dict(zip(names, tensors, strict=True)))
@@ -270,7 +270,7 @@ class Registration:
         return layout.fields, layer_text(problem)
 
 
-def as_given(
+def normalize_call(
     module: torch.nn.Module, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, ids and weights in the form that kernels take.
@@ -326,7 +326,9 @@ def _constants(
     try:
         for name, tensor_device in zip(names_of(module), devices, strict=True):
             if tensor_device != device:
-                raise unsupported(module, f"{name} on {tensor_device}", f"on {device}, where x is")
+                raise unsupported_error(
+                    module, f"{name} on {tensor_device}", f"on {device}, where x is"
+                )
         facts: Facts = facts_of(module)
         texts = registration.constants(module, tensors, dtype, top_k)
     except InputError as error:

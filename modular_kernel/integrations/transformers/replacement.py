@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from modular_kernel.integrations.transformers.gradients import gradients_are_needed
+from modular_kernel.integrations.transformers.gradients import needs_gradients
 from modular_kernel.integrations.transformers.modules import FIELDS, QUANT
 from modular_kernel.integrations.transformers.peft_experts import serve_wrapped
 from modular_kernel.integrations.transformers.register import Registration
@@ -69,7 +69,7 @@ def _below(cls: Any, forward: Callable[..., Any]) -> Any:
     return type(f"Served{cls.__name__}", (cls,), body)
 
 
-def _ours(module: Any) -> Registration | None:
+def _our_registration(module: Any) -> Registration | None:
     implementation = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")
     return implementation if isinstance(implementation, Registration) else None
 
@@ -83,7 +83,7 @@ def _step(module: Any, config: Any) -> None:
 
 
 def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    registration = _ours(self)
+    registration = _our_registration(self)
     output: torch.Tensor = (
         self._own.forward(self, *args, **kwargs)
         if registration is None
@@ -109,10 +109,10 @@ def _replace_longcat(module: Any, config: Any) -> None:
 def _longcat_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    registration, call = _ours(self), (hidden_states, top_k_index, top_k_weights)
+    registration, call = _our_registration(self), (hidden_states, top_k_index, top_k_weights)
     tensors = (hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
     output: torch.Tensor
-    if registration is None or self.training or gradients_are_needed(tensors):
+    if registration is None or self.training or needs_gradients(tensors):
         output = self._own.forward(self, *call)
         return output
     identity_weights = top_k_weights.masked_fill(top_k_index < self.num_routed_experts, 0.0).sum(
@@ -134,7 +134,7 @@ def _llama4(module: Any, config: Any) -> None:
 
 
 def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    registration = _ours(self.experts)
+    registration = _our_registration(self.experts)
     outputs: tuple[torch.Tensor, torch.Tensor]
     if registration is None:
         outputs = self._own.forward(self, hidden_states)

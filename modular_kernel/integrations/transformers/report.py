@@ -7,7 +7,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.errors import IncompatibleError, InputError
-from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
+from modular_kernel.integrations.transformers.modules import is_dispatched, tensors_of
 from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.integrations.transformers.replacement import REPLACED
 from modular_kernel.utils.argument_checks import expect
@@ -49,7 +49,7 @@ def report(model: torch.nn.Module) -> tuple[Row, ...]:
     rows = []
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if dispatched(module):
+        if is_dispatched(module):
             rows.append(Row(name, kind, _why(module)))
         elif kind in REPLACED:
             rows.append(

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.count import rank_in_chunk
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def align_kernel(
 
     Programs of chunks also add their invalid ids to the counter.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     pid = tl.program_id(0)
     every = tl.arange(0, PAIRS)
     every_local, _ = load_local_ids(

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _joined(
+def _join_repeats(
     ids, ids_row, weights_row, here, k,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,9 @@ def number_pairs(
     invalid = in_bounds & (ids != -1) & (live == 0)
     tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     if JOIN:
-        weight, repeat = _joined(ids, ids_row, weights_row, in_bounds, k, TOP_K, BLOCK_T, BLOCK_K)
+        weight, repeat = _join_repeats(
+            ids, ids_row, weights_row, in_bounds, k, TOP_K, BLOCK_T, BLOCK_K
+        )
         kept = live & (repeat == 0)
     else:
         weight = tl.load(weights_row + k, mask=in_bounds, other=0.0)
@@ -90,7 +92,7 @@ def number_pairs_kernel(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Run `number_pairs` in every program, for BLOCK_T tokens each."""
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     number_pairs(
         tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,
         out_weights_ptr, invalid_ptr, num_tokens, num_experts, first_token, world_size, slots,

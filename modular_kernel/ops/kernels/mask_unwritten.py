@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def live_pairs_kernel(
 
     Unwritten values are loaded too and then discarded, so that no load depends on another.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_bounds = pair < num_pairs
     ids = tl.load(ids_ptr + pair, mask=in_bounds, other=-1)

@@ -6,7 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def after_predecessor(OVERLAP: tl.constexpr):
+def pdl_wait(OVERLAP: tl.constexpr):
     """Wait until the previous launch's writes are visible, and allow the next launch to start.
 
     Call it before the first memory access. Each launch then has waited for all earlier ones,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
@@ -32,7 +32,7 @@ def permute_and_quantize_kernel(
     BLOCK_G is 1). COMPUTED: each row and group gets its own scale, stored with stride_scale between
     rows, or with ALONG_ROWS between groups; otherwise the scale at scale_ptr is used.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     shares = tl.cdiv(num_groups, BLOCK_G)
     token = (tl.program_id(0) // shares).to(tl.int64)
     groups = tl.program_id(0) % shares * BLOCK_G + tl.arange(0, BLOCK_G)

@@ -10,7 +10,7 @@ import triton.language as tl
 from modular_kernel.ops.kernels.activation import ASSEMBLE, activate
 from modular_kernel.ops.kernels.extrema import clamp_nan, max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def quantize_rows_kernel(
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Run `quantize_part` in every program."""
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     quantize_part(
         tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
         num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def weight_and_sum_kernel(
     concurrently. Grid (tokens * ceil(hidden / BLOCK_H),): programs of one token are adjacent, so
     that rows are read contiguously.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     shares = tl.cdiv(hidden, BLOCK_H)
     token = (tl.program_id(0) // shares).to(tl.int64)
     columns = tl.program_id(0) % shares * BLOCK_H + tl.arange(0, BLOCK_H)

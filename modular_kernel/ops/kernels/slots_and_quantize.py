@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.expert_slots import number_pairs
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 from modular_kernel.ops.kernels.quantize import quantize_part
 
 
@@ -26,7 +26,7 @@ def number_and_quantize_kernel(
 
     All rows are tokens. Grid (pair_programs + those of quantize_part,).
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     program = tl.program_id(0)
     if program < pair_programs:
         number_pairs(

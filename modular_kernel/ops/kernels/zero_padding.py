@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -12,7 +12,7 @@ def zero_rows_kernel(
     BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Zero rows c < counts[s] of segment s; program (s, c % parts) handles row c."""
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     segment = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integers
     zeros = tl.zeros((BLOCK_H,), x_ptr.dtype.element_ty)

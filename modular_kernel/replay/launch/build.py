@@ -9,12 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.replay.launch.compiled_files import find, keep, key_of
+from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
 from modular_kernel.settings import c_compiler
 from modular_kernel.text import printable
 
 _SECONDS = 120.0  # compiler timeout; it usually takes one or two
-_MOST_WORDS = 300
+_MAX_CHARS = 300
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
 
@@ -36,13 +36,13 @@ def module_of(
     flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
     facts = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
     stem = f"{name}-{key_of(*facts, files=(source,))}"
-    library = find(stem, _SUFFIX)
+    library = find_cached(stem, _SUFFIX)
     if library is None:
         if compiler is None:
             raise BuildError("there is no C compiler: neither CC, nor gcc, nor clang")
         command = [compiler, str(source), *flags]
         try:
-            library = keep(stem, _SUFFIX, lambda made: _compile(command, made))
+            library = build_cached(stem, _SUFFIX, lambda made: _compile(command, made))
         except OSError as error:
             raise BuildError(f"{name} could not be written: {_words(str(error))}") from None
     return _loaded(name, library)
@@ -89,4 +89,4 @@ def _loaded(name: str, path: Path) -> ModuleType:
 
 
 def _words(text: str) -> str:
-    return printable(" ".join(text.split()), most=_MOST_WORDS)
+    return printable(" ".join(text.split()), most=_MAX_CHARS)

@@ -29,14 +29,14 @@ def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
     return _digest(repr(([*map(str, facts)], sources)).encode())
 
 
-def find(stem: str, suffix: str) -> Path | None:
+def find_cached(stem: str, suffix: str) -> Path | None:
     """Return a cached file whose bytes match its name, and remove invalid ones with its stem.
 
     stem: a name and the `key_of` the file's inputs.
     """
     for path in sorted(_folder().glob(f"{escape(stem)}-*{suffix}")):
         # Only regular files are opened: opening a pipe would block.
-        if _mine(path, stat.S_ISREG):
+        if _is_private(path, stat.S_ISREG):
             with suppress(OSError):
                 if path.name == f"{stem}-{_digest(path.read_bytes())}{suffix}":
                     return path
@@ -45,13 +45,13 @@ def find(stem: str, suffix: str) -> Path | None:
     return None
 
 
-def keep(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
+def build_cached(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """Return the file that `make` writes, cached in MK_CACHE_DIR under a content-addressed name.
 
     If it cannot be cached, it is placed in a temporary folder of this process. Exceptions of `make`
     propagate, and nothing is kept. Raises OSError if it cannot be written anywhere.
     """
-    temporary = _of_this_process()
+    temporary = _own_process_folder()
     with tempfile.TemporaryDirectory(dir=temporary) as part:
         output = Path(part) / f"made{suffix}"
         make(output)
@@ -90,12 +90,12 @@ def _folder() -> Path:
         except OSError:
             pass
         else:
-            if _mine(folder, stat.S_ISDIR) and os.access(folder, os.W_OK | os.X_OK):
+            if _is_private(folder, stat.S_ISDIR) and os.access(folder, os.W_OK | os.X_OK):
                 return folder
-    return _of_this_process()
+    return _own_process_folder()
 
 
-def _of_this_process() -> Path:
+def _own_process_folder() -> Path:
     return _process_folder(forks.generation())
 
 
@@ -112,7 +112,7 @@ def _remove(folder: Path, generation: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mine(path: Path, kind: Callable[[int], bool]) -> bool:
+def _is_private(path: Path, kind: Callable[[int], bool]) -> bool:
     """Return whether `path` (not a link) is of this kind, owned by us, and ours alone to write."""
     try:
         status = path.lstat()

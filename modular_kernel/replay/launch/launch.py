@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from modular_kernel.replay.launch import cuda_replay
-from modular_kernel.replay.launch.runtime import HAS_TRITON, make_interpreted_honest
+from modular_kernel.replay.launch.runtime import HAS_TRITON, patch_interpreter_once
 from modular_kernel.replay.recording import recorder
 
 _NO_GPU = "there is no GPU of NVIDIA's"
@@ -28,13 +28,15 @@ def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None
     from triton.runtime.jit import JITFunction
 
     if not isinstance(kernel, JITFunction):  # interpreted, possibly before any operation ran
-        make_interpreted_honest()
+        patch_interpreter_once()
     compiled = kernel[grid](**arguments)
     recording = recorder()
     if recording is not None:
-        from modular_kernel.replay.launch.record import note  # imports Gluon, which is slow
+        from modular_kernel.replay.launch.record import (
+            record_launch,  # imports Gluon, which is slow
+        )
 
-        note(recording, kernel, compiled, grid, arguments)
+        record_launch(recording, kernel, compiled, grid, arguments)
 
 
 def why_not_replayed() -> str:

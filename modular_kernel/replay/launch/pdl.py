@@ -7,7 +7,7 @@ with `after_predecessor` can be set up in that time; in a normal launch the func
 from modular_kernel.replay.launch.runtime import HAS_TRITON
 
 
-def overlap() -> dict[str, object]:
+def pdl_arguments() -> dict[str, object]:
     """Return the launch arguments that enable it; none in the interpreter and before sm_90."""
     if not HAS_TRITON:
         return {}

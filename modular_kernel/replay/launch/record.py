@@ -19,7 +19,7 @@ Foreign = Any
 _LOG = logging.getLogger("modular_kernel.replay")
 
 
-def note(
+def record_launch(
     recording: Recorder,
     kernel: Foreign,
     compiled: Foreign,
@@ -30,7 +30,7 @@ def note(
 
     Pointers to the call's inputs become slots that each replay fills.
     """
-    reason = _unknown(kernel, compiled)
+    reason = _why_not_replayable(kernel, compiled)
     if reason:
         recording.refuse(reason)
         return
@@ -55,22 +55,22 @@ def note(
         recording.note(packed, cuda_replay.replayer, _watched)
 
 
-def _unknown(kernel: Foreign, compiled: Foreign) -> str:
+def _why_not_replayable(kernel: Foreign, compiled: Foreign) -> str:
     """Return why a launch cannot be replayed without triton's own code; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
         return f"{kernel} is interpreted, or no plain @triton.jit function"
     if kernel.pre_run_hooks:
         return f"{kernel} has pre-run hooks"
-    reason = triton_versions.unreplayed(compiled.metadata)
+    reason = triton_versions.why_not_replayed(compiled.metadata)
     if triton_versions.RELEASE not in triton_versions.REPLAYED:
-        _say(reason)
+        _warn_once(reason)
     if reason:
         return f"{kernel}: {reason}"
     return cuda_replay.why_no_module()
 
 
 @cache
-def _say(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     """Log a reason that applies to every launch of this process, once."""
     _LOG.warning("launches are not replayed: %s", reason)
 

@@ -8,13 +8,13 @@ from types import ModuleType
 
 import torch
 
-from modular_kernel.machine import importable, twins_are_wanted
+from modular_kernel.machine import importable, torch_reference_preferred
 
 HAS_TRITON = "triton" in importable({"triton"})
 HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
 
 
-def make_honest() -> bool:
+def patch_interpreter() -> bool:
     """Make Triton's interpreter produce a GPU's numbers; return whether it is active."""
     patch = _patch()
     if patch is None or not patch.active():
@@ -24,7 +24,7 @@ def make_honest() -> bool:
 
 
 @cache
-def make_interpreted_honest() -> None:
+def patch_interpreter_once() -> None:
     """Make interpreted kernels produce a GPU's numbers: once, at the first interpreted launch."""
     patch = _patch()
     if patch is not None:
@@ -48,18 +48,18 @@ def use_triton(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_cuda or tensor.is_meta:
         return True
-    if twins_are_wanted():
+    if torch_reference_preferred():
         return False
-    return make_honest()
+    return patch_interpreter()
 
 
 @contextmanager
-def watched_races() -> Iterator[list[str]]:
+def record_races() -> Iterator[list[str]]:
     """Yield a list that collects races between programs of one launch inside the block.
 
     It stays empty unless kernels are interpreted.
     """
-    if make_honest():
+    if patch_interpreter():
         from modular_kernel.interpreter.access_log import watch
 
         with watch.races() as races:
@@ -69,16 +69,16 @@ def watched_races() -> Iterator[list[str]]:
 
 
 @contextmanager
-def known_launches() -> Iterator[None]:
+def launch_cache() -> Iterator[None]:
     """Inside the block, skip interpreted launches whose result is cached from an equal launch.
 
     Equal means the same kernel, arguments of equal layout, and equal bytes at every address that it
     reads; it then writes the same bytes. Has no effect on compiled kernels.
     """
-    if make_honest():
+    if patch_interpreter():
         from modular_kernel.interpreter import launch_cache as interpreted
 
-        with interpreted.known_launches():
+        with interpreted.cached_launches():
             yield
     else:
         yield

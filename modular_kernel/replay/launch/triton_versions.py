@@ -59,7 +59,7 @@ def for_programs(count: int) -> dict[str, str]:
     return {"ptx_options": " ".join(filter(None, (user_options, f"--minnctapersm={count}")))}
 
 
-def unreplayed(metadata: Foreign) -> str:
+def why_not_replayed(metadata: Foreign) -> str:
     """Return why a launch cannot be replayed without triton's own code; "" if it can.
 
     metadata: that of a compiled kernel.

@@ -109,7 +109,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Fold:
+class Collapsible:
     """Collapsible blocks."""
 
     title: str
@@ -119,4 +119,4 @@ class Fold:
 Block = Heading | Text | Items | Table | Code | Figure
 Document = tuple[Block, ...]
 # Blocks of HTML pages; some are not supported in Markdown.
-PageBlock = Block | Tiles | Facts | Note | Bars | Contents | Fold
+PageBlock = Block | Tiles | Facts | Note | Bars | Contents | Collapsible

@@ -97,6 +97,6 @@ def line(x1: float, y1: float, x2: float, y2: float, more: str = ' class="grid"'
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{more}/>'
 
 
-def titled(shape: str, attributes: str, title: str) -> str:
+def with_tooltip(shape: str, attributes: str, title: str) -> str:
     """Return a shape with a tooltip."""
     return f"<{shape} {attributes}><title>{escape(title)}</title></{shape}>"

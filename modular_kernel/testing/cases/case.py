@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
-from modular_kernel.testing.cases.inputs import ORDINARY, Manner
+from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Case:
     problem: Problem
     routing: str = "uniform"
     seed: int = 0
-    manner: Manner = ORDINARY
+    manner: InputVariation = ORDINARY
     by_turns: bool = False
 
     def __str__(self) -> str:

@@ -12,26 +12,26 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.nan import nan_problems
 from modular_kernel.testing.cases.path_coverage import path_cases
 from modular_kernel.testing.cases.row_order import in_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
-_PEAKS = Manner(values="peaks")
+_PEAKS = InputVariation(values="peaks")
 _FEW = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=_BF16)
 
-Chosen = tuple[Problem, str, Manner]
+Chosen = tuple[Problem, str, InputVariation]
 
 
-def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
+def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
     """Return the hand-picked cases that a pairing supports on a machine."""
     # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales(), *_ties())
     few = (*few, *_thresholds())
     long = _long_rows(16400 if interpreted else 32800)
-    nan = ((problem, "uniform", Manner(nan=names)) for problem, names in nan_problems())
+    nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
     chosen = (*_groups(), *_columns(), *few, *long, *nan, *path_cases(experts))
     candidates = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
     return tuple(
@@ -48,13 +48,17 @@ def _groups() -> Iterator[Chosen]:
     """
     base = replace(_FEW, tokens=7, experts=5, top_k=2)
     ragged = replace(base, hidden=160, intermediate=136)
-    yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", Manner()
-    yield replace(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16), "uniform", Manner()
+    yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", InputVariation()
+    yield (
+        replace(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16),
+        "uniform",
+        InputVariation(),
+    )
     # Tiles do not cross groups, so only the torch parts support groups of 48.
     ragged_groups = replace(base, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
-    yield ragged_groups, "duplicates", Manner()
+    yield ragged_groups, "duplicates", InputVariation()
     many = replace(_FEW, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
-    yield many, "uniform", Manner()
+    yield many, "uniform", InputVariation()
 
 
 def _columns() -> Iterator[Chosen]:
@@ -68,7 +72,7 @@ def _columns() -> Iterator[Chosen]:
     yield wide.with_tokens(1), "uniform", _PEAKS
     # Few enough that some parts process them one by one; the first token has not the largest value.
     yield replace(_FEW, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAKS
-    yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", Manner()
+    yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
 
 def _least_scales() -> Iterator[Chosen]:
@@ -78,8 +82,8 @@ def _least_scales() -> Iterator[Chosen]:
     """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     faint = replace(_FEW, activation=linear)
-    yield replace(faint, quant="fp8_w8a8_channel"), "uniform", Manner(values="faint")
-    yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", Manner(values="faint")
+    yield replace(faint, quant="fp8_w8a8_channel"), "uniform", InputVariation(values="faint")
+    yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", InputVariation(values="faint")
 
 
 def _thresholds() -> Iterator[Chosen]:
@@ -90,12 +94,16 @@ def _thresholds() -> Iterator[Chosen]:
     wide = replace(_FEW, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
     # Threshold 8192 on pairs times columns of u, for either GEMM.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
-    yield replace(lora, tokens=35, top_k=3), "skips", Manner()
+    yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
     # Threshold 4096 on pairs, up to which they are counted in one launch.
     many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
-    yield replace(many, batch_invariant=False), "skips", Manner()
+    yield replace(many, batch_invariant=False), "skips", InputVariation()
     # Threshold 4096 on the values of a row of A.
-    yield replace(_FEW, tokens=2, hidden=4112, lora="adapters=3,rank=7"), "uniform", Manner()
+    yield (
+        replace(_FEW, tokens=2, hidden=4112, lora="adapters=3,rank=7"),
+        "uniform",
+        InputVariation(),
+    )
 
 
 def _ties() -> Iterator[Chosen]:
@@ -103,7 +111,7 @@ def _ties() -> Iterator[Chosen]:
 
     With few tokens and with more, which parts may quantize in another place; with skipped pairs.
     """
-    ties = Manner(values="ties")
+    ties = InputVariation(values="ties")
     few_tokens = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
     many_tokens = replace(few_tokens, tokens=33, experts=3)
     schemes = (
@@ -128,12 +136,12 @@ def _few_tokens() -> Iterator[Chosen]:
     """
     base = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
     blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
-    yield replace(blocks, top_k=3), "uniform", Manner()
-    yield blocks.with_tokens(4), "zipf", Manner()
+    yield replace(blocks, top_k=3), "uniform", InputVariation()
+    yield blocks.with_tokens(4), "zipf", InputVariation()
     zeros = replace(base, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
-    yield zeros.with_tokens(4), "skips", Manner()
+    yield zeros.with_tokens(4), "skips", InputVariation()
     ragged = replace(zeros, hidden=51, intermediate=47, experts=1, bias=False)
-    yield ragged, "uniform", Manner()
+    yield ragged, "uniform", InputVariation()
 
 
 def _packed() -> Iterator[Chosen]:
@@ -141,39 +149,39 @@ def _packed() -> Iterator[Chosen]:
     packed = replace(_FEW, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
     interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
-    yield replace(zeros, tokens=9, activation=interleaved), "skips", Manner()
-    yield replace(zeros, tokens=1), "uniform", Manner()
+    yield replace(zeros, tokens=9, activation=interleaved), "skips", InputVariation()
+    yield replace(zeros, tokens=1), "uniform", InputVariation()
     integers = replace(packed, quant="int4_w4a16_group:group=64")
-    yield replace(integers, tokens=9), "uniform", Manner()
+    yield replace(integers, tokens=9), "uniform", InputVariation()
     kept = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
-    yield kept, "skips", Manner()
+    yield kept, "skips", InputVariation()
     # One token or two: ungated with router weights on the input; one warp for each of eight
     # experts, a ragged depth, e2m1 in float16; eight warps over three experts, repacked words.
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
-    yield ungated.with_tokens(2), "uniform", Manner()
+    yield ungated.with_tokens(2), "uniform", InputVariation()
     one = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
     eight = replace(one, experts=17, top_k=8, activation=interleaved)
-    yield replace(eight, quant="mxfp4_w4a16"), "skips", Manner()
+    yield replace(eight, quant="mxfp4_w4a16"), "skips", InputVariation()
     three = replace(one, hidden=64, intermediate=160, experts=7, top_k=3)
-    yield replace(three, quant="mxfp4_w4a16:repacked=true"), "uniform", Manner()
+    yield replace(three, quant="mxfp4_w4a16:repacked=true"), "uniform", InputVariation()
     # A full block for every fourth warp, with no memory after those of the last expert; more blocks
     # than are loaded ahead.
     whole = replace(zeros, hidden=64, intermediate=256, experts=2)
-    yield whole.with_tokens(1), "uniform", Manner()
+    yield whole.with_tokens(1), "uniform", InputVariation()
     nine = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     nine = replace(nine, quant="int4_w4a16_group:group=32")
-    yield nine.with_tokens(1), "uniform", Manner()
+    yield nine.with_tokens(1), "uniform", InputVariation()
 
 
 def _moved() -> Iterator[Chosen]:
     """Yield kept rows longer than one program moves, and a call whose tokens are one value."""
     kept = replace(_FEW, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
-    yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", Manner()
+    yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
     one = replace(_FEW, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
-    yield one, "uniform", Manner()
+    yield one, "uniform", InputVariation()
     kept = replace(one, quant="fp8_w8a8_tensor", combine=Combine.TOPK_WEIGHTED)
-    yield kept, "uniform", Manner()
+    yield kept, "uniform", InputVariation()
 
 
 def _long_rows(hidden: int) -> Iterator[Chosen]:
@@ -184,4 +192,4 @@ def _long_rows(hidden: int) -> Iterator[Chosen]:
     base = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
     yield replace(base, hidden=hidden), "uniform", _PEAKS
     narrow = replace(base, hidden=16, activation=ActivationSpec.parse("relu2"))
-    yield replace(narrow, tokens=4, intermediate=36000), "uniform", Manner()
+    yield replace(narrow, tokens=4, intermediate=36000), "uniform", InputVariation()

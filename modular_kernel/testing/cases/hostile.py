@@ -78,7 +78,7 @@ def _tied(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     return torch.copysign(ties * scale, x_TH)
 
 
-def apart(values: str, tokens: int) -> torch.Tensor:
+def token_groups(values: str, tokens: int) -> torch.Tensor:
     """Return (T,) group numbers: 0 for ordinary tokens.
 
     Every other group is compared separately, because its tokens would hide errors in the rest.
@@ -91,7 +91,7 @@ def apart(values: str, tokens: int) -> torch.Tensor:
     return groups
 
 
-def why_impossible(problem: Problem, values: str) -> str | None:
+def unsupported_reason(problem: Problem, values: str) -> str | None:
     """Return why these values cannot be checked in `problem`, or None."""
     one_for_all = problem.scheme.activation_granularity == "tensor"
     if one_for_all and values in ("large", "nan_token", "inf_token"):

@@ -24,14 +24,20 @@ from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
-from modular_kernel.testing.cases.expert_maps import in_other_words, map_of
+from modular_kernel.testing.cases.expert_maps import random_expert_map, with_other_skip_values
 from modular_kernel.testing.cases.hostile import (
     TIED_SCALE,
     VALUES,
     hostile_routing,
     hostile_x,
 )
-from modular_kernel.testing.cases.nan import holders, names_of, put_nan, routed_apart, x_with_nan
+from modular_kernel.testing.cases.nan import (
+    insert_nan,
+    names_of,
+    nan_arguments,
+    route_to_distinct_experts,
+    x_with_nan,
+)
 from modular_kernel.testing.cases.quantized import short_scales
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
@@ -64,7 +70,7 @@ _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
-class Manner:
+class InputVariation:
     """Properties of inputs that the problem leaves open.
 
     layout: one of LAYOUTS. values: one of VALUES. own_scales: the scales of weights have 16 bits,
@@ -89,7 +95,7 @@ class Manner:
                 raise ConfigurationError(what, got=got, need=f"one of {', '.join(allowed)}")
 
 
-ORDINARY = Manner()
+ORDINARY = InputVariation()
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def make_inputs(
     *,
     seed: int = 0,
     strided: bool = False,
-    manner: Manner = ORDINARY,
+    manner: InputVariation = ORDINARY,
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
@@ -130,8 +136,8 @@ def make_inputs(
     `manner` requires.
     """
     generator = torch.Generator().manual_seed(seed)
-    place = Place(device, int(manner.layout == "shifted"), fill_of(seed))
-    expert_map = map_of(problem, generator)
+    place = FencedMemory(device, int(manner.layout == "shifted"), fill_of(seed))
+    expert_map = random_expert_map(problem, generator)
     router = hostile_routing(
         _router(problem, routing, expert_map, generator), problem, expert_map, manner.values
     )
@@ -141,12 +147,12 @@ def make_inputs(
     x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
     if manner.nan:
         _check_nan(problem, manner.nan)
-        router = routed_apart(router, problem, manner.nan)
+        router = route_to_distinct_experts(router, problem, manner.nan)
         x_TH = x_with_nan(x_TH, problem, manner.nan)
     gaps = strided or manner.layout in ("transposed", "spaced")
     weights = _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner)
     if strided and expert_map is not None:
-        weights = replace(weights, expert_map=place(in_other_words(expert_map, problem.e)))
+        weights = replace(weights, expert_map=place(with_other_skip_values(expert_map, problem.e)))
     slots_T = slots(problem, manner.named, generator)
     matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
     inputs = Inputs(
@@ -158,13 +164,13 @@ def make_inputs(
             place(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
         ),
     )
-    put_nan(inputs.weights, inputs.routing, problem, manner.nan)
+    insert_nan(inputs.weights, inputs.routing, problem, manner.nan)
     return inputs
 
 
 def _check_nan(problem: Problem, nan: str) -> None:
     """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
-    allowed = holders(problem)
+    allowed = nan_arguments(problem)
     for name in names_of(nan):
         if name not in allowed:
             raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
@@ -180,7 +186,7 @@ def invalid_count(routing: Routing, problem: Problem) -> int:
 def some_routed(problem: Problem, routing: str, seed: int) -> bool:
     """Return whether any pair of `make_inputs` with these arguments has a local expert."""
     generator = torch.Generator().manual_seed(seed)
-    expert_map = map_of(problem, generator)
+    expert_map = random_expert_map(problem, generator)
     ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
     valid_ids = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
     return bool((valid_ids >= 0 if expert_map is None else expert_map[valid_ids] >= 0).any())
@@ -195,7 +201,7 @@ def fill_of(seed: int) -> Fill:
 
 
 @dataclass(frozen=True)
-class Place:
+class FencedMemory:
     """Copies tensors of a call into fenced memory of a device. shift, fill: as in `fenced`."""
 
     device: torch.device
@@ -230,7 +236,7 @@ def fences_intact(tensor: torch.Tensor) -> bool:
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
+def _placed(values: torch.Tensor, place: FencedMemory) -> torch.Tensor:
     """Return an equal view of a copy in `place` of the whole storage."""
     if values.is_contiguous():
         return place(values)
@@ -238,7 +244,7 @@ def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
     return place(storage).as_strided(values.shape, values.stride())
 
 
-def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
+def with_gaps(x_TH: torch.Tensor, place: FencedMemory) -> torch.Tensor:
     """Copy x to `place` with the fill of the fences between its rows."""
     gap = x_TH.new_full((x_TH.shape[0], 16), place.fill.real)
     return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
@@ -248,10 +254,10 @@ def _expert_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    place: Place,
+    place: FencedMemory,
     *,
     strided: bool,
-    manner: Manner,
+    manner: InputVariation,
 ) -> ExpertWeights:
     """Make weights of the problem's scheme.
 
@@ -261,7 +267,7 @@ def _expert_weights(
         layout = "transposed" if strided else manner.layout
         return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
     unquantized = replace(problem, quant="none", dtype=torch.float32)
-    unplaced = Place(torch.device("cpu"))
+    unplaced = FencedMemory(torch.device("cpu"))
     weights = _weights(unquantized, expert_map, generator, unplaced, strided=False, layout="plain")
     uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
@@ -295,7 +301,7 @@ def _tied_scale(problem: Problem, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, scale)
 
 
-def _with_layout(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
+def _with_layout(w_eNK: torch.Tensor, layout: str, place: FencedMemory) -> torch.Tensor:
     """Copy weights to `place` in one of LAYOUTS."""
     if layout == "transposed":
         return place(w_eNK.mT).mT
@@ -325,7 +331,7 @@ def _weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    place: Place,
+    place: FencedMemory,
     *,
     strided: bool,
     layout: str,

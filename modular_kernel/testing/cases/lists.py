@@ -21,7 +21,7 @@ from modular_kernel.compatibility.support import Verdict
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.covering import has_row
-from modular_kernel.testing.cases.handpicked import chosen_cases
+from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.inputs import ROUTINGS
 from modular_kernel.testing.cases.invariant import batch_invariant
 from modular_kernel.testing.cases.pairwise import draw, space_of
@@ -94,7 +94,7 @@ def cases_for(
     )
     if not cases:
         return Selection((), (ordinary,), met, impossible)
-    handpicked = chosen_cases(prepare_finalize, experts, machine)
+    handpicked = handpicked_cases(prepare_finalize, experts, machine)
     return Selection((*cases, *handpicked), (), met, impossible)
 
 

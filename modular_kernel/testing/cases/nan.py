@@ -24,7 +24,7 @@ def names_of(nan: str) -> tuple[str, ...]:
     return tuple(filter(None, nan.split("+")))
 
 
-def holders(problem: Problem) -> tuple[str, ...]:
+def nan_arguments(problem: Problem) -> tuple[str, ...]:
     """Return the arguments of a call that can hold a NaN, by the names of `Inputs`.
 
     Besides x and the router weights these are fields of ExpertWeights. E8M0 has a NaN, integers
@@ -63,12 +63,12 @@ def spreads(name: str, problem: Problem) -> bool:
 
 
 def groups(problem: Problem) -> tuple[str, ...]:
-    """Return values of `Manner.nan` that together put a NaN into each of `holders` once.
+    """Return values of `Manner.nan` that together put a NaN into each of `nan_arguments` once.
 
     Arguments whose NaN stays within its pair share one call; each of the others gets a separate
     call.
     """
-    names = holders(problem)
+    names = nan_arguments(problem)
     contained = tuple(name for name in names if not spreads(name, problem))
     return tuple(filter(None, ("+".join(contained), *(n for n in names if n not in contained))))
 
@@ -78,7 +78,7 @@ def pairs_needed(nan: str) -> int:
     return len(names_of(nan)) + 1
 
 
-def routed_apart(routing: Routing, problem: Problem, nan: str) -> Routing:
+def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> Routing:
     """Return a routing in which no expert occurs twice, as far as there are enough experts.
 
     The last token (with two tokens or fewer: its last pair) is skipped, with NaN router weights. If
@@ -114,7 +114,7 @@ def x_with_nan(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
     return x_TH
 
 
-def put_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str) -> None:
+def insert_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str) -> None:
     """Put a NaN into each field of `weights` that `nan` names, at the expert of the name's pair."""
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
     for name in names_of(nan):
@@ -194,7 +194,7 @@ def many(problem: Problem, nan: str) -> Chosen:
 
 def few(problem: Problem) -> Chosen:
     """Return a problem with one token whose top-k rows are kept, so that each name has a row."""
-    nan = "+".join(n for n in holders(problem) if n != X and not spreads(n, problem))
+    nan = "+".join(n for n in nan_arguments(problem) if n != X and not spreads(n, problem))
     top_k = pairs_needed(nan) + 1
     kept = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
     return replace(kept, experts=top_k), nan

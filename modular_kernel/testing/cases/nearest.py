@@ -16,7 +16,7 @@ from modular_kernel.compatibility.support import Verdict
 from modular_kernel.spec.problem import Problem
 
 
-class Placed(Protocol):
+class HasPlacement(Protocol):
     """A dataclass with a problem and the name of a placement, such as `ranks.Variant`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -29,7 +29,7 @@ class Placed(Protocol):
 
 
 V = TypeVar("V")
-Case = TypeVar("Case", bound=Placed)
+Case = TypeVar("Case", bound=HasPlacement)
 
 HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
 INTERMEDIATE = (128, 256, 512)

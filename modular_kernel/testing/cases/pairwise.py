@@ -20,8 +20,8 @@ from modular_kernel.spec.problem import UNGATED, ActivationSpec, Combine, Machin
 from modular_kernel.testing.cases.adapters import NAMED
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
-from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
-from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
+from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, unsupported_reason
+from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, InputVariation, some_routed
 from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 
@@ -151,7 +151,9 @@ def problem_of(row: dict[str, Any]) -> Problem:
 
 def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
     """Return the case of a row, given as {axis: value}."""
-    manner = Manner(row["layout"], row["values"], row["own_scales"], row.get("named", NAMED[0]))
+    manner = InputVariation(
+        row["layout"], row["values"], row["own_scales"], row.get("named", NAMED[0])
+    )
     return Case(
         prepare_finalize,
         experts,
@@ -176,7 +178,7 @@ def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
     if problem.adapters is None and row.get("named", NAMED[0]) != NAMED[0]:
         reasons.append(f"[named] {row['named']}: there are no adapters")
-    if (hostile := why_impossible(problem, row["values"])) is not None:
+    if (hostile := unsupported_reason(problem, row["values"])) is not None:
         reasons.append(hostile)
     return tuple(reasons)
 
@@ -230,12 +232,12 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
         problem, reasons = problems[part]
         if problem is None or reasons:
             return reasons
-        return _harness_reasons(problem, _values(row))
+        return _harness_reasons(problem, _values_by_axis(row))
 
     return Space(axes, refused, _computes_any, cost_of)
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values_by_axis(row: Row) -> dict[str, Any]:
     """Return a row as {axis: value}."""
     axes = _ALL_AXES[: len(row)]  # without LORA_AXES the row is shorter
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
@@ -244,12 +246,12 @@ def _values(row: Row) -> dict[str, Any]:
 _AXIS_INDEX = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
 
 
-def _part(*names: str) -> Callable[[Sequence[int]], Row]:
+def _part_getter(*names: str) -> Callable[[Sequence[int]], Row]:
     """Return a function that extracts the values of some axes from a row."""
     return itemgetter(*(_AXIS_INDEX[name] for name in names))
 
 
-def _said(part: Row, *names: str) -> tuple[Any, ...]:
+def _values_of_part(part: Row, *names: str) -> tuple[Any, ...]:
     """Return the axis values of such a part."""
     return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
@@ -257,8 +259,8 @@ def _said(part: Row, *names: str) -> tuple[Any, ...]:
 _ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
 _WORK_BY = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
-_routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
-_work_part = _part(*_WORK_BY)
+_routing_part, _blocks_part = _part_getter(*_ROUTED_BY), _part_getter(*_BLOCKS_BY)
+_work_part = _part_getter(*_WORK_BY)
 
 
 def _computes_any(row: Row) -> bool:
@@ -268,7 +270,7 @@ def _computes_any(row: Row) -> bool:
 
 @cache
 def _computes(part: Row) -> bool:
-    tokens, experts, top_k, placement, routing, seed = _said(part, *_ROUTED_BY)
+    tokens, experts, top_k, placement, routing, seed = _values_of_part(part, *_ROUTED_BY)
     if not tokens or routing == "all_skipped":
         return False
     if placement in ("all", "mapped") and routing in _ALL_ROUTED:
@@ -293,7 +295,7 @@ def _blocks(part: Row) -> tuple[float, float]:
 
     Both depend on the number of chunks and of blocks of rows in them.
     """
-    tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
+    tokens, top_k, experts, placement, chunks = _values_of_part(part, *_BLOCKS_BY)
     num_local = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, chunk_count = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
     blocks = min(pairs, num_local) * (chunk_count + 1) / 2 + pairs / 16
@@ -303,7 +305,7 @@ def _blocks(part: Row) -> tuple[float, float]:
 @cache
 def _work(part: Row) -> tuple[float, int]:
     """Return the number of calls and the number of weight tiles in each."""
-    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _said(part, *_WORK_BY)
+    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _values_of_part(part, *_WORK_BY)
     side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
     tiles = int(2 * -(-hidden // side) * -(-intermediate // side))
     return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles
@@ -313,4 +315,6 @@ def _work(part: Row) -> tuple[float, int]:
 def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
     """Return a pairing's covering array on a machine, and the case of each row in order."""
     array = covering_array(space_of(prepare_finalize, experts, machine))
-    return array, tuple(case_of(prepare_finalize, experts, _values(row)) for row in array.rows)
+    return array, tuple(
+        case_of(prepare_finalize, experts, _values_by_axis(row)) for row in array.rows
+    )

@@ -1,8 +1,8 @@
 """Coverage cells of an experts part: a code path, a scheme, and one property a kernel depends on.
 
 The axes vary scheme and shape, and the shape selects the path: a scheme can have many cases without
-any that enters its fast path. So lists of cases are also measured by cells. `reachable` finds the
-cells that user calls can enter, `cells_of` those that a call entered.
+any that enters its fast path. So lists of cases are also measured by cells. `reachable_cells` finds
+the cells that user calls can enter, `cells_of` those that a call entered.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import LAYOUTS, Manner, make_inputs
+from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
 from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
 
 # Numbers of tokens that select different paths, ascending: the first that enters a path is the
@@ -49,7 +49,7 @@ class Probe:
     """A call that enters a cell: its problem and the layout of its tensors."""
 
     problem: Problem
-    manner: Manner
+    manner: InputVariation
 
 
 def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
@@ -82,7 +82,7 @@ def layout_of(w_eNK: torch.Tensor) -> str:
 
 
 @cache
-def reachable(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
+def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
     """Return every cell that a call of the pairing can enter on `machine`, with the cheapest probe.
 
     The part's `path_of` selects the path of a call. {} for a part with one path.
@@ -110,7 +110,7 @@ def scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
     return weight_specs(problem)["w1_scale"].dtypes
 
 
-def _probes() -> Iterator[tuple[Problem, Manner]]:
+def _probes() -> Iterator[tuple[Problem, InputVariation]]:
     """Yield every scheme, alone and with one change of each property in the cells."""
     changes: tuple[dict[str, Any], ...] = (
         {"bias": True},
@@ -124,14 +124,14 @@ def _probes() -> Iterator[tuple[Problem, Manner]]:
     for quant in ("none", *SCHEMES):
         problem = replace(_BASE, quant=quant)
         for layout in LAYOUTS:
-            yield problem, Manner(layout=layout)
+            yield problem, InputVariation(layout=layout)
         for change in changes:
-            yield replace(problem, **change), Manner()
+            yield replace(problem, **change), InputVariation()
         if problem.scheme.quantized and short_scales(problem) in scale_dtypes(problem):
-            yield problem, Manner(own_scales=True)
+            yield problem, InputVariation(own_scales=True)
 
 
-def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
+def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     """Yield cases of few tokens, for the paths that drawn cases seldom enter.
 
     Nothing for parts with one path. Each scheme is combined with every layout; biases, dtypes,
@@ -158,15 +158,19 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
             has_short_scales = (
                 scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
             )
-            manner = Manner(layout=layout, own_scales=has_short_scales)
+            manner = InputVariation(layout=layout, own_scales=has_short_scales)
             yield one, "uniform", manner
             if scheme.packed:  # packed weights have another path for somewhat more tokens
                 yield replace(one, tokens=9, experts=5), "skips", manner
         if scheme.packed:
-            yield replace(_BASE, tokens=5, quant=quant, batch_invariant=True), "zipf", Manner()
+            yield (
+                replace(_BASE, tokens=5, quant=quant, batch_invariant=True),
+                "zipf",
+                InputVariation(),
+            )
 
 
-def predicted(case: Case) -> frozenset[PathCell]:
+def predict_cells(case: Case) -> frozenset[PathCell]:
     """Return the cells that the calls of a case enter, without running them.
 
     Assumes a PrepareAndFinalize that passes on the tokens unchanged.

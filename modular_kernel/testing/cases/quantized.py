@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.quant.quantized_weights import MIDDLE
+from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import Combine, Problem
 
 Variant = tuple[Problem, str]
@@ -77,5 +77,5 @@ def short_scales(problem: Problem) -> torch.dtype:
     For integer weights and odd top_k the other 16-bit dtype. A float32 problem gives float32.
     """
     other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
-    integers = problem.scheme.weight in MIDDLE and problem.top_k % 2
+    integers = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2
     return other.get(problem.dtype, problem.dtype) if integers else problem.dtype

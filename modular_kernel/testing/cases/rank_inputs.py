@@ -12,14 +12,14 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Inputs, Place, with_gaps
+from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, with_gaps
 from modular_kernel.validate import ADAPTER_TENSORS
 
 _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
 
 
-def part_of(
-    whole: Inputs, tokens: slice, problem: Problem, place: Place, *, strided: bool
+def inputs_of_rank(
+    whole: Inputs, tokens: slice, problem: Problem, place: FencedMemory, *, strided: bool
 ) -> Inputs:
     """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
@@ -30,7 +30,7 @@ def part_of(
     x_TH, routing = whole.x_TH[tokens], whole.routing
     gaps = strided and not problem.inplace
     of_all = () if problem.scheme.scales_by_expert else _OF_ALL_EXPERTS
-    weights = _rows(whole.weights, problem.placement.slots[rank], of_all)
+    weights = _select_experts(whole.weights, problem.placement.slots[rank], of_all)
     placed: dict[str, Any] = {
         name: None if tensor is None else _laid_out(tensor, place)
         for name, tensor in weights.items()
@@ -48,7 +48,7 @@ def part_of(
     )
 
 
-def _rows(
+def _select_experts(
     weights: ExpertWeights, experts: Sequence[int], of_all: Sequence[str]
 ) -> dict[str, torch.Tensor | None]:
     """Return every tensor of the weights, restricted to these experts.
@@ -58,12 +58,12 @@ def _rows(
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return {
-        name: t if t is None or name in of_all else _of_experts(name, t, index)
+        name: t if t is None or name in of_all else _select(name, t, index)
         for name, t in tensors.items()
     }
 
 
-def _of_experts(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the rank's part of a tensor.
 
     The expert dimension of adapters is the second, of size 1 where experts share one matrix.
@@ -80,7 +80,7 @@ def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values[index]
 
 
-def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:
+def _laid_out(values: torch.Tensor, place: FencedMemory) -> torch.Tensor:
     if values.dim() == 3 and values.stride(-1) != 1:
         return place(values.mT).mT
     return place(values)

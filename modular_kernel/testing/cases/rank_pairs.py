@@ -15,8 +15,8 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.adapters import NAMED
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
-from modular_kernel.testing.cases.hostile import why_impossible
-from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.hostile import unsupported_reason
+from modular_kernel.testing.cases.inputs import InputVariation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
@@ -85,10 +85,10 @@ def problem_of(row: Row, world_size: int) -> Problem:
     )
 
 
-def manner_of(row: Row) -> Manner:
+def manner_of(row: Row) -> InputVariation:
     """Return the memory layout and values of the tensors of a row's case."""
     values = values_of(row)
-    return Manner(values=values["values"], named=values["named"])
+    return InputVariation(values=values["values"], named=values["named"])
 
 
 @cache
@@ -113,7 +113,7 @@ def rank_array(world_size: int) -> Array:
             return ("[routing] beyond_int32: int32 ids hold no such values",)
         if problem.adapters is None and values["named"] != NAMED[0]:
             return ("[named]: there are no adapters",)
-        hostile = why_impossible(problem, values["values"])
+        hostile = unsupported_reason(problem, values["values"])
         return () if hostile is None else (hostile,)
 
     return covering_array(Space(RANK_AXES, refused, lambda _row: True, lambda _row: 1.0))

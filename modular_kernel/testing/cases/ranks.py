@@ -19,11 +19,11 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Parallel, Problem
 from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import ORDINARY, Manner
+from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.nearest import neighbors
 from modular_kernel.testing.cases.row_order import in_row_order
-from modular_kernel.testing.cases.scenario_names import SCENES, has_scenes
+from modular_kernel.testing.cases.scenario_names import SCENARIOS, supported_scenarios
 
 Level = Literal["smoke", "full"]
 _FP16, _BF16 = torch.float16, torch.bfloat16
@@ -88,8 +88,8 @@ class RankCase(Case):
         if max(self.tokens) > self.problem.tokens:
             need = f"at most problem.tokens = {self.problem.tokens} on each rank"
             raise ConfigurationError("tokens", got=self.tokens, need=need)
-        if self.fault and self.fault not in SCENES:
-            need = f"one of {', '.join(SCENES)}"
+        if self.fault and self.fault not in SCENARIOS:
+            need = f"one of {', '.join(SCENARIOS)}"
             raise ConfigurationError("fault", got=repr(self.fault), need=need)
         if self.replicated and len(set(self.tokens)) > 1:
             need = f"as many on each rank: {self.prepare_finalize} takes replicated input"
@@ -163,7 +163,7 @@ class Variant:
     tokens: tuple[int, ...]
     routing: str
     fault: str = ""
-    manner: Manner = ORDINARY
+    manner: InputVariation = ORDINARY
     most: int = 0
 
     def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
@@ -206,7 +206,7 @@ def rank_cases_for(
     instead: list[tuple[RankCase, RankCase]] = []
     catalog = load_catalog()
     part = catalog.prepare_finalize(prepare_finalize)
-    scenes = ("", *has_scenes(part, machine))
+    scenes = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in rank_variants(world_size, level):
         # Interpreted GEMMs of such a depth exceed the deadline of the other ranks.
@@ -266,7 +266,7 @@ def rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
     base = replace(BASE, tokens=7, experts=2 * world_size + 1)
     variants = [*_smoke(base, world_size)]
     if level == "full":
-        variants += [*_full(base, world_size), *_by_pairs(world_size)]
+        variants += [*_full(base, world_size), *_pairwise(world_size)]
     return tuple(dict.fromkeys(variants))
 
 
@@ -301,7 +301,7 @@ def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(base, placement="round_robin", lora="adapters=3,rank=7")
     wide = replace(even, ids_dtype=torch.int64, dtype=_BF16, lora="adapters=3,rank=7", bias=True)
     yield _variant(wide, "beyond_int32", placement="copies", tokens=(0, 5))
-    ties = Manner(values="ties")
+    ties = InputVariation(values="ties")
     eight = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
     yield Variant(eight, "round_robin", (4, 0), "skips", manner=ties)
 
@@ -352,7 +352,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     ):
         yield _variant(wide, quant=quant)
     yield from _adapters(base, world_size)
-    for fault in SCENES:
+    for fault in SCENARIOS:
         yield Variant(base, "linear", UNEVEN, "uniform", fault)
     yield from _quantized(replace(base, dtype=_BF16), world_size)
     block = "fp8_w8a8_block:block=48x64"
@@ -362,7 +362,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(wide, intermediate=128, quant=block, tokens=(35, 2))
 
 
-def _by_pairs(world_size: int) -> Iterator[Variant]:
+def _pairwise(world_size: int) -> Iterator[Variant]:
     """Yield the pairwise-covering variants of features of a layer over ranks."""
     for row in rank_pairs.rank_array(world_size).rows:
         values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
@@ -376,7 +376,7 @@ def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(few, "skips", placement="copies", top_k=3, bias=True)
     yield _variant(few, placement="round_robin", tokens=(0, 9), dtype=_BF16)
     yield _variant(few, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
-    nobody, without = Manner(named="nobody"), Manner(named="without")
+    nobody, without = InputVariation(named="nobody"), InputVariation(named="without")
     yield Variant(few, "linear", UNEVEN, "uniform", manner=nobody)
     yield Variant(few, "linear", UNEVEN, "uniform", manner=without)
     block = replace(few, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
@@ -396,7 +396,7 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     # The problem allows so many tokens that programs read more of a row at once; calls pass few.
     roomy = replace(few, hidden=2080, intermediate=16)
     yield Variant(roomy, "linear", (3, 1), "uniform", most=513)
-    peaks, faint = Manner(values="peaks"), Manner(values="faint")
+    peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
     wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
     yield Variant(wide, "linear", (2, 5), "all_to_one", manner=peaks)
     long = replace(few, hidden=_LONG_ROWS, intermediate=16)
@@ -405,10 +405,10 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
         yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", manner=peaks)
     # The only token of all ranks is zero, and so is the maximum that sets their common scale.
     nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
-    yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))
+    yield Variant(nothing, "linear", (1, 0), "uniform", manner=InputVariation(values="zero_rows"))
     # A NaN of a token, of a pair and of an expert reaches no other rank's rows.
     for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
-        nan = Manner(nan="x+topk_weights+b2")
+        nan = InputVariation(nan="x+topk_weights+b2")
         some = replace(few, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16)
         yield Variant(some, "linear", (5, 3), "uniform", manner=nan)
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")

@@ -8,12 +8,12 @@ from typing import Any
 from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.spec.problem import Machine
 
-SCENES = ("misunderstood", "broken-off", "late", "stays-out", "finished-by-turns")
+SCENARIOS = ("misunderstood", "broken-off", "late", "stays-out", "finished-by-turns")
 # The scenarios detected by managers that send no counts before the rows.
 _WITHOUT_COUNTS = ("misunderstood", "late", "stays-out")
 
 
-def has_scenes(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
+def supported_scenarios(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
     """Return the fault scenarios supported by a part; none for third-party libraries and on GPUs.
 
     There the fault matrix checks that ranks end in time.
@@ -22,7 +22,7 @@ def has_scenes(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, .
         return ()
     if part.requires.packages not in ((), ("triton",)):
         return ()
-    return tuple(name for name in SCENES if counts_calls(part) or name in _WITHOUT_COUNTS)
+    return tuple(name for name in SCENARIOS if counts_calls(part) or name in _WITHOUT_COUNTS)
 
 
 def counts_calls(part: type[PrepareAndFinalize]) -> bool:
@@ -35,7 +35,7 @@ def shares_memory(part: type[PrepareAndFinalize]) -> bool:
     return hasattr(manager_class(part), "heap")
 
 
-def goes_near(part: type[PrepareAndFinalize]) -> bool:
+def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     """Return whether pairs must go to the nearest copy of their expert.
 
     False without a manager, or if the part itself defines `near_first`. An inherited `near_first`

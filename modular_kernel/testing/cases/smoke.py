@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.spec.problem import Combine, Problem
-from modular_kernel.testing.cases.inputs import ORDINARY, Manner
+from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _ZEROS = "group=32,zero_points=true"
-_TIES = Manner(values="ties")
+_TIES = InputVariation(values="ties")
 
-Variant = tuple[Problem, str, Manner]
+Variant = tuple[Problem, str, InputVariation]
 
 
 def smoke(base: Problem) -> tuple[Variant, ...]:
@@ -22,7 +22,7 @@ def smoke(base: Problem) -> tuple[Variant, ...]:
     signed = (
         replace(base, dtype=_BF16, activation=_OAI, bias=True),
         "skips",
-        Manner(values="signed"),
+        InputVariation(values="signed"),
     )
     return (*_plain(base), *_quantized(base), *_adapters(base), *_invariant(base), signed)
 
@@ -85,8 +85,12 @@ def _adapters(base: Problem) -> Iterator[Variant]:
     few = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
     yield replace(few, bias=True, activation=_OAI), "skips", ORDINARY
     shared = replace(few, lora="adapters=4,rank=80,a13=shared,outer=shared", dtype=_FP32)
-    yield replace(shared, activation="gelu", hidden=80), "duplicates", Manner(named="sequences")
-    yield replace(few, top_k=1, chunk_tokens=4), "uniform", Manner(named="without")
+    yield (
+        replace(shared, activation="gelu", hidden=80),
+        "duplicates",
+        InputVariation(named="sequences"),
+    )
+    yield replace(few, top_k=1, chunk_tokens=4), "uniform", InputVariation(named="without")
     block = replace(few, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
     yield block, "out_of_range", ORDINARY
     packed = replace(few, hidden=128, intermediate=64, quant="int4_w4a16_group:group=32")

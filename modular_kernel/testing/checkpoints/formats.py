@@ -15,21 +15,23 @@ import torch
 F64, FP8 = torch.float64, torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
 # AWQ stores column n of eight in nibble FOUND[n] of a word.
-FOUND = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """A stored matrix. tensors: by name suffix. values: the exact values, (N, K) float64."""
 
     tensors: dict[str, torch.Tensor]
     values: torch.Tensor
 
 
-Make = Callable[[int, int, torch.Generator, float], Stored]
+Make = Callable[[int, int, torch.Generator, float], StoredMatrix]
 
 
-def words(codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None) -> Any:
+def pack_words(
+    codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None
+) -> Any:
     """Pack int64 codes into int32 along `dim`; value i of a word has bits `bits * order[i]`."""
     per = 32 // bits
     order = order or tuple(range(per))
@@ -40,7 +42,7 @@ def words(codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | Non
     return packed.to(torch.int32).movedim(-1, dim).contiguous()
 
 
-def spread(tiles: torch.Tensor, rows: int, depth: int, bn: int, bk: int) -> torch.Tensor:
+def expand_tiles(tiles: torch.Tensor, rows: int, depth: int, bn: int, bk: int) -> torch.Tensor:
     return tiles.to(F64).repeat_interleave(bn, 0)[:rows].repeat_interleave(bk, 1)[:, :depth]
 
 
@@ -54,9 +56,9 @@ def _uniform(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
 
 
 def plain(dtype: torch.dtype) -> Make:
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = (_randn((rows, depth), g) * gain / depth**0.5).to(dtype)
-        return Stored({"weight": w}, w.to(F64))
+        return StoredMatrix({"weight": w}, w.to(F64))
 
     return make
 
@@ -70,14 +72,14 @@ def fp8_block(
 ) -> Make:
     bn, bk = block
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
         scale = _uniform((-(-rows // bn), -(-depth // bk)), g) * gain / (100 * depth**0.5)
         if scale_dtype is torch.float8_e8m0fnu:  # powers of two, including the gain
             scale = torch.exp2(torch.log2(scale * 2.0 ** (4 * (gain - 1))).round())
         scale = scale.to(scale_dtype)
-        values = w.to(F64) * spread(scale.float(), rows, depth, bn, bk)
-        return Stored({"weight": w, name: scale}, values)
+        values = w.to(F64) * expand_tiles(scale.float(), rows, depth, bn, bk)
+        return StoredMatrix({"weight": w, name: scale}, values)
 
     return make
 
@@ -88,7 +90,7 @@ def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), one: bool = False) 
     one: all matrices of the same depth have the same scales.
     """
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
         size, inputs = (torch.ones(1), torch.ones(1)) if one else (_uniform((1,), g) * gain, None)
         scale = (size / (100 * depth**0.5)).reshape(shape)
@@ -96,24 +98,24 @@ def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), one: bool = False) 
         if static:
             inputs = _uniform((1,), g) if inputs is None else inputs
             tensors["input_scale"] = (16 / 448 * inputs).reshape(shape)
-        return Stored(tensors, w.to(F64) * scale.to(F64))
+        return StoredMatrix(tensors, w.to(F64) * scale.to(F64))
 
     return make
 
 
 def fp8_channel(scale_dtype: torch.dtype = torch.bfloat16) -> Make:
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
         scale = (_uniform((rows, 1), g) * gain / (100 * depth**0.5)).to(scale_dtype)
-        return Stored({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
+        return StoredMatrix({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
 
     return make
 
 
-def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
     scale = (_uniform((rows, 1), g) * gain / (40 * depth**0.5)).to(torch.bfloat16)
-    return Stored({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
+    return StoredMatrix({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
 
 
 def _codes(rows: int, depth: int, bits: int, g: torch.Generator) -> torch.Tensor:
@@ -157,9 +159,9 @@ class _GroupFormat:
         zeros = _zero_points((rows, groups), self.bits, g, self.symmetric)
         size = gain * 3 / (1 << (self.bits - 1)) / depth**0.5
         scale = (_uniform((rows, groups), g) * size).to(self.dtype)
-        centered = codes - spread(zeros, rows, depth, 1, width)
+        centered = codes - expand_tiles(zeros, rows, depth, 1, width)
         return _GroupedMatrix(
-            codes, zeros, scale, centered * spread(scale, rows, depth, 1, width), width
+            codes, zeros, scale, centered * expand_tiles(scale, rows, depth, 1, width), width
         )
 
 
@@ -168,16 +170,16 @@ def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
 
     grouped = _GroupFormat(bits, group, symmetric, torch.bfloat16)
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         drawn = grouped.draw(rows, depth, g, gain)
         tensors = {
-            "weight_packed": words(drawn.codes, 1, bits),
+            "weight_packed": pack_words(drawn.codes, 1, bits),
             "weight_scale": drawn.scale,
             "weight_shape": torch.tensor([rows, depth]),
         }
         if not symmetric:
-            tensors["weight_zero_point"] = words(drawn.zeros, 0, bits)
-        return Stored(tensors, drawn.values)
+            tensors["weight_zero_point"] = pack_words(drawn.zeros, 0, bits)
+        return StoredMatrix(tensors, drawn.values)
 
     return make
 
@@ -185,14 +187,14 @@ def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
 def awq(group: int, *, zero_point: bool = True) -> Make:
     grouped = _GroupFormat(4, group, not zero_point, torch.float16)
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         drawn = grouped.draw(rows, depth, g, gain)
         tensors = {
-            "qweight": words(drawn.codes.T, 1, 4, FOUND),
-            "qzeros": words(drawn.zeros.T, 1, 4, FOUND),
+            "qweight": pack_words(drawn.codes.T, 1, 4, AWQ_ORDER),
+            "qzeros": pack_words(drawn.zeros.T, 1, 4, AWQ_ORDER),
             "scales": drawn.scale.T.contiguous(),
         }
-        return Stored(tensors, drawn.values)
+        return StoredMatrix(tensors, drawn.values)
 
     return make
 
@@ -205,27 +207,27 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Mak
 
     grouped = _GroupFormat(bits, group, symmetric, torch.float16)
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         drawn = grouped.draw(rows, depth, g, gain)
         tensors = {
-            "qweight": words(drawn.codes.T, 0, bits),
-            "qzeros": words(drawn.zeros.T - less, 1, bits),
+            "qweight": pack_words(drawn.codes.T, 0, bits),
+            "qzeros": pack_words(drawn.zeros.T - less, 1, bits),
             "scales": drawn.scale.T.contiguous(),
             "g_idx": torch.arange(depth, dtype=torch.int32) // drawn.width,
         }
-        return Stored(tensors, drawn.values)
+        return StoredMatrix(tensors, drawn.values)
 
     return make
 
 
-def ordered(make: Make, name: str, group: int, values: str) -> Make:
+def with_act_order(make: Make, name: str, group: int, values: str) -> Make:
     """Make matrices like `make` with columns assigned to random groups (act-order).
 
     The n-th gate and the n-th up matrix get the same order.
     """
     counts: Counter[Any] = Counter()
 
-    def shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         stored, number = make(rows, depth, g, gain), counts[rows, depth, gain]
         counts[rows, depth, gain] += 1  # counts gate and up matrices separately
         generator = torch.Generator().manual_seed(number)
@@ -243,10 +245,10 @@ def ordered(make: Make, name: str, group: int, values: str) -> Make:
         # A stable sort keeps the order of columns within a group.
         first = torch.argsort(tensors[name], stable=True)
         codes[:, first] = unpacked.T if dim == 0 else unpacked
-        tensors[values] = words(codes.T if dim == 0 else codes, dim, bits)
+        tensors[values] = pack_words(codes.T if dim == 0 else codes, dim, bits)
         numbers = torch.empty_like(stored.values)
         numbers[:, first] = stored.values
-        return Stored(tensors, numbers)
+        return StoredMatrix(tensors, numbers)
 
     return shuffled
 
@@ -255,19 +257,19 @@ def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
     codes = torch.randint(0, 16, (rows, depth), generator=g)
     scale = torch.randint(123, 127, (rows, depth // 32), generator=g)
     scale = scale + round(3 * (gain - 1)) - int(torch.tensor(depth).log2().item() / 2)
-    values = E2M1[codes] * spread(torch.exp2(scale.to(F64) - 127), rows, depth, 1, 32)
+    values = E2M1[codes] * expand_tiles(torch.exp2(scale.to(F64) - 127), rows, depth, 1, 32)
     packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
     return packed, scale.to(torch.uint8), values
 
 
-def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     packed, scale, values = _mxfp4(rows, depth, g, gain)
-    return Stored({"blocks": packed.reshape(rows, -1, 16), "scales": scale}, values)
+    return StoredMatrix({"blocks": packed.reshape(rows, -1, 16), "scales": scale}, values)
 
 
-def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     packed, scale, values = _mxfp4(rows, depth, g, gain)
-    return Stored({"weight_packed": packed, "weight_scale": scale}, values)
+    return StoredMatrix({"weight_packed": packed, "weight_scale": scale}, values)
 
 
 def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool, one: bool = False) -> Make:
@@ -277,20 +279,20 @@ def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool, one: bool = Fa
     matrices of the same depth have the same float32 scale.
     """
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = torch.randint(0, 16, (rows, depth), generator=g)
         scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
         factor = torch.ones(1) if one else _uniform((1,), g) * gain
         factor = factor / (300 * depth**0.5)
         factor = (1 / factor if divides else factor).float()
         number = 1 / factor.to(F64) if divides else factor.to(F64)
-        values = E2M1[codes] * spread(scale.float(), rows, depth, 1, 16) * number
+        values = E2M1[codes] * expand_tiles(scale.float(), rows, depth, 1, 16) * number
         tensors = {
             weight: (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
             "weight_scale": scale,
             whole: factor if divides else factor.reshape(()),
             inputs: torch.tensor([0.01]),
         }
-        return Stored(tensors, values)
+        return StoredMatrix(tensors, values)
 
     return make

@@ -17,13 +17,13 @@ from modular_kernel.testing.checkpoints.formats import (
     mxfp4,
     mxfp4_compressed,
     nvfp4,
-    ordered,
     plain,
+    with_act_order,
 )
 
 
 @dataclass(frozen=True)
-class Kind:
+class CheckpointFormat:
     """One checkpoint format.
 
     config: its quantization_config. make: (rows, depth, generator, gain) -> Stored, where gain
@@ -54,7 +54,7 @@ def _int_config(bits: int, group: int | None, symmetric: bool = True) -> dict[st
     return config | {"group_size": group, "actorder": None, "dynamic": False}
 
 
-def _floats(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
+def _float_config(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
     config = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
     return config | {"dynamic": dynamic, **more}
 
@@ -79,95 +79,103 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 _BLOCKS = _FP8 | {"weight_block_size": [128, 128]}
 _W8A8 = 8e-2
 
-KINDS: dict[str, Kind] = {
-    "bf16": Kind(None, plain(torch.bfloat16), "none"),
-    "fp16": Kind(None, plain(torch.float16), "none"),
-    "fp32": Kind(None, plain(torch.float32), "none"),
-    "deepseek fp8": Kind(_BLOCKS, fp8_block(torch.float32), "fp8_w8a8_block", _W8A8),
-    "deepseek fp8, UE8M0": Kind(
+CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
+    "bf16": CheckpointFormat(None, plain(torch.bfloat16), "none"),
+    "fp16": CheckpointFormat(None, plain(torch.float16), "none"),
+    "fp32": CheckpointFormat(None, plain(torch.float32), "none"),
+    "deepseek fp8": CheckpointFormat(_BLOCKS, fp8_block(torch.float32), "fp8_w8a8_block", _W8A8),
+    "deepseek fp8, UE8M0": CheckpointFormat(
         _BLOCKS | {"scale_fmt": "ue8m0"},
         fp8_block(torch.float8_e8m0fnu),
         "fp8_w8a8_block",
         _W8A8,
     ),
-    "qwen3 fp8": Kind(_BLOCKS, fp8_block(torch.bfloat16), "fp8_w8a8_block", _W8A8),
-    "fp8 tensor, dynamic": Kind(_FP8, fp8_tensor(static=False), "fp8_w8a8_tensor", _W8A8),
-    "fp8 tensor, static": Kind(
+    "qwen3 fp8": CheckpointFormat(_BLOCKS, fp8_block(torch.bfloat16), "fp8_w8a8_block", _W8A8),
+    "fp8 tensor, dynamic": CheckpointFormat(
+        _FP8, fp8_tensor(static=False), "fp8_w8a8_tensor", _W8A8
+    ),
+    "fp8 tensor, static": CheckpointFormat(
         _FP8 | {"activation_scheme": "static"},
         fp8_tensor(static=True, shape=(1,)),
         "fp8_w8a8_tensor:static=true",
         _W8A8,
     ),
-    "modelopt fp8": Kind(
+    "modelopt fp8": CheckpointFormat(
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
         fp8_tensor(static=True),
         "fp8_w8a8_tensor:static=true",
         _W8A8,
     ),
-    "compressed fp8 tensor": Kind(
-        _compressed_config("float-quantized", _floats("tensor", False), _floats("tensor", False)),
+    "compressed fp8 tensor": CheckpointFormat(
+        _compressed_config(
+            "float-quantized", _float_config("tensor", False), _float_config("tensor", False)
+        ),
         fp8_tensor(static=True, shape=(1,)),
         "fp8_w8a8_tensor:static=true",
         _W8A8,
     ),
-    "compressed fp8 channel": Kind(
-        _compressed_config("float-quantized", _floats("channel", False), _floats("token", True)),
+    "compressed fp8 channel": CheckpointFormat(
+        _compressed_config(
+            "float-quantized", _float_config("channel", False), _float_config("token", True)
+        ),
         fp8_channel(),
         "fp8_w8a8_channel",
         _W8A8,
     ),
-    "compressed fp8 block": Kind(
+    "compressed fp8 block": CheckpointFormat(
         _compressed_config(
             "float-quantized",
-            _floats("block", False, block_structure=[128, 128]),
-            _floats("group", True, group_size=128),
+            _float_config("block", False, block_structure=[128, 128]),
+            _float_config("group", True, group_size=128),
         ),
         fp8_block(torch.bfloat16, "weight_scale"),
         "fp8_w8a8_block",
         _W8A8,
     ),
-    "compressed fp8 weights, tensor": Kind(
-        _compressed_config("float-quantized", _floats("tensor", False)),
+    "compressed fp8 weights, tensor": CheckpointFormat(
+        _compressed_config("float-quantized", _float_config("tensor", False)),
         fp8_tensor(static=False, shape=(1,)),
         "fp8_w8a16_channel",
     ),
-    "compressed fp8 weights, channel": Kind(
-        _compressed_config("naive-quantized", _floats("channel", False)),
+    "compressed fp8 weights, channel": CheckpointFormat(
+        _compressed_config("naive-quantized", _float_config("channel", False)),
         fp8_channel(),
         "fp8_w8a16_channel",
     ),
-    "compressed fp8 weights, block": Kind(
-        _compressed_config("float-quantized", _floats("block", False, block_structure=[128, 128])),
+    "compressed fp8 weights, block": CheckpointFormat(
+        _compressed_config(
+            "float-quantized", _float_config("block", False, block_structure=[128, 128])
+        ),
         fp8_block(torch.bfloat16, "weight_scale"),
         "fp8_w8a16_block",
     ),
-    "compressed int8": Kind(
+    "compressed int8": CheckpointFormat(
         _compressed_config("int-quantized", _int_config(8, None), _INT8_TOKEN),
         int8_channel,
         "int8_w8a8_channel",
         _W8A8,
     ),
-    "compressed int8, weights": Kind(
+    "compressed int8, weights": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(8, None)),
         compressed(8, None),
         "int8_w8a16_channel",
     ),
-    "compressed int8, groups": Kind(
+    "compressed int8, groups": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(8, 64)),
         compressed(8, 64),
         "int8_w8a16_group:group=64",
     ),
-    "compressed int4": Kind(
+    "compressed int4": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(4, 32)),
         compressed(4, 32),
         "int4_w4a16_group:group=32",
     ),
-    "compressed int4, zero points": Kind(
+    "compressed int4, zero points": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(4, 64, symmetric=False)),
         compressed(4, 64, symmetric=False),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
-    "compressed mxfp4": Kind(
+    "compressed mxfp4": CheckpointFormat(
         _compressed_config(
             "mxfp4-pack-quantized",
             {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
@@ -175,80 +183,82 @@ KINDS: dict[str, Kind] = {
         mxfp4_compressed,
         "mxfp4_w4a16",
     ),
-    "compressed nvfp4": Kind(
+    "compressed nvfp4": CheckpointFormat(
         _compressed_config("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
         nvfp4("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
         "nvfp4_w4a16",
     ),
-    "modelopt nvfp4": Kind(
+    "modelopt nvfp4": CheckpointFormat(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
         nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
         "nvfp4_w4a16",
     ),
-    "awq": Kind(_AWQ, awq(64), "int4_w4a16_group:group=64,zero_points=true"),
-    "awq, symmetric": Kind(
+    "awq": CheckpointFormat(_AWQ, awq(64), "int4_w4a16_group:group=64,zero_points=true"),
+    "awq, symmetric": CheckpointFormat(
         _AWQ | {"zero_point": False}, awq(64, zero_point=False), "int4_w4a16_group:group=64"
     ),
-    "gptq": Kind(_GPTQ, gptq(4, 64), "int4_w4a16_group:group=64"),
-    "gptq, zero points": Kind(
+    "gptq": CheckpointFormat(_GPTQ, gptq(4, 64), "int4_w4a16_group:group=64"),
+    "gptq, zero points": CheckpointFormat(
         _GPTQ | {"sym": False},
         gptq(4, 64, symmetric=False),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
-    "gptq v2": Kind(
+    "gptq v2": CheckpointFormat(
         _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
         gptq(4, 64, symmetric=False, less=0),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
-    "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
+    "gptq int8": CheckpointFormat(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
     # One group per row; 256 is the larger depth of a layer with the default sizes of samples.write.
-    "awq, one group": Kind(
+    "awq, one group": CheckpointFormat(
         _AWQ | {"group_size": -1}, awq(-1), "int4_w4a16_group:group=256,zero_points=true"
     ),
-    "gptq, one group": Kind(_GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"),
-    "compressed int4, channels": Kind(
+    "gptq, one group": CheckpointFormat(
+        _GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"
+    ),
+    "compressed int4, channels": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(4, None)),
         compressed(4, None),
         "int4_w4a16_group:group=256",
     ),
-    "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
+    "mxfp4": CheckpointFormat({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
 }
 
 # Act-order: columns not sorted by group; supported by `load_experts` only.
 _PACKED4 = _compressed_config("pack-quantized", _int_config(4, 32) | {"actorder": "group"})
-ORDERED: dict[str, Kind] = {
-    "gptq, act-order": Kind(
+ORDERED: dict[str, CheckpointFormat] = {
+    "gptq, act-order": CheckpointFormat(
         _GPTQ | {"desc_act": True},
-        ordered(gptq(4, 64), "g_idx", 64, "qweight"),
+        with_act_order(gptq(4, 64), "g_idx", 64, "qweight"),
         "int4_w4a16_act_order:group=64",
     ),
-    "gptq, act-order, zero points": Kind(
+    "gptq, act-order, zero points": CheckpointFormat(
         _GPTQ | {"desc_act": True, "sym": False},
-        ordered(gptq(4, 64, symmetric=False), "g_idx", 64, "qweight"),
+        with_act_order(gptq(4, 64, symmetric=False), "g_idx", 64, "qweight"),
         "int4_w4a16_act_order:group=64,zero_points=true",
     ),
-    "gptq int8, act-order": Kind(
+    "gptq int8, act-order": CheckpointFormat(
         _GPTQ | {"bits": 8, "desc_act": True, "sym": False},
-        ordered(gptq(8, 64, symmetric=False), "g_idx", 64, "qweight"),
+        with_act_order(gptq(8, 64, symmetric=False), "g_idx", 64, "qweight"),
         "int8_w8a16_act_order:group=64,zero_points=true",
     ),
-    "compressed int4, act-order": Kind(
+    "compressed int4, act-order": CheckpointFormat(
         _PACKED4,
-        ordered(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
+        with_act_order(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
         "int4_w4a16_act_order:group=32",
     ),
 }
 
 # ModelOpt's fused experts of Llama-4 and gpt-oss: (e, K, N), one scale for all experts.
-FUSED: dict[str, Kind] = {
-    "modelopt fp8, fused": Kind(
-        KINDS["modelopt fp8"].config,
+FUSED: dict[str, CheckpointFormat] = {
+    "modelopt fp8, fused": CheckpointFormat(
+        CHECKPOINT_FORMATS["modelopt fp8"].config,
         fp8_tensor(static=True, one=True),
         "fp8_w8a8_tensor:static=true",
         _W8A8,
     ),
-    "modelopt nvfp4, fused": Kind(
-        KINDS["modelopt nvfp4"].config,
+    "modelopt nvfp4, fused": CheckpointFormat(
+        CHECKPOINT_FORMATS["modelopt nvfp4"].config,
         nvfp4("weight", "weight_scale_2", "input_scale", divides=False, one=True),
         "nvfp4_w4a16",
     ),

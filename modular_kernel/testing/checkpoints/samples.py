@@ -13,20 +13,25 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from modular_kernel.testing.checkpoints.formats import F64, Stored
-from modular_kernel.testing.checkpoints.published_formats import FUSED, KINDS, ORDERED, Kind
+from modular_kernel.testing.checkpoints.formats import F64, StoredMatrix
+from modular_kernel.testing.checkpoints.published_formats import (
+    CHECKPOINT_FORMATS,
+    FUSED,
+    ORDERED,
+    CheckpointFormat,
+)
 
 Tensors = dict[str, torch.Tensor]
 PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
-class Matrices:
+class LayerMatrices:
     """Gate, up and down of each expert of one layer; b1 is in the order of interleaved rows."""
 
-    gate: list[Stored]
-    up: list[Stored]
-    down: list[Stored]
+    gate: list[StoredMatrix]
+    up: list[StoredMatrix]
+    down: list[StoredMatrix]
     b1: torch.Tensor | None = None
     b2: torch.Tensor | None = None
 
@@ -60,13 +65,13 @@ class Matrices:
         return tensors
 
 
-Names = Callable[[str, Matrices], Tensors]
+Names = Callable[[str, LayerMatrices], Tensors]
 
 
-def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
+def per_expert_modules(block: str, names: tuple[str, ...] = PROJ) -> Names:
     """Name one module for each projection of each expert."""
 
-    def written(front: str, m: Matrices) -> Tensors:
+    def written(front: str, m: LayerMatrices) -> Tensors:
         tensors: Tensors = {}
         projections = (m.gate, m.up, m.down) if len(names) == 3 else (m.up, m.down)
         for name, experts in zip(names, projections, strict=True):
@@ -79,7 +84,7 @@ def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
 
 
 def fused(block: str, *, transposed: bool = False) -> Names:
-    def written(front: str, m: Matrices) -> Tensors:
+    def written(front: str, m: LayerMatrices) -> Tensors:
         tensors_by_name = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
         tensors = m.turned() if transposed else tensors_by_name
         return {f"{front}{block}.{name}": tensor for name, tensor in tensors.items()}
@@ -87,7 +92,7 @@ def fused(block: str, *, transposed: bool = False) -> Names:
     return written
 
 
-def gpt_oss(front: str, m: Matrices) -> Tensors:
+def gpt_oss(front: str, m: LayerMatrices) -> Tensors:
     """Name fused tensors in 16 bits and in mxfp4; other formats split the projections."""
     prefix = f"{front}mlp.experts"
     assert m.b1 is not None
@@ -100,7 +105,7 @@ def gpt_oss(front: str, m: Matrices) -> Tensors:
         biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
         split_biases = {f"{prefix}.{e}.{name}.bias": bias[e].clone()
                for name, bias in biases.items() for e in range(len(bias))}  # fmt: skip
-        return each("mlp.experts")(front, m) | split_biases
+        return per_expert_modules("mlp.experts")(front, m) | split_biases
     for kind in ("blocks", "scales"):
         gate = torch.stack([e.tensors[kind] for e in m.gate])
         up = torch.stack([e.tensors[kind] for e in m.up])
@@ -109,7 +114,7 @@ def gpt_oss(front: str, m: Matrices) -> Tensors:
     return tensors
 
 
-def privacy_filter(front: str, m: Matrices) -> Tensors:
+def privacy_filter(front: str, m: LayerMatrices) -> Tensors:
     assert m.b1 is not None
     assert m.b2 is not None
     b1 = torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1)
@@ -118,7 +123,7 @@ def privacy_filter(front: str, m: Matrices) -> Tensors:
     return tensors | {f"{front}mlp.experts.{name}": tensor for name, tensor in biases.items()}
 
 
-def granite(front: str, m: Matrices) -> Tensors:
+def granite(front: str, m: LayerMatrices) -> Tensors:
     prefix = f"{front}block_sparse_moe"
     return {
         f"{prefix}.input_linear.weight": m.both(),
@@ -126,13 +131,13 @@ def granite(front: str, m: Matrices) -> Tensors:
     }
 
 
-def jetmoe(front: str, m: Matrices) -> Tensors:
+def jetmoe(front: str, m: LayerMatrices) -> Tensors:
     experts = {name.replace("block_sparse_moe", "mlp"): t for name, t in granite(front, m).items()}
     attention = f"{front}self_attention.experts.input_linear.weight"
     return experts | {attention: torch.zeros(len(m.gate), 8, 8)}  # not part of the MoE layer
 
 
-def aria(front: str, m: Matrices) -> Tensors:
+def aria(front: str, m: LayerMatrices) -> Tensors:
     prefix = f"{front}mlp.experts"
     return {
         f"{prefix}.fc1.weight": m.both().mT.contiguous(),
@@ -140,7 +145,7 @@ def aria(front: str, m: Matrices) -> Tensors:
     }
 
 
-def dbrx(front: str, m: Matrices) -> Tensors:
+def dbrx(front: str, m: LayerMatrices) -> Tensors:
     prefix = f"{front}ffn.experts.mlp"
     return {
         f"{prefix}.w1": m.stacked("gate").flatten(0, 1),
@@ -149,7 +154,7 @@ def dbrx(front: str, m: Matrices) -> Tensors:
     }
 
 
-def step(front: str, m: Matrices) -> Tensors:
+def step(front: str, m: LayerMatrices) -> Tensors:
     """Name stacked modules, in which scales are stacked too."""
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
@@ -159,13 +164,13 @@ def step(front: str, m: Matrices) -> Tensors:
     return tensors
 
 
-def inkling(front: str, m: Matrices) -> Tensors:
+def inkling(front: str, m: LayerMatrices) -> Tensors:
     prefix = f"{front}mlp.experts"
     return {f"{prefix}.w13_weight": m.alternating(), f"{prefix}.w2_weight": m.stacked("down")}
 
 
 @dataclass(frozen=True)
-class Published:
+class ModelFamily:
     """A published model family.
 
     names: names the tensors of a layer. sizes: config keys of the number of experts, top-k,
@@ -205,71 +210,71 @@ _MLP, _SPARSE = "mlp.experts", "block_sparse_moe.experts"
 _SCALED = {"routed_scaling_factor": 2.5}
 _OAI = {"swiglu_limit": 7.0, "hidden_act": "silu"}
 
-FAMILIES: dict[str, Published] = {
-    "mixtral": Published(each(_SPARSE, W132), _LOCAL),
-    "minimax_m2": Published(each(_SPARSE, W132), _LOCAL),
-    "phimoe": Published(each(_SPARSE, W132), _LOCAL),
-    "kimi_linear": Published(each(_SPARSE, W132), more=_SCALED),
-    "qwen2_moe": Published(each(_MLP)),
-    "qwen3_moe": Published(each(_MLP)),
-    "olmoe": Published(each(_MLP), _OWN),
-    "deepseek_v3": Published(each(_MLP), _ROUTED, more=_SCALED),
-    "kimi_k2": Published(each(_MLP), _ROUTED, more=_SCALED),
-    "glm4_moe": Published(each(_MLP), _ROUTED, more=_SCALED),
-    "qwen3_5_moe_text": Published(
-        each(_MLP), front="model.language_model.layers.", inside="qwen3_5_moe"
+FAMILIES: dict[str, ModelFamily] = {
+    "mixtral": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL),
+    "minimax_m2": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL),
+    "phimoe": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL),
+    "kimi_linear": ModelFamily(per_expert_modules(_SPARSE, W132), more=_SCALED),
+    "qwen2_moe": ModelFamily(per_expert_modules(_MLP)),
+    "qwen3_moe": ModelFamily(per_expert_modules(_MLP)),
+    "olmoe": ModelFamily(per_expert_modules(_MLP), _OWN),
+    "deepseek_v3": ModelFamily(per_expert_modules(_MLP), _ROUTED, more=_SCALED),
+    "kimi_k2": ModelFamily(per_expert_modules(_MLP), _ROUTED, more=_SCALED),
+    "glm4_moe": ModelFamily(per_expert_modules(_MLP), _ROUTED, more=_SCALED),
+    "qwen3_5_moe_text": ModelFamily(
+        per_expert_modules(_MLP), front="model.language_model.layers.", inside="qwen3_5_moe"
     ),
-    "mistral4": Published(fused(_MLP), _ROUTED, more=_SCALED),
-    "deepseek_v4": Published(
-        each("ffn.experts", W132),
+    "mistral4": ModelFamily(fused(_MLP), _ROUTED, more=_SCALED),
+    "deepseek_v4": ModelFamily(
+        per_expert_modules("ffn.experts", W132),
         _ROUTED,
         front="layers.",
         more=_SCALED | {"swiglu_limit": 1.5},
         act="clamped silu",
     ),
-    "jamba": Published(each("feed_forward.experts"), _OWN),
-    "lfm2_moe": Published(each("feed_forward.experts", W132), more=_SCALED),
-    "nemotron_h": Published(
-        each("mixer.experts", ("up_proj", "down_proj")),
+    "jamba": ModelFamily(per_expert_modules("feed_forward.experts"), _OWN),
+    "lfm2_moe": ModelFamily(per_expert_modules("feed_forward.experts", W132), more=_SCALED),
+    "nemotron_h": ModelFamily(
+        per_expert_modules("mixer.experts", ("up_proj", "down_proj")),
         _ROUTED,
         front="backbone.layers.",
         more=_SCALED | {"mlp_hidden_act": "relu2"},
         act="relu2",
     ),
-    "gpt_oss": Published(gpt_oss, _LOCAL, more=_OAI, act="oai", bias=True),
-    "openai_privacy_filter": Published(privacy_filter, _LOCAL, more=_OAI, act="oai", bias=True),
-    "llama4_text": Published(
+    "gpt_oss": ModelFamily(gpt_oss, _LOCAL, more=_OAI, act="oai", bias=True),
+    "openai_privacy_filter": ModelFamily(privacy_filter, _LOCAL, more=_OAI, act="oai", bias=True),
+    "llama4_text": ModelFamily(
         fused("feed_forward.experts", transposed=True),
         _LOCAL,
         front="language_model.model.layers.",
         inside="llama4",
     ),
-    "qwen3_vl_moe_text": Published(
+    "qwen3_vl_moe_text": ModelFamily(
         fused(_MLP, transposed=True), front="model.language_model.layers.", inside="qwen3_vl_moe"
     ),
-    "gemma4_text": Published(
+    "gemma4_text": ModelFamily(
         fused("experts"),
         _GEMMA,
         more={"enable_moe_block": True, "hidden_activation": "gelu_pytorch_tanh"},
         act="gelu_tanh",
     ),
-    "granitemoe": Published(granite, _LOCAL),
-    "granitemoe_swa": Published(fused(_SPARSE), _LOCAL),
-    "jetmoe": Published(jetmoe, _LOCAL, more={"activation_function": "silu"}),
-    "aria_text": Published(
+    "granitemoe": ModelFamily(granite, _LOCAL),
+    "granitemoe_swa": ModelFamily(fused(_SPARSE), _LOCAL),
+    "jetmoe": ModelFamily(jetmoe, _LOCAL, more={"activation_function": "silu"}),
+    "aria_text": ModelFamily(
         aria, ("moe_num_experts", "moe_topk", "intermediate_size", "hidden_size")
     ),
-    "dbrx": Published(
+    "dbrx": ModelFamily(
         dbrx,
         ("moe_num_experts", "moe_top_k", "ffn_hidden_size", "d_model"),
         front="transformer.blocks.",
     ),
-    "step3p5": Published(
+    "step3p5": ModelFamily(
         step,
         ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size"),
         more={"moe_router_scaling_factor": 2.5},
     ),
-    "inkling_text": Published(
+    "inkling_text": ModelFamily(
         inkling,
         ("n_routed_experts", _TOP, "intermediate_size", "hidden_size"),
         front="model.llm.layers.",
@@ -287,8 +292,8 @@ class Sample:
 
     folder: Path
     config: dict[str, Any]
-    kind: Kind
-    published: Published
+    kind: CheckpointFormat
+    published: ModelFamily
     w1: torch.Tensor
     w2: torch.Tensor
     b1: torch.Tensor | None
@@ -333,16 +338,16 @@ class Sample:
 
 
 def matrices(
-    kind: Kind, published: Published, sizes: tuple[int, int, int], g: torch.Generator
-) -> Matrices:
+    kind: CheckpointFormat, published: ModelFamily, sizes: tuple[int, int, int], g: torch.Generator
+) -> LayerMatrices:
     experts, hidden, width = sizes
     gate = [kind.make(width, hidden, g, 1.0) for _ in range(experts)]
     up = [kind.make(width, hidden, g, 1.7) for _ in range(experts)]
     down = [kind.make(hidden, width, g, 1.0) for _ in range(experts)]
     if not published.bias:
-        return Matrices(gate, up, down)
+        return LayerMatrices(gate, up, down)
     b1, b2 = (torch.randn(experts, n, generator=g) / 2 for n in (2 * width, hidden))
-    return Matrices(gate, up, down, b1.bfloat16(), b2.bfloat16())
+    return LayerMatrices(gate, up, down, b1.bfloat16(), b2.bfloat16())
 
 
 def write(  # noqa: PLR0913 (independent options)
@@ -364,7 +369,7 @@ def write(  # noqa: PLR0913 (independent options)
     shards: number of files; several get an index. change: modifies the tensors, by name, before
     they are written.
     """
-    published, format_ = FAMILIES[family], (KINDS | ORDERED | FUSED)[kind]
+    published, format_ = FAMILIES[family], (CHECKPOINT_FORMATS | ORDERED | FUSED)[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:

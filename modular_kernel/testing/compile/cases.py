@@ -34,7 +34,7 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.compile import moe_lora
-from modular_kernel.testing.compile.kernels_defined import Defined, defined_kernels
+from modular_kernel.testing.compile.kernels_defined import DefinedKernel, defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.workspace import Workspace
@@ -70,7 +70,7 @@ class CompiledRow:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedKernel:
     """A kernel that was not compiled. reason: "" if there is none, so that a case is missing."""
 
     kernel: str
@@ -79,11 +79,11 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileResult:
     """Each distinct compiled kernel, and the kernels of installed parts that no case launched."""
 
     rows: tuple[CompiledRow, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[SkippedKernel, ...]
 
 
 Cases = Iterator[tuple[str, list[CompileRecord]]]
@@ -134,7 +134,7 @@ def problems() -> tuple[Problem, ...]:
 
 def compile_all(
     target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1, only: str = ""
-) -> Compiled:
+) -> CompileResult:
     """Compile all cases for `target` ("sm_90", ...) as they are launched there.
 
     workers: number of processes that share the cases; the result does not depend on it, except for
@@ -146,7 +146,9 @@ def compile_all(
     with (bar or _no_bar)(len(steps)) as advance:
         is_shared = workers > 1
         row_lists = (
-            _shared(target, only, len(steps), workers) if is_shared else _called(steps, target)
+            _run_in_workers(target, only, len(steps), workers)
+            if is_shared
+            else _run_steps(steps, target)
         )
         for case_rows in row_lists:
             for row in case_rows:
@@ -156,17 +158,17 @@ def compile_all(
     missing = (
         kernel for name, kernel in defined_kernels(only).items() if name not in compiled_names
     )
-    left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
-    return Compiled(tuple(rows.values()), tuple(left_out))
+    left_out = (SkippedKernel(k.name, k.module, _why_left_out(k, target)) for k in missing)
+    return CompileResult(tuple(rows.values()), tuple(left_out))
 
 
-def launched(target: str) -> Cases:
+def iter_launches(target: str) -> Cases:
     """Yield the launches of each case for `target`, one case after the other."""
     for step in _steps(_machine(target), target):
         yield from step()
 
 
-def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
+def _run_steps(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
     for step in steps:
         yield _judged(step(), target)
 
@@ -180,19 +182,21 @@ def _judged(cases: Cases, target: str) -> list[CompiledRow]:
     ]
 
 
-def _shared(target: str, only: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
+def _run_in_workers(
+    target: str, only: str, steps: int, workers: int
+) -> Iterator[list[CompiledRow]]:
     """Yield the results of all steps in order; each process takes the next free step."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
-        yield from pool.map(_step, [target] * steps, [only] * steps, range(steps))
+        yield from pool.map(_run_step, [target] * steps, [only] * steps, range(steps))
 
 
-def _step(target: str, only: str, index: int) -> list[CompiledRow]:
+def _run_step(target: str, only: str, index: int) -> list[CompiledRow]:
     """Run one step of `compile_all` in a worker process."""
     return _judged(_steps(_machine(target), target, only)[index](), target)
 
 
-def _why_left_out(kernel: Defined, target: str) -> str:
+def _why_left_out(kernel: DefinedKernel, target: str) -> str:
     if kernel.targets and target not in kernel.targets:
         return f"for {', '.join(kernel.targets)} alone"
     if kernel.left_out:
@@ -251,16 +255,16 @@ def _compile_problem(problem: Problem, machine: Machine, target: str, only: str)
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            yield case, compile_call(kernel, target, _wanted(only, case))
+            yield case, compile_call(kernel, target, _kernel_filter(only, case))
 
 
 def _compile_call(name: str, call: Callable[[], object], target: str, only: str) -> Cases:
-    with record_compiles(target, _wanted(only, name)) as records:
+    with record_compiles(target, _kernel_filter(only, name)) as records:
         call()
     yield name, records
 
 
-def _wanted(only: str, case: str) -> Callable[[str], bool]:
+def _kernel_filter(only: str, case: str) -> Callable[[str], bool]:
     """Return a filter of kernel names: all kernels of a matching case, else matching kernels."""
     return lambda kernel: only in case or only in kernel
 

@@ -20,7 +20,7 @@ from modular_kernel.catalog import load_catalog
 
 
 @dataclass(frozen=True)
-class Defined:
+class DefinedKernel:
     """A kernel.
 
     module: where it is defined. targets: the GPUs that it is for, () for any. left_out: why no case
@@ -33,7 +33,7 @@ class Defined:
     left_out: str
 
 
-def defined_kernels(only: str = "") -> dict[str, Defined]:
+def defined_kernels(only: str = "") -> dict[str, DefinedKernel]:
     """Return every Triton kernel of the installed parts and of the operations, by name.
 
     only: restrict to names that contain this.
@@ -42,7 +42,7 @@ def defined_kernels(only: str = "") -> dict[str, Defined]:
 
 
 @cache
-def _defined() -> dict[str, Defined]:
+def _defined() -> dict[str, DefinedKernel]:
     roots = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
     packages = (
         name for top in (*roots, "modular_kernel.ops") for name in _packages_of_kernels(top)
@@ -56,7 +56,7 @@ def _defined() -> dict[str, Defined]:
                 is_local = isinstance(value, JITFunction) and value.module == module.__name__
                 if is_local and name.endswith("_kernel"):
                     reason = getattr(module, "LEFT_OUT", {}).get(name, "")
-                    kernels[name] = Defined(name, module.__name__, targets, reason)
+                    kernels[name] = DefinedKernel(name, module.__name__, targets, reason)
     return kernels
 
 

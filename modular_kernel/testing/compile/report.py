@@ -34,7 +34,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.tensor_checks import compile_only
 
 # Triton has no annotations; this type is for its kernels, jit functions and launch arguments.
-Foreign = Any
+TritonObject = Any
 
 # Counted SASS mnemonics: tensor cores of each generation and number format, plain float32, TMA and
 # asynchronous copies, stores to shared memory, loads and stores of spilled registers, register
@@ -153,7 +153,7 @@ def record_compiles(
     records: list[CompileRecord] = []
     previous_driver, launch = triton.runtime.driver._active, JITFunction.run
     triton.runtime.driver.set_active(driver)
-    recording_run = _recording(launch, driver, records)
+    recording_run = _make_recording_run(launch, driver, records)
     JITFunction.run = recording_run if wanted is None else _filter_launches(recording_run, wanted)
     try:
         with compile_only():
@@ -186,29 +186,33 @@ class NoDevice:
         # targets keeps later launches elsewhere from using these kernels.
         return f"compile-only {self.name}"
 
-    def get_current_stream(self, device: Foreign = None) -> int:
+    def get_current_stream(self, device: TritonObject = None) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def get_device_interface(self) -> Foreign:
+    def get_device_interface(self) -> TritonObject:
         return torch.cpu
 
-    def get_benchmarker(self) -> Foreign:
+    def get_benchmarker(self) -> TritonObject:
         got = "@triton.autotune with several configs"
         need = "one launch for each config: there is no device to time them on"
         raise ConfigurationError("compile-only launch", got=got, need=need)
 
 
-def _recording(
-    launch: Callable[..., Foreign], driver: NoDevice, records: list[CompileRecord]
-) -> Callable[..., Foreign]:
+def _make_recording_run(
+    launch: Callable[..., TritonObject], driver: NoDevice, records: list[CompileRecord]
+) -> Callable[..., TritonObject]:
     """Return a replacement for `JITFunction.run` (`launch`) that compiles and records."""
 
     def run(
-        self: Foreign, *args: Foreign, grid: Foreign, warmup: bool, **kwargs: Foreign
-    ) -> Foreign:
+        self: TritonObject,
+        *args: TritonObject,
+        grid: TritonObject,
+        warmup: bool,
+        **kwargs: TritonObject,
+    ) -> TritonObject:
         mock_args = tuple(_mock_argument(arg) for arg in args)
         mock_kwargs = {name: _mock_argument(arg) for name, arg in kwargs.items()}
         start = time.perf_counter()
@@ -224,17 +228,17 @@ def _recording(
 
 
 def _filter_launches(
-    compiling: Callable[..., Foreign], wanted: Callable[[str], bool]
-) -> Callable[..., Foreign]:
+    compiling: Callable[..., TritonObject], wanted: Callable[[str], bool]
+) -> Callable[..., TritonObject]:
     """Return `compiling` for the wanted kernels; launches of others do nothing."""
 
-    def run(self: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
+    def run(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         return compiling(self, *args, **kwargs) if wanted(self.fn.__name__) else None
 
     return run
 
 
-def _mock_argument(arg: Foreign) -> Foreign:
+def _mock_argument(arg: TritonObject) -> TritonObject:
     """Return `arg`, or an aligned pointer in place of a tensor without memory.
 
     Numbers are unchanged, so that they specialize (equal to 1, divisible by 16) as on a GPU.
@@ -248,7 +252,7 @@ def _mock_argument(arg: Foreign) -> Foreign:
 
 
 def _constants(
-    kernel: Foreign, args: tuple[Foreign, ...], kwargs: dict[str, Foreign]
+    kernel: TritonObject, args: tuple[TritonObject, ...], kwargs: dict[str, TritonObject]
 ) -> dict[str, object]:
     """Return the constexpr parameters of `kernel` in this launch, including defaults."""
     names = {param.name for param in kernel.params}
@@ -259,7 +263,7 @@ def _constants(
     return {p.name: _plain(values[p.name]) for p in kernel.params if p.is_constexpr}
 
 
-def _plain(value: Foreign) -> object:
+def _plain(value: TritonObject) -> object:
     """Return `value` in a form for printing and JSON."""
     value = getattr(value, "value", value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -268,7 +272,7 @@ def _plain(value: Foreign) -> object:
 
 
 def _record(
-    kernel: Foreign, target: str, config: Mapping[str, object], seconds: float
+    kernel: TritonObject, target: str, config: Mapping[str, object], seconds: float
 ) -> CompileRecord:
     metadata, cubin = kernel.metadata, kernel.asm["cubin"]
     registers, stack, spill = _resources(cubin)
@@ -288,7 +292,7 @@ def _record(
     )
 
 
-def _element_types(signature: Mapping[str, Foreign]) -> dict[str, str]:
+def _element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
     """Return element types from `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
     kinds = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
     return {
@@ -301,7 +305,7 @@ def _element_types(signature: Mapping[str, Foreign]) -> dict[str, str]:
 @cache
 def _resources(cubin: bytes) -> tuple[int, int, int]:
     """Return registers, stack bytes and local bytes per thread, from Triton's cuobjdump."""
-    text = _said(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
+    text = _run_tool(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
     usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
     registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
     return registers, stack, spill
@@ -311,12 +315,14 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
 def _count(cubin: bytes) -> Mapping[str, int]:
     # Without dataflow analysis this takes a third less time than `cuobjdump -sass`.
     counts = Counter(
-        _INSTRUCTION.findall(_said(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin))
+        _INSTRUCTION.findall(
+            _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
+        )
     )
     return {name: counts[name] for name in FAMILIES}
 
 
-def _said(*command: str, cubin: bytes) -> str:
+def _run_tool(*command: str, cubin: bytes) -> str:
     """Return the output of a tool for a kernel's cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -27,7 +27,7 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # represents a bound of None
-_MAX_EXPERTS, _MOST_RANKS = 4096, 64  # limits of the search, as a Placement lists all of them
+_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, as a Placement lists all of them
 R = TypeVar("R")
 _IDS = (None, torch.int32, torch.int64)
 
@@ -61,7 +61,7 @@ class EdgeSituation:
 
 
 @dataclass(frozen=True)
-class Line:
+class NumericField:
     """A numeric field.
 
     start: its value in the base situation. at: returns the situation with another value, or None if
@@ -87,22 +87,22 @@ def _changed_part(cls: Any, requires: object) -> Any:
     return cls if cls.requires == requires else type(cls.__name__, (cls,), {"requires": requires})
 
 
-def choices(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
+def changed_fields(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
     """Yield ("record.field", situation) for every change of one field without order."""
     for record_name in ("problem", "machine", "pf_requires", "experts_requires"):
         record = getattr(base, record_name)
-        hints = _hints(cast("Any", type(record)))
+        hints = _type_hints(cast("Any", type(record)))
         for field in fields(record):
             value = getattr(record, field.name)
             for new_value in _other_values(base, field.name, hints[field.name], value):
                 changed = _changed(base, record_name, **{field.name: new_value})
                 if changed is not None:
                     yield f"{record_name}.{field.name}", changed
-    for changed in _elsewhere(base):
+    for changed in _other_device(base):
         yield "machine.device", changed
 
 
-def lines(base: EdgeSituation) -> Iterator[Line]:
+def numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
     """Yield the numeric fields."""
     yield from _problem_lines(base)
     if base.machine.arch is not None:
@@ -111,22 +111,22 @@ def lines(base: EdgeSituation) -> Iterator[Line]:
         def on(number: int) -> EdgeSituation | None:
             return _changed(base, "machine", arch=divmod(number, 10))
 
-        yield Line("machine.arch", 10 * major + minor, on, 10, 199)
+        yield NumericField("machine.arch", 10 * major + minor, on, 10, 199)
     for record_name in ("pf_requires", "experts_requires"):
         record = getattr(base, record_name)
-        for name, kind in _hints(cast("Any", type(record))).items():
+        for name, kind in _type_hints(cast("Any", type(record))).items():
             yield from _requirement_lines(base, record_name, name, kind, getattr(record, name))
 
 
 def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | None:
     """Return `base` with other values in one record, or None if they are invalid."""
     try:
-        return _with(base, **{of: _with(getattr(base, of), **values)})
+        return _replace(base, **{of: _replace(getattr(base, of), **values)})
     except ConfigurationError:
         return None
 
 
-def _with(record: R, **values: object) -> R:
+def _replace(record: R, **values: object) -> R:
     """Like `dataclasses.replace`, in half the time: a search makes a hundred thousand calls."""
     values_by_name, cls = vars(record), cast("Any", type(record))
     return cast("R", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
@@ -138,15 +138,15 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _type_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
 def _other_values(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterator[object]:
     """Yield the other values of a field without order."""
     base_type = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    if name in _OWN:
-        candidates: tuple[object, ...] = tuple(_OWN[name](base))
+    if name in _VALUES:
+        candidates: tuple[object, ...] = tuple(_VALUES[name](base))
     elif base_type is bool:
         candidates = (not value,)
     elif get_origin(base_type) is Literal:
@@ -209,7 +209,7 @@ def _parallels(problem: Problem) -> Iterator[object]:
 
 
 # Values of fields whose annotation does not determine them.
-_OWN: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
+_VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
     "dtype": lambda _base: DTYPES.values(),
     "quant": lambda _base: _schemes(),
     "lora": lambda _base: ("none", "adapters=3,rank=4"),
@@ -227,7 +227,7 @@ _OWN: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
 }
 
 
-def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
+def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
     """Yield the same software on the other device type."""
     machine = base.machine
     if machine.device == "cuda":
@@ -238,7 +238,7 @@ def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
         yield replace(base, machine=replace(machine, device="cuda", arch=(9, 0)))
 
 
-def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
+def _problem_lines(base: EdgeSituation) -> Iterator[NumericField]:
     problem = base.problem
     max_values = {"experts": _MAX_EXPERTS}
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
@@ -248,13 +248,13 @@ def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
             return _changed(base, "problem", **{name: number})
 
         start = problem.e if name == "local_experts" else value
-        yield Line(f"problem.{name}", start, at, 0, max_values.get(name, 2**31 - 1))
+        yield NumericField(f"problem.{name}", start, at, 0, max_values.get(name, 2**31 - 1))
     if problem.chunk_tokens is not None:
 
         def in_chunks(number: int) -> EdgeSituation | None:
             return _changed(base, "problem", chunk_tokens=number)
 
-        yield Line("problem.chunk_tokens", problem.chunk_tokens, in_chunks, 1, 2**31 - 1)
+        yield NumericField("problem.chunk_tokens", problem.chunk_tokens, in_chunks, 1, 2**31 - 1)
 
     def among(ranks: int) -> EdgeSituation | None:
         parallel = problem.parallel
@@ -263,12 +263,12 @@ def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
             return None
         return _changed(base, "problem", parallel=replace(parallel, world_size=ranks))
 
-    yield Line("problem.world_size", problem.parallel.world_size, among, 1, _MOST_RANKS)
+    yield NumericField("problem.world_size", problem.parallel.world_size, among, 1, _MAX_RANKS)
 
 
 def _requirement_lines(
     base: EdgeSituation, of: str, name: str, kind: Any, value: object
-) -> Iterator[Line]:
+) -> Iterator[NumericField]:
     """Yield a declared number, or each number of a declared pair; None means unbounded."""
     field = f"{of}.{name}"
 
@@ -277,9 +277,9 @@ def _requirement_lines(
 
     if isinstance(value, int) and not isinstance(value, bool):
         minimum = 1 if kind == Count else 0
-        yield Line(field, value, at, minimum, _UNBOUNDED)
+        yield NumericField(field, value, at, minimum, _UNBOUNDED)
     elif set(get_args(kind)) == {int, NoneType}:
-        yield Line(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
+        yield NumericField(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
     elif get_origin(kind) is tuple and get_args(kind)[0] is int:
         assert isinstance(value, tuple)
         for place, bound in enumerate(value):
@@ -289,11 +289,13 @@ def _requirement_lines(
                 return _changed(base, of, **{name: pair})
 
             start = _UNBOUNDED if bound is None else bound
-            yield Line(f"{field}[{place}]", start, with_bound, 0, _UNBOUNDED, falls=bound is None)
+            yield NumericField(
+                f"{field}[{place}]", start, with_bound, 0, _UNBOUNDED, falls=bound is None
+            )
     elif name == "min_arch" and base.machine.arch is not None:
         number = 10 * base.machine.arch[0] + base.machine.arch[1]
 
         def from_arch(number: int) -> EdgeSituation | None:
             return _changed(base, of, min_arch=divmod(number, 10))
 
-        yield Line(field, number, from_arch, 0, 199)
+        yield NumericField(field, number, from_arch, 0, 199)

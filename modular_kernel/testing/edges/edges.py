@@ -27,7 +27,12 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.edges.axes import EdgeSituation, Line, choices, lines
+from modular_kernel.testing.edges.axes import (
+    EdgeSituation,
+    NumericField,
+    changed_fields,
+    numeric_fields,
+)
 from modular_kernel.testing.edges.refusal_text import contradiction
 from modular_kernel.testing.edges.sites import Site
 
@@ -124,7 +129,9 @@ def edges_of(
     with _record_sites() as sites:
         bases = [] if base is None else [base]
         for step in range(depth):
-            bases = [other for one in bases for other in _around(one, edges, sites, far=step == 0)]
+            bases = [
+                other for one in bases for other in _search_around(one, edges, sites, far=step == 0)
+            ]
     return edges
 
 
@@ -164,18 +171,18 @@ def _start(requires: ExpertsRequirements) -> Problem:
     return replace(start, quant=min(requires.schemes), dtype=min(requires.dtypes, key=str))
 
 
-def _around(
+def _search_around(
     base: EdgeSituation, found: Edges, sites: dict[int, Site], *, far: bool
 ) -> list[EdgeSituation]:
     """Record the edges around `base`, with `far` also distant ones; return the valid neighbors."""
     valid = list[EdgeSituation]()
 
-    for name, other in choices(base):
+    for name, other in changed_fields(base):
         if not other.verdict.ok:
             _note(found, sites, name, base, other)
-        elif not isinstance(getattr(*_place(other, name)), frozenset):
+        elif not isinstance(getattr(*_record_and_field(other, name)), frozenset):
             valid.append(other)  # skip smaller declared sets, which reveal no further rule
-    for line in lines(base):
+    for line in numeric_fields(base):
         for low, high in _breakpoints(line, far):
             passing, failing = line.at(low), line.at(high)
             assert passing is not None
@@ -184,13 +191,13 @@ def _around(
     return valid
 
 
-def _place(one: EdgeSituation, name: str) -> tuple[object, str]:
+def _record_and_field(one: EdgeSituation, name: str) -> tuple[object, str]:
     """Return the record of a field, and the field's name in it."""
     record_name, _, field_name = name.partition(".")
     return getattr(one, record_name), field_name
 
 
-def _breakpoints(line: Line, far: bool) -> Iterator[tuple[int, int]]:
+def _breakpoints(line: NumericField, far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) values between which the verdict changes.
 
     These are the start and its neighbors and, with `far`, the last accepted values in steps of the
@@ -221,7 +228,7 @@ def _breakpoints(line: Line, far: bool) -> Iterator[tuple[int, int]]:
                 yield last, last + step
 
 
-def _last_passing(line: Line, step: int, passes: Callable[[int], bool]) -> int:
+def _last_passing(line: NumericField, step: int, passes: Callable[[int], bool]) -> int:
     """Return the last value from the line's start in steps of `step` that passes.
 
     The value after it fails or is outside the line's range.

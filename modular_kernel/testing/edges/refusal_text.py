@@ -26,7 +26,7 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
         return ""
     is_declared = "requires" in field
     words = need if is_declared else got
-    passing, failing = (_shown(value, words) for value in values)
+    passing, failing = (_format_number(value, words) for value in values)
     matches = [match for match in _NUMBER.finditer(words) if match.group() == failing]
     if not matches:
         return ""
@@ -36,7 +36,7 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
     return f"accepted, though {got} is not {need}" if _is_satisfied(got, need) is False else ""
 
 
-def _shown(number: int, words: str) -> str:
+def _format_number(number: int, words: str) -> str:
     """Format a number as in `words`: 90 becomes 9.0 where they contain a compute capability."""
     first = _NUMBER.search(words)
     is_dotted = first is not None and "." in first.group()

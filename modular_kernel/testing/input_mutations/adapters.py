@@ -6,14 +6,14 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.input_mutations import conditions as when
-from modular_kernel.testing.input_mutations.inject import Arguments, CallMutant
+from modular_kernel.testing.input_mutations.inject import CallArguments, CallMutant
 
 
-def _named(args: Arguments, slots_T: torch.Tensor) -> Arguments:
+def _with_slots(args: CallArguments, slots_T: torch.Tensor) -> CallArguments:
     return replace(args, routing=replace(args.routing, adapters_T=slots_T.int().contiguous()))
 
 
-def _slots(args: Arguments) -> torch.Tensor:
+def _slots(args: CallArguments) -> torch.Tensor:
     """Return slots as (T,) int32, -1 for calls without adapters."""
     slots_T = args.routing.slots_T
     if slots_T is None:
@@ -21,40 +21,40 @@ def _slots(args: Arguments) -> torch.Tensor:
     return slots_T
 
 
-def other_slot(args: Arguments) -> Arguments:
+def other_slot(args: CallArguments) -> CallArguments:
     """Exchange slots 0 and 1."""
     slots_T = _slots(args)
-    return _named(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
+    return _with_slots(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
 
 
-def slot_of_neighbor(args: Arguments) -> Arguments:
-    return _named(args, _slots(args).roll(1))
+def slot_of_neighbor(args: CallArguments) -> CallArguments:
+    return _with_slots(args, _slots(args).roll(1))
 
 
-def lost_slots(args: Arguments) -> Arguments:
-    return _named(args, torch.full_like(_slots(args), -1))
+def lost_slots(args: CallArguments) -> CallArguments:
+    return _with_slots(args, torch.full_like(_slots(args), -1))
 
 
-def wrapped_slots(args: Arguments) -> Arguments:
+def wrapped_slots(args: CallArguments) -> CallArguments:
     """Map -1 to the last slot, as Python indexing does."""
     assert args.weights.lora_b2 is not None
     slots_T = _slots(args)
-    return _named(args, torch.where(slots_T < 0, len(args.weights.lora_b2) - 1, slots_T))
+    return _with_slots(args, torch.where(slots_T < 0, len(args.weights.lora_b2) - 1, slots_T))
 
 
-def scaled_twice(args: Arguments) -> Arguments:
+def scaled_twice(args: CallArguments) -> CallArguments:
     """Multiply B of the second GEMM, which contains an adapter's scaling, by 1.5."""
-    return _changed(args, "lora_b2", lambda b: b * 1.5)
+    return _change_weight(args, "lora_b2", lambda b: b * 1.5)
 
 
-def beyond_rank(args: Arguments) -> Arguments:
+def beyond_rank(args: CallArguments) -> CallArguments:
     """Replace the zeros beyond an adapter's rank."""
     for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
-        args = _changed(args, name, lambda m: torch.where(m == 0, 0.25, m))
+        args = _change_weight(args, name, lambda m: torch.where(m == 0, 0.25, m))
     return args
 
 
-def gate_for_up(args: Arguments) -> Arguments:
+def gate_for_up(args: CallArguments) -> CallArguments:
     """Add B of the gate rows to the up values too."""
     interleaved = args.problem.act.interleaved
 
@@ -63,24 +63,24 @@ def gate_for_up(args: Arguments) -> Arguments:
             return b_LeNR[:, :, 0::2].repeat_interleave(2, 2)
         return b_LeNR[:, :, : b_LeNR.shape[2] // 2].repeat(1, 1, 2, 1)
 
-    return _changed(args, "lora_b13", changed)
+    return _change_weight(args, "lora_b13", changed)
 
 
-def one_a(args: Arguments) -> Arguments:
+def one_a(args: CallArguments) -> CallArguments:
     """Compute u of up with the gate rows of A."""
 
     def changed(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
 
-    return _changed(args, "lora_a13", changed)
+    return _change_weight(args, "lora_a13", changed)
 
 
-def next_expert_s(args: Arguments) -> Arguments:
+def next_expert_s(args: CallArguments) -> CallArguments:
     """Give each expert its neighbor's A of the second GEMM."""
-    return _changed(args, "lora_a2", lambda a: a.roll(1, 1))
+    return _change_weight(args, "lora_a2", lambda a: a.roll(1, 1))
 
 
-def _changed(args: Arguments, name: str, change: object) -> Arguments:
+def _change_weight(args: CallArguments, name: str, change: object) -> CallArguments:
     tensor = getattr(args.weights, name)
     assert callable(change)
     weights = replace(args.weights, **{name: change(tensor).to(tensor.dtype).contiguous()})

@@ -37,7 +37,7 @@ Arrival = tuple[Dispatched, Handle]
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """The arguments of both parts for one call."""
 
     x_TH: torch.Tensor
@@ -48,13 +48,13 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedCall:
     """A call after its dispatch.
 
     given: the caller's arguments. before: a copy of the initial contents of `out`.
     """
 
-    given: Arguments
+    given: CallArguments
     out: torch.Tensor
     before: torch.Tensor
     workspace: Workspace
@@ -88,13 +88,13 @@ class CallMutant:
     pairs: Callable[[PrepareFinalizeRequirements, ExpertsRequirements], bool] = _always
     device: str | None = None
     problem: Callable[[Problem], Problem] | None = None
-    arguments: Callable[[Arguments], Arguments] | None = None
+    arguments: Callable[[CallArguments], CallArguments] | None = None
     dispatched: Callable[[Dispatched], Dispatched] | None = None
     rows: Callable[[torch.Tensor, Dispatched], None] | None = None
     handle: Callable[[Handle], Handle] | None = None
     receive: Callable[[Arrival, Memory], Callable[[], Arrival]] | None = None
-    started: Callable[[Started], None] | None = None
-    finished: Callable[[Started], torch.Tensor | None] | None = None
+    started: Callable[[StartedCall], None] | None = None
+    finished: Callable[[StartedCall], torch.Tensor | None] | None = None
     quantized: bool = False
 
     def occurs(self, case: Case, machine: Machine) -> bool:
@@ -157,13 +157,13 @@ class MutatedKernel(FusedMoEModularKernel):
         at_once: bool = False,
     ) -> Pending:
         assert out is not None  # wrapped parts do not allocate it
-        original = Arguments(x_TH, weights, routing, self.problem, self.memory)
+        original = CallArguments(x_TH, weights, routing, self.problem, self.memory)
         args = self.mutant.arguments(original) if self.mutant.arguments else original
         pending = super().start_checked(
             args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
         )
         specs = self.workspace_specs(x_TH.shape[0])
-        started = Started(original, out, out.clone(), workspace, specs)
+        started = StartedCall(original, out, out.clone(), workspace, specs)
         if self.mutant.started:
             self.mutant.started(started)
         receive = pending.receive
@@ -186,7 +186,7 @@ class MutatedPending(Pending):
     """A call in flight that ends with the mutant's `finished`."""
 
     mutant: CallMutant = field(kw_only=True)
-    started: Started = field(kw_only=True)
+    started: StartedCall = field(kw_only=True)
 
     def finish(self) -> torch.Tensor:
         out = super().finish()

@@ -9,7 +9,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import (
     ExpertWeights,
 )
-from modular_kernel.testing.input_mutations.inject import Arguments
+from modular_kernel.testing.input_mutations.inject import CallArguments
 
 
 def with_activation(problem: Problem, **changes: object) -> Problem:
@@ -37,77 +37,77 @@ def other_clamp(problem: Problem) -> Problem:
     )
 
 
-def _route(args: Arguments, ids_TK: torch.Tensor) -> Arguments:
+def _with_ids(args: CallArguments, ids_TK: torch.Tensor) -> CallArguments:
     ids_TK = ids_TK.to(args.routing.topk_ids_TK.dtype)
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids_TK))
 
 
-def _with_weights(args: Arguments, weights_TK: torch.Tensor) -> Arguments:
+def _with_weights(args: CallArguments, weights_TK: torch.Tensor) -> CallArguments:
     weights_TK = weights_TK.contiguous()
     return replace(args, routing=replace(args.routing, topk_weights_TK=weights_TK))
 
 
-def valid(args: Arguments) -> torch.Tensor:
+def valid(args: CallArguments) -> torch.Tensor:
     """Return a (T, K) bool mask of the pairs with an id in [0, E)."""
     ids = args.routing.topk_ids_TK
     return (ids >= 0) & (ids < args.problem.experts)
 
 
-def local_ids(args: Arguments) -> torch.Tensor:
+def local_ids(args: CallArguments) -> torch.Tensor:
     """Return the row of w1 for each pair, (T, K) int64; -1 without a local expert."""
     ids = torch.where(valid(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
 
 
-def drop_busiest_expert(args: Arguments) -> Arguments:
+def drop_busiest_expert(args: CallArguments) -> CallArguments:
     """Remove all pairs from the local expert with the most pairs."""
     local = local_ids(args)
     if not bool((local >= 0).any()):
         return args
     busiest = local[local >= 0].mode().values
-    return _route(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
+    return _with_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
 
 
-def next_expert(args: Arguments) -> Arguments:
+def next_expert(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.long()
-    return _route(args, torch.where(valid(args), (ids + 1) % args.problem.experts, ids))
+    return _with_ids(args, torch.where(valid(args), (ids + 1) % args.problem.experts, ids))
 
 
-def drop_last_slot(args: Arguments) -> Arguments:
+def drop_last_slot(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.clone()
     ids[:, -1] = -1
-    return _route(args, ids)
+    return _with_ids(args, ids)
 
 
-def wrap_minus_one(args: Arguments) -> Arguments:
+def wrap_minus_one(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
-    return _route(args, torch.where(ids == -1, args.problem.experts - 1, ids))
+    return _with_ids(args, torch.where(ids == -1, args.problem.experts - 1, ids))
 
 
-def wrap_out_of_range(args: Arguments) -> Arguments:
+def wrap_out_of_range(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK.long()
     wrapped = torch.where(valid(args) | (ids == -1), ids, ids % args.problem.experts)
-    return _route(args, wrapped)
+    return _with_ids(args, wrapped)
 
 
-def skip_uncounted(args: Arguments) -> Arguments:
+def skip_uncounted(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
-    return _route(args, torch.where(valid(args), ids, -1))
+    return _with_ids(args, torch.where(valid(args), ids, -1))
 
 
-def count_skips(args: Arguments) -> Arguments:
+def count_skips(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
-    return _route(args, torch.where(ids == -1, -2, ids))
+    return _with_ids(args, torch.where(ids == -1, -2, ids))
 
 
-def drop_duplicates(args: Arguments) -> Arguments:
+def drop_duplicates(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
     earlier = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
-    return _route(args, ids.masked_fill(earlier, -1))
+    return _with_ids(args, ids.masked_fill(earlier, -1))
 
 
-def misread_int64(args: Arguments) -> Arguments:
+def misread_int64(args: CallArguments) -> CallArguments:
     """Read the low and high words of int64 ids as int32 ids."""
     ids = args.routing.topk_ids_TK
     if ids.dtype != torch.int64:
@@ -116,29 +116,29 @@ def misread_int64(args: Arguments) -> Arguments:
     return replace(args, routing=replace(args.routing, topk_ids_TK=words.contiguous()))
 
 
-def square_weights(args: Arguments) -> Arguments:
+def square_weights(args: CallArguments) -> CallArguments:
     return _with_weights(args, args.routing.topk_weights_TK.square())
 
 
-def round_weights(args: Arguments) -> Arguments:
+def round_weights(args: CallArguments) -> CallArguments:
     weights_TK = args.routing.topk_weights_TK
     return _with_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
 
 
-def forget_weights(args: Arguments) -> Arguments:
+def forget_weights(args: CallArguments) -> CallArguments:
     return _with_weights(args, torch.ones_like(args.routing.topk_weights_TK))
 
 
-def average_weights(args: Arguments) -> Arguments:
+def average_weights(args: CallArguments) -> CallArguments:
     weights_TK = args.routing.topk_weights_TK
     return _with_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
 
 
-def shift_tokens(args: Arguments) -> Arguments:
+def shift_tokens(args: CallArguments) -> CallArguments:
     return replace(args, x_TH=args.x_TH.roll(1, 0))
 
 
-def narrow_operands(args: Arguments) -> Arguments:
+def narrow_operands(args: CallArguments) -> CallArguments:
     """Round x and the weight matrices to the next narrower dtype: tf32, bfloat16, float8."""
     weights = replace(args.weights, w1=_narrow(args.weights.w1), w2=_narrow(args.weights.w2))
     return replace(args, x_TH=_narrow(args.x_TH), weights=weights)
@@ -151,7 +151,7 @@ def _narrow(value: torch.Tensor) -> torch.Tensor:
     return value.to(narrow).to(value.dtype)
 
 
-def swap_gate_and_up(args: Arguments) -> Arguments:
+def swap_gate_and_up(args: CallArguments) -> CallArguments:
     w, interleaved = args.weights, args.problem.act.interleaved
 
     def swapped(rows: torch.Tensor) -> torch.Tensor:
@@ -163,12 +163,12 @@ def swap_gate_and_up(args: Arguments) -> Arguments:
     return replace(args, weights=replace(w, w1=swapped(w.w1), b1=b1))
 
 
-def lose_h(args: Arguments) -> Arguments:
+def lose_h(args: CallArguments) -> CallArguments:
     """Omit the last value of the contraction of GEMM 1."""
     return _replace_weight(args, "w1", _without_last(args.weights.w1))
 
 
-def lose_i(args: Arguments) -> Arguments:
+def lose_i(args: CallArguments) -> CallArguments:
     """Omit the last value of the contraction of GEMM 2."""
     return _replace_weight(args, "w2", _without_last(args.weights.w2))
 
@@ -179,24 +179,24 @@ def _without_last(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
-def forget_bias(args: Arguments, name: str) -> Arguments:
+def forget_bias(args: CallArguments, name: str) -> CallArguments:
     return _replace_weight(args, name, torch.zeros_like(getattr(args.weights, name)))
 
 
-def weigh_bias(args: Arguments) -> Arguments:
+def weigh_bias(args: CallArguments) -> CallArguments:
     """Multiply b1 by the mean router weight, as if the weight were applied after it."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
 
 
-def ignore_strides(args: Arguments) -> Arguments:
+def ignore_strides(args: CallArguments) -> CallArguments:
     """Read the weight matrices as if they were contiguous."""
     weights = replace(args.weights, w1=_dense(args.weights.w1), w2=_dense(args.weights.w2))
     return replace(args, weights=weights)
 
 
-def ignore_row_stride(args: Arguments) -> Arguments:
+def ignore_row_stride(args: CallArguments) -> CallArguments:
     """Read x as if it were contiguous."""
     return replace(args, x_TH=_dense(args.x_TH))
 
@@ -206,18 +206,18 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, strides)
 
 
-def shift_expert_map(args: Arguments) -> Arguments:
+def shift_expert_map(args: CallArguments) -> CallArguments:
     assert args.weights.expert_map is not None
     return _replace_weight(args, "expert_map", args.weights.expert_map.roll(1))
 
 
-def _replace_weight(args: Arguments, name: str, tensor: torch.Tensor) -> Arguments:
+def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> CallArguments:
     changed: dict[str, torch.Tensor] = {name: tensor}
     weights: ExpertWeights = replace(args.weights, **changed)
     return replace(args, weights=weights)
 
 
-def reuse_tokens(args: Arguments) -> Arguments:
+def reuse_tokens(args: CallArguments) -> CallArguments:
     """Use the rows of x of the previous call, as far as there are any."""
     last = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
@@ -229,37 +229,37 @@ def reuse_tokens(args: Arguments) -> Arguments:
     return replace(args, x_TH=x_TH)
 
 
-def reuse_routing(args: Arguments) -> Arguments:
+def reuse_routing(args: CallArguments) -> CallArguments:
     """Use the first routing with that number of tokens, as if its sort were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
 
 
-def fail_on_nothing(args: Arguments) -> Arguments:
+def fail_on_nothing(args: CallArguments) -> CallArguments:
     if len(args.x_TH) == 0:
         raise RuntimeError("a launch with an empty grid")
     return args
 
 
-def allocate(args: Arguments) -> Arguments:
+def allocate(args: CallArguments) -> CallArguments:
     torch.empty(1, device=args.x_TH.device)
     return args
 
 
-def synchronize(args: Arguments) -> Arguments:
+def synchronize(args: CallArguments) -> CallArguments:
     bool(args.routing.topk_ids_TK.any())
     return args
 
 
-def freeze_routing(args: Arguments) -> Arguments:
+def freeze_routing(args: CallArguments) -> CallArguments:
     """Use the ids of the previous call in a captured graph."""
     if not torch.cuda.is_current_stream_capturing():
         args.memory["ids"] = args.routing.topk_ids_TK.clone()
-    return _route(args, args.memory["ids"])
+    return _with_ids(args, args.memory["ids"])
 
 
-def shift_scales(args: Arguments, dim: int) -> Arguments:
+def shift_scales(args: CallArguments, dim: int) -> CallArguments:
     """Give each scale of both matrices its neighbor's value along experts, rows or groups.
 
     dim: 0 for experts, 1 for rows, 2 for groups.
@@ -269,36 +269,36 @@ def shift_scales(args: Arguments, dim: int) -> Arguments:
     return args
 
 
-def shift_zero_points(args: Arguments) -> Arguments:
+def shift_zero_points(args: CallArguments) -> CallArguments:
     for name in ("w1_zero_point", "w2_zero_point"):
         args = _replace_weight(args, name, getattr(args.weights, name).roll(1, 1))
     return args
 
 
-def swap_matrix_scales(args: Arguments) -> Arguments:
+def swap_matrix_scales(args: CallArguments) -> CallArguments:
     return _replace_weight(args, "w1_global_scale", _field(args, "w1_global_scale").roll(1, 1))
 
 
-def shift_matrix_scales(args: Arguments) -> Arguments:
+def shift_matrix_scales(args: CallArguments) -> CallArguments:
     return _replace_weight(args, "w2_global_scale", _field(args, "w2_global_scale").roll(1, 0))
 
 
-def _field(args: Arguments, name: str) -> torch.Tensor:
+def _field(args: CallArguments, name: str) -> torch.Tensor:
     tensor: torch.Tensor = getattr(args.weights, name)
     return tensor.contiguous()
 
 
-def ignore_order(args: Arguments) -> Arguments:
+def ignore_order(args: CallArguments) -> CallArguments:
     order = _field(args, "w1_order")
     identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
     return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
 
 
-def shift_order(args: Arguments) -> Arguments:
+def shift_order(args: CallArguments) -> CallArguments:
     return _replace_weight(args, "w1_order", _field(args, "w1_order").roll(1, 0))
 
 
-def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
+def swap_nibbles(args: CallArguments, names: tuple[str, str]) -> CallArguments:
     """Exchange the two halves of every byte."""
     for name in names:
         packed = getattr(args.weights, name)
@@ -306,7 +306,7 @@ def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
     return args
 
 
-def shrink_given_scale(args: Arguments) -> Arguments:
+def shrink_given_scale(args: CallArguments) -> CallArguments:
     """Use a static activation scale that is too small for most values, which then saturate."""
     assert args.weights.a2_scale is not None
     return _replace_weight(args, "a2_scale", args.weights.a2_scale / 64)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
-from modular_kernel.testing.input_mutations.inject import Arrival, Memory, Started
+from modular_kernel.testing.input_mutations.inject import Arrival, Memory, StartedCall
 from modular_kernel.testing.input_mutations.inputs import local_ids, valid
 
 
-def reuse_output(call: Started) -> None:
+def reuse_output(call: StartedCall) -> None:
     memory, out = call.given.memory, call.out
     last = memory.get("out")
     memory["out"] = out.clone()
@@ -18,13 +18,13 @@ def reuse_output(call: Started) -> None:
         out[:count] = last[:count]
 
 
-def receive_the_latest(arrived: Arrival, memory: Memory) -> "Latest":
+def receive_the_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
     """Store dispatched tokens on the part, not in the handle: a later call replaces them."""
     memory["arrived"] = arrived
-    return Latest(memory)
+    return LatestArrival(memory)
 
 
-class Latest:
+class LatestArrival:
     """Returns the tokens dispatched last, without waiting."""
 
     def __init__(self, memory: Memory) -> None:
@@ -35,7 +35,7 @@ class Latest:
         return arrived
 
 
-def flip_every_other_call(call: Started) -> None:
+def flip_every_other_call(call: StartedCall) -> None:
     """Flip the last bit of one value in every other call."""
     memory, out = call.given.memory, call.out
     memory["calls"] = memory.get("calls", 0) + 1
@@ -44,7 +44,7 @@ def flip_every_other_call(call: Started) -> None:
         out.view(-1)[:1].view(kind).bitwise_xor_(1)
 
 
-def flip_in_even_calls(call: Started) -> None:
+def flip_in_even_calls(call: StartedCall) -> None:
     """Flip the last bit of one value in calls of an even number of tokens."""
     if len(call.out) % 2 == 0:
         kind = torch.int32 if call.out.element_size() == 4 else torch.int16
@@ -79,19 +79,19 @@ def shift_handle(handle: Handle, name: str) -> Handle:
     return replace(handle, **shifted)
 
 
-def write_zeros(call: Started) -> None:
+def write_zeros(call: StartedCall) -> None:
     call.out.zero_()
 
 
-def leave_last_token(call: Started) -> None:
+def leave_last_token(call: StartedCall) -> None:
     call.out[-1] = call.before[-1]
 
 
-def zero_last_token(call: Started) -> None:
+def zero_last_token(call: StartedCall) -> None:
     call.out[-1] = 0
 
 
-def zero_last_token_of_smaller_plan(call: Started) -> None:
+def zero_last_token_of_smaller_plan(call: StartedCall) -> None:
     """Zero the last token if `out` is part of a plan's larger output."""
     rows = call.given.problem.tokens
     row_bytes = call.out[0].numel() * call.out.element_size()
@@ -99,11 +99,11 @@ def zero_last_token_of_smaller_plan(call: Started) -> None:
         call.out[-1] = 0
 
 
-def leave_last_column(call: Started) -> None:
+def leave_last_column(call: StartedCall) -> None:
     call.out[..., -1] = call.before[..., -1]
 
 
-def leave_last_chunk(call: Started) -> None:
+def leave_last_chunk(call: StartedCall) -> None:
     chunk = call.given.problem.chunk_tokens
     assert chunk is not None
     start = (len(call.out) - 1) // chunk * chunk
@@ -111,20 +111,20 @@ def leave_last_chunk(call: Started) -> None:
         call.out[start:] = call.before[start:]
 
 
-def leave_skipped_tokens(call: Started) -> None:
+def leave_skipped_tokens(call: StartedCall) -> None:
     skipped_T = ~valid(call.given).any(1)
     call.out[skipped_T] = call.before[skipped_T]
 
 
-def permute_slots(call: Started) -> None:
+def permute_slots(call: StartedCall) -> None:
     call.out.copy_(call.out.flip(1))
 
 
-def accumulate(call: Started) -> None:
+def accumulate(call: StartedCall) -> None:
     call.out.add_(call.before)
 
 
-def add_unweighted_bias(call: Started) -> None:
+def add_unweighted_bias(call: StartedCall) -> None:
     """Add b2 of every pair in full instead of by its router weight."""
     args = call.given
     assert args.weights.b2 is not None
@@ -134,34 +134,34 @@ def add_unweighted_bias(call: Started) -> None:
     call.out.add_(bias_TKH.sum(1) * args.problem.routed_scaling_factor)
 
 
-def return_copy(call: Started) -> torch.Tensor:
+def return_copy(call: StartedCall) -> torch.Tensor:
     return call.out.clone()
 
 
-def write_x(call: Started) -> None:
+def write_x(call: StartedCall) -> None:
     call.given.x_TH[0, 0] += 1
 
 
-def write_ids(call: Started) -> None:
+def write_ids(call: StartedCall) -> None:
     call.given.routing.topk_ids_TK[0, 0] += 1
 
 
-def write_sentinel(call: Started) -> None:
+def write_sentinel(call: StartedCall) -> None:
     ids = call.given.routing.topk_ids_TK
     ids.masked_fill_(ids == -1, call.given.problem.experts)
 
 
-def write_weights(call: Started) -> None:
+def write_weights(call: StartedCall) -> None:
     call.given.weights.w2[0, 0, 0] += 1
 
 
-def write_past_output(call: Started) -> None:
+def write_past_output(call: StartedCall) -> None:
     past = call.out.storage_offset() + call.out.numel()
     if call.out.untyped_storage().nbytes() > past * call.out.element_size():
         call.out.as_strided((1,), (1,), past).zero_()
 
 
-def write_past_workspace(call: Started) -> None:
+def write_past_workspace(call: StartedCall) -> None:
     """Write one byte after the last workspace buffer of the call."""
     name, spec = list(call.specs.items())[-1]
     buffer = call.workspace.take(name, spec.shape).view(-1).view(torch.uint8)

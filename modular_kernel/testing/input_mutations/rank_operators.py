@@ -12,12 +12,12 @@ import torch
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import deadline
+from modular_kernel.settings import use_deadline
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.input_mutations.inject import Arguments, CallMutant
+from modular_kernel.testing.input_mutations.inject import CallArguments, CallMutant
 from modular_kernel.testing.input_mutations.inputs import square_weights
 from modular_kernel.testing.input_mutations.operators import MUTANTS
 
@@ -46,7 +46,7 @@ def build_mutant(
     `partial(build_mutant, name)` is a RankBuild.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
-    with nullcontext() if mutant.waits is None else deadline(mutant.waits):
+    with nullcontext() if mutant.waits is None else use_deadline(mutant.waits):
         return mutant.make(case.problem).build(case, machine, poison, group)
 
 
@@ -60,7 +60,7 @@ def build_on_last_rank(
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     parallel = case.problem.parallel
     if parallel.rank < parallel.world_size - 1:
-        mutant = _nothing(name)
+        mutant = _no_defect(name)
     return mutant.build(case, machine, poison, group)
 
 
@@ -71,7 +71,7 @@ def _has_many_pairs(case: RankCase) -> bool:
     return is_spread and sum(case.tokens) >= 4 and not problem.scheme.quantized
 
 
-def _busy(case: RankCase) -> bool:
+def _is_busy_on_last_rank(case: RankCase) -> bool:
     """Return whether, in addition, the last rank processes several tokens."""
     is_even = case.routing != "zipf" and max(case.tokens) >= 4
     return _has_many_pairs(case) and is_even and case.tokens[-1] > 0
@@ -85,22 +85,22 @@ def _has_uneven_counts(case: RankCase) -> bool:
     """Return whether, in addition, ranks 0 and 1 differ in tokens, and the part receives counts."""
     part = load_catalog().prepare_finalize(case.prepare_finalize)
     receives_counts = not part.requires.received_by_library
-    return receives_counts and _busy(case) and case.tokens[0] != case.tokens[1]
+    return receives_counts and _is_busy_on_last_rank(case) and case.tokens[0] != case.tokens[1]
 
 
 def _has_idle_rank(case: RankCase) -> bool:
     return _has_many_pairs(case) and 0 in case.tokens
 
 
-def _nothing(name: str) -> CallMutant:
+def _no_defect(name: str) -> CallMutant:
     """Return a mutant that changes nothing."""
     return CallMutant(name, "nothing", lambda _p, _r: True)
 
 
-def _everywhere(
-    name: str, arguments: Callable[[Arguments], Arguments]
+def _on_all_ranks(
+    name: str, arguments: Callable[[CallArguments], CallArguments]
 ) -> Callable[[Problem], CallMutant]:
-    return lambda _problem: replace(_nothing(name), arguments=arguments)
+    return lambda _problem: replace(_no_defect(name), arguments=arguments)
 
 
 def _on_last_rank(
@@ -110,12 +110,12 @@ def _on_last_rank(
 
     def made(problem: Problem) -> CallMutant:
         is_last = problem.parallel.rank == problem.parallel.world_size - 1
-        return replace(_nothing(name), **(make(problem) if is_last else {}))
+        return replace(_no_defect(name), **(make(problem) if is_last else {}))
 
     return made
 
 
-def shift_by_a_rank(args: Arguments) -> Arguments:
+def shift_by_a_rank(args: CallArguments) -> CallArguments:
     """Send each pair to the expert one rank's block further on."""
     ids, problem = args.routing.topk_ids_TK, args.problem
     block = len(problem.placement.slots[0])
@@ -124,7 +124,7 @@ def shift_by_a_rank(args: Arguments) -> Arguments:
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids))
 
 
-def lose_last_experts(args: Arguments) -> Arguments:
+def lose_last_experts(args: CallArguments) -> CallArguments:
     """Send nothing to the expert in the last slot of each rank."""
     ids, slots = args.routing.topk_ids_TK, args.problem.placement.slots
     last_experts = torch.tensor(
@@ -226,7 +226,7 @@ def _rest_when_idle(_problem: Problem) -> CallMutant:
     """Return a mutant, on every rank, that computes nothing in calls without local tokens."""
     is_idle: list[bool] = []
 
-    def arguments(args: Arguments) -> Arguments:
+    def arguments(args: CallArguments) -> CallArguments:
         is_idle.append(len(args.x_TH) == 0)
         return args
 
@@ -234,7 +234,7 @@ def _rest_when_idle(_problem: Problem) -> CallMutant:
         if is_idle[-1]:
             output.zero_()
 
-    return replace(_nothing("idle_rank_rests"), arguments=arguments, rows=rows)
+    return replace(_no_defect("idle_rank_rests"), arguments=arguments, rows=rows)
 
 
 RANK_MUTANTS: tuple[RankMutant, ...] = (
@@ -242,13 +242,13 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "rank_block_offset",
         "expert ids are shifted by one rank's block",
         _has_many_pairs,
-        _everywhere("rank_block_offset", shift_by_a_rank),
+        _on_all_ranks("rank_block_offset", shift_by_a_rank),
     ),
     RankMutant(
         "last_expert_lost",
         "the last expert of each rank gets nothing",
         _has_many_pairs,
-        _everywhere("last_expert_lost", lose_last_experts),
+        _on_all_ranks("last_expert_lost", lose_last_experts),
     ),
     RankMutant(
         "peer_counts_swapped",
@@ -261,24 +261,24 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "weights_on_both_sides",
         "the router weight is applied by the experts and again by the combine",
         _weighted,
-        _everywhere("weights_on_both_sides", square_weights),
+        _on_all_ranks("weights_on_both_sides", square_weights),
     ),
     RankMutant(
         "contribution_twice",
         "what the last rank adds is added twice",
-        _busy,
+        _is_busy_on_last_rank,
         _on_last_rank("contribution_twice", _double),
     ),
     RankMutant(
         "rows_reordered",
         "the last rank returns its rows in another order",
-        _busy,
+        _is_busy_on_last_rank,
         _on_last_rank("rows_reordered", _reorder),
     ),
     RankMutant(
         "stale_rows",
         "the last rank computes rows of the call before",
-        _busy,
+        _is_busy_on_last_rank,
         _on_last_rank("stale_rows", _keep_rows),
     ),
     RankMutant(

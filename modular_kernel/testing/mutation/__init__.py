@@ -10,18 +10,18 @@ one fails.
 """
 
 from modular_kernel.testing.mutation.coverage import Coverage, cover
-from modular_kernel.testing.mutation.mutant_outcome import Fate
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.over_ranks import OverRanks
-from modular_kernel.testing.mutation.run_mutant import Where, attempt
+from modular_kernel.testing.mutation.run_mutant import MutationBackend, run_mutant
 from modular_kernel.testing.mutation.score import (
     SAMPLE,
     Score,
     Survey,
-    drawn,
+    default_seed,
+    draw_sample,
     mutation_score,
     pairs_of,
-    release,
     survey,
     surveys,
 )
@@ -32,20 +32,20 @@ __all__ = [
     "SAMPLE",
     "Coverage",
     "Edit",
-    "Fate",
     "Mutant",
+    "MutantOutcome",
+    "MutationBackend",
     "OneProcess",
     "OverRanks",
     "Score",
     "Survey",
-    "Where",
-    "attempt",
     "cover",
-    "drawn",
+    "default_seed",
+    "draw_sample",
     "mutants_of",
     "mutation_score",
     "pairs_of",
-    "release",
+    "run_mutant",
     "survey",
     "surveys",
 ]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage
 from modular_kernel.testing.mutation.one_process import OneProcess
-from modular_kernel.testing.mutation.run_mutant import Where
+from modular_kernel.testing.mutation.run_mutant import MutationBackend
 from modular_kernel.testing.mutation.source import Mutant
 
 # After one problem per case, further problems are drawn from this number of the fastest cases.
@@ -22,7 +22,7 @@ _FEW_TOKENS = 5
 
 
 @dataclass(frozen=True)
-class Bits:
+class BitComparison:
     """Result of a comparison.
 
     problems: number of problems compared, for the mutant with the fewest. differing: the case of
@@ -39,8 +39,8 @@ def compare_bits(
     problems: int,
     known: dict[Case, str] | None = None,
     *,
-    where: Where | None = None,
-) -> Bits:
+    where: MutationBackend | None = None,
+) -> BitComparison:
     """Compute `problems` random problems for each mutant, without and with all of the mutants.
 
     Stops at the first problem in which a bit differs; a problem that fails with the mutants
@@ -64,19 +64,19 @@ def compare_bits(
         if case not in known:
             known[case] = next(unchanged_digests)
         if changed_digest is None or changed_digest != known[case]:
-            return Bits(min(counts), case)
+            return BitComparison(min(counts), case)
         for number in executed:
             counts[number] += 1
-    return Bits(min(counts), None)
+    return BitComparison(min(counts), None)
 
 
-def executing(mutant: Mutant, coverage: Coverage) -> tuple[Covered, ...]:
+def executing(mutant: Mutant, coverage: Coverage) -> tuple[CaseCoverage, ...]:
     """Return the cases that execute a mutant; all cases if only an import executes it."""
     return coverage.executing(mutant) or (coverage.cases if coverage.loads(mutant) else ())
 
 
 def drawn_problems(
-    met: Sequence[Sequence[Covered]], count: int
+    met: Sequence[Sequence[CaseCoverage]], count: int
 ) -> list[tuple[Case, tuple[int, ...]]]:
     """Return `count` problems for each entry of `met`, with the indices of the entries each serves.
 

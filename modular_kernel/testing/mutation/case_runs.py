@@ -38,7 +38,7 @@ def refused(cases: Sequence[Case]) -> list[str]:
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     """Return the first failure of a case, None if it passes, and the seconds that took."""
     start = time.perf_counter()
-    failure = _first(case, machine)
+    failure = _find_failure(case, machine)
     return failure, time.perf_counter() - start
 
 
@@ -68,7 +68,7 @@ def _bytes(out: torch.Tensor) -> bytes:
     return out.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _first(case: Case, machine: Machine) -> str | None:
+def _find_failure(case: Case, machine: Machine) -> str | None:
     try:
         build_kernel(case, machine, False)
         return next(iter(findings(Trial(case, machine))), None)

@@ -7,7 +7,7 @@ from typing import Protocol
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.case_runs import Level, Pair
-from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.forked_worker import Tell
 from modular_kernel.text import counted
 
@@ -15,7 +15,7 @@ from modular_kernel.text import counted
 _WHOLE = 12
 
 
-class Runs(Protocol):
+class CaseRunner(Protocol):
     """Runs cases, in one process (module `case_runs`) or over ranks."""
 
     def this_machine(self) -> Machine: ...
@@ -32,7 +32,7 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True)
-class Listing:
+class CaseListing:
     """The case list without the mutant, for mutants that may change the list.
 
     first: whether the list is compared before the cases run.
@@ -44,7 +44,9 @@ class Listing:
     first: bool
 
 
-def run_cases(cases: Sequence[Covered], listing: Listing | None, runs: Runs, tell: Tell) -> None:
+def run_cases(
+    cases: Sequence[CaseCoverage], listing: CaseListing | None, runs: CaseRunner, tell: Tell
+) -> None:
     """Call every case, run all checks where a bit differs, then on some cases where none differs.
 
     Stops at the first failure, which is sent through `tell`.
@@ -81,9 +83,9 @@ def run_cases(cases: Sequence[Covered], listing: Listing | None, runs: Runs, tel
 
 
 def _listed(
-    listing: Listing,
+    listing: CaseListing,
     beyond: int,
-    runs: Runs,
+    runs: CaseRunner,
     proven: Callable[[int, Case], bool],
     tell: Tell,
 ) -> bool:

@@ -21,8 +21,8 @@ from hashlib import sha256
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.settings import environment_of_child
-from modular_kernel.testing.mutation.patched_module import part_packages, reattach, serve
+from modular_kernel.settings import child_environment
+from modular_kernel.testing.mutation.patched_module import part_packages, patch_modules, reattach
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
@@ -34,7 +34,7 @@ Code = list[tuple[str, str]]  # (kernel name, digest of its machine code) per la
 
 
 @dataclass(frozen=True)
-class SameCode:
+class CodeComparison:
     """Result of a comparison of compiled kernels.
 
     reached: for each mutant, the number of compiled kernels that contain its line. differing: the
@@ -49,7 +49,7 @@ class SameCode:
         return self.differing == 0 and all(self.reached)
 
 
-def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> SameCode:
+def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeComparison:
     """Compile everything that uses the mutants' modules, without and with all mutants.
 
     Raises ConfigurationError for a mutant outside of kernels: it may change the arguments of
@@ -68,7 +68,7 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> SameCode:
         marked = replace(mutant, edit=replace(mutant.edit, new=_marked(mutant.edit)))
         reached.append(len(_differing_launches(without, _compiled((marked,), modules, target))))
     changed = _differing_launches(without, _compiled(mutants, modules, target))
-    return SameCode(tuple(reached), len(changed))
+    return CodeComparison(tuple(reached), len(changed))
 
 
 @cache
@@ -118,7 +118,7 @@ def _compiled(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=pickle.dumps((tuple(mutants), modules, target)),
-        env=environment_of_child(interpreted=False) | settings,
+        env=child_environment(interpreted=False) | settings,
         stdout=subprocess.PIPE,
         check=True,
     )
@@ -129,7 +129,7 @@ def _main() -> None:
     """Write the code of each launch to stdout; runs in the child process."""
     mutants, modules, target = pickle.load(sys.stdin.buffer)
     if mutants:
-        serve(*mutants)
+        patch_modules(*mutants)
     cases: Any = importlib.import_module("modular_kernel.testing.compile.cases")
     reattach()
     jit: Any = importlib.import_module("triton.runtime.jit").JITFunction

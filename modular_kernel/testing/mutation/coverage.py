@@ -15,8 +15,8 @@ from typing import Any
 
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.case_runs import Level, Pair, case_list, digest
-from modular_kernel.testing.mutation.forked_worker import Child, Tell
-from modular_kernel.testing.mutation.patched_module import forget
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.patched_module import unload
 from modular_kernel.testing.mutation.source import Mutant
 
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
@@ -27,7 +27,7 @@ _PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
-class Covered:
+class CaseCoverage:
     """A case with the seconds, digest and executed lines of its two traced calls."""
 
     case: Case
@@ -44,10 +44,10 @@ class Coverage:
     """
 
     loading: Lines
-    cases: tuple[Covered, ...]
+    cases: tuple[CaseCoverage, ...]
     ended: str = ""  # why it is incomplete; "" if it is complete
 
-    def executing(self, mutant: Mutant) -> tuple[Covered, ...]:
+    def executing(self, mutant: Mutant) -> tuple[CaseCoverage, ...]:
         """Return the cases that execute a mutant."""
         file, lines = str(mutant.path), _lines(mutant)
         return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(lines))
@@ -57,18 +57,18 @@ class Coverage:
         return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
 
 
-def joined(coverages: Iterable[Coverage]) -> Coverage:
+def merge_coverage(coverages: Iterable[Coverage]) -> Coverage:
     """Return the union of the coverage of several lists of cases."""
     loading: dict[str, frozenset[int]] = {}
-    cases, ended = list[Covered](), ""
+    cases, ended = list[CaseCoverage](), ""
     for coverage in coverages:
-        loading = united((loading, coverage.loading))
+        loading = merge_lines((loading, coverage.loading))
         cases += coverage.cases
         ended = ended or coverage.ended
     return Coverage(loading, tuple(cases), ended)
 
 
-def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
+def merge_lines(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
     """Return the union of several maps from files to lines."""
     merged: dict[str, frozenset[int]] = {}
     for lines in each:
@@ -95,27 +95,27 @@ def cover(
     files = {str(path) for path in modules.values()}
 
     def work(tell: Tell) -> None:
-        forget(set(modules))
-        with watched(files) as (lines, loaded):
+        unload(set(modules))
+        with trace_lines(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
         tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        for case in _of(cases, some):
+        for case in _filter(cases, some):
             start = time.perf_counter()
-            with watched(files) as (lines, loaded):
+            with trace_lines(files) as (lines, loaded):
                 bits = digest(case, machine)
             seconds = time.perf_counter() - start
             line_lists = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
             tell({"digest": bits, "seconds": seconds, **line_lists})
 
-    child = Child(work, _PATIENCE)
-    cases = _of(case_list(pairs, level)[0], some)
+    child = ChildProcess(work, _PATIENCE)
+    cases = _filter(case_list(pairs, level)[0], some)
     covered = []
     loading: dict[str, frozenset[int]] = {}
     for number, message in enumerate(child):
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
         if number:
             case = cases[number - 1]
-            covered.append(Covered(case, message["seconds"], message["digest"], lines))
+            covered.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
         else:
             loading |= lines
         for file, numbers in message["loaded"].items():
@@ -125,12 +125,12 @@ def cover(
     return Coverage(loading, tuple(covered), why)
 
 
-def _of(cases: Iterable[Case], some: Collection[Case] | None) -> tuple[Case, ...]:
+def _filter(cases: Iterable[Case], some: Collection[Case] | None) -> tuple[Case, ...]:
     return tuple(case for case in cases if some is None or case in some)
 
 
 @contextmanager
-def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
+def trace_lines(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
     """Yield two records of the executed lines of `files`, in this thread and those started inside.
 
     The second holds lines executed while one of `files` is imported. A module is imported once, in
@@ -143,7 +143,7 @@ def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
         file = frame.f_code.co_filename
         if file not in files:
             return None
-        is_import = _imports(frame, files)
+        is_import = _is_importing(frame, files)
         code, seen = frame.f_code, (loaded if is_import else called).setdefault(file, set())
         if code not in lines_of:
             lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
@@ -167,7 +167,7 @@ def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
         threading.settrace(None)
 
 
-def _imports(frame: FrameType | None, files: set[str]) -> bool:
+def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
     """Return whether this frame runs during the import of a module of `files`."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename in files:

@@ -23,7 +23,7 @@ RELEASES = "statements about the release of triton: the one installed is one of 
 REASONS = (OFFSETS, DEVICE, RELEASES)
 
 
-def apart(mutant: Mutant) -> str | None:
+def undetectable_reason(mutant: Mutant) -> str | None:
     """Return why a mutant is listed instead of run, or None if it is run."""
     if mutant.edit.operator == WIDE:
         return OFFSETS

@@ -24,14 +24,14 @@ _MORE_BYTES = 6 << 30
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildExit:
     """How a child ended: "done", "hang", or "crash" with a signal or an exit status."""
 
     how: str
     detail: str = ""
 
 
-class Child:
+class ChildProcess:
     """A working child process. Iterate over its messages; then `ended` holds how it ended.
 
     patience: timeout in seconds for the next message; may be changed between messages.
@@ -39,7 +39,7 @@ class Child:
 
     def __init__(self, work: Callable[[Tell], None], patience: float) -> None:
         self.patience = patience
-        self.ended = Ended("crash", "said nothing")
+        self.ended = ChildExit("crash", "said nothing")
         self._reader, writer = os.pipe()
         self._pid = os.fork()
         if not self._pid:
@@ -53,7 +53,7 @@ class Child:
             while True:
                 ready, _, _ = select.select([self._reader], [], [], self.patience)
                 if not ready:
-                    self.ended = Ended("hang", f"nothing for {self.patience:.0f} s")
+                    self.ended = ChildExit("hang", f"nothing for {self.patience:.0f} s")
                     return
                 data = os.read(self._reader, 1 << 20)
                 if not data:
@@ -63,7 +63,7 @@ class Child:
                 for line in lines:
                     message = json.loads(line)
                     if message.get("done"):
-                        self.ended = Ended("done")
+                        self.ended = ChildExit("done")
                     else:
                         yield message
         finally:
@@ -76,7 +76,7 @@ class Child:
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         code = os.waitstatus_to_exitcode(status)
-        self.ended = Ended("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
+        self.ended = ChildExit("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
 
     def _end(self) -> None:
         """Close the pipe and kill the child if it still runs."""

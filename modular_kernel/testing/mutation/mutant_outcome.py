@@ -1,11 +1,11 @@
-"""`Fate`: outcome of a mutant; `Follower`: tracks it while the cases run."""
+"""`MutantOutcome`: outcome of a mutant; `OutcomeTracker`: tracks it while the cases run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.mutation.coverage import Covered
-from modular_kernel.testing.mutation.forked_worker import Ended, Message
+from modular_kernel.testing.mutation.coverage import CaseCoverage
+from modular_kernel.testing.mutation.forked_worker import ChildExit, Message
 from modular_kernel.testing.mutation.source import Mutant
 
 # A case counts as hanging after GRACE_S seconds plus SLOWER times the duration of its two calls.
@@ -13,7 +13,7 @@ SLOWER, GRACE_S = 10, 15.0
 
 
 @dataclass(frozen=True)
-class Fate:
+class MutantOutcome:
     """Outcome of a mutant.
 
     how: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
@@ -33,7 +33,7 @@ class Fate:
     shared: str = ""
 
     @classmethod
-    def before(cls, mutant: Mutant, killer: str) -> "Fate":
+    def before(cls, mutant: Mutant, killer: str) -> "MutantOutcome":
         """Return the outcome of a mutant that a record lists as killed by `killer`."""
         if killer in ("hang", "crash", "refused"):
             return cls(mutant, killer, "before")
@@ -44,14 +44,14 @@ class Fate:
         return self.how in ("killed", "hang", "crash", "refused")
 
 
-class Follower:
+class OutcomeTracker:
     """Tracks messages of the cases of a mutant. fate: None until one of them fails.
 
     patience: timeout in seconds for the next message.
     """
 
-    def __init__(self, mutant: Mutant, cases: Sequence[Covered]) -> None:
-        self.fate: Fate | None = None
+    def __init__(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> None:
+        self.fate: MutantOutcome | None = None
         self.patience = GRACE_S
         self._mutant, self._cases = mutant, cases
         self._ran, self._differing = set[int](), 0
@@ -71,21 +71,21 @@ class Follower:
             self.patience = 10 * GRACE_S
             self._case = None
         elif "refused" in message:
-            self.fate = Fate(self._mutant, "refused", message["refused"])
+            self.fate = MutantOutcome(self._mutant, "refused", message["refused"])
         elif "failure" in message:
             failure = message["failure"]
             self.fate = self._fate(
                 "refused" if failure.startswith("refused:") else "killed", failure
             )
 
-    def ended(self, ended: Ended) -> Fate:
+    def ended(self, ended: ChildExit) -> MutantOutcome:
         """Return the outcome after the last message."""
         if self.fate is not None:
             return self.fate
         if ended.how == "done":
             ran, differing = len(self._ran), self._differing
-            return Fate(self._mutant, "survived", ran=ran, differing=differing)
+            return MutantOutcome(self._mutant, "survived", ran=ran, differing=differing)
         return self._fate(ended.how, ended.detail)
 
-    def _fate(self, how: str, by: str) -> Fate:
-        return Fate(self._mutant, how, by, self._case, len(self._ran), self._differing)
+    def _fate(self, how: str, by: str) -> MutantOutcome:
+        return MutantOutcome(self._mutant, how, by, self._case, len(self._ran), self._differing)

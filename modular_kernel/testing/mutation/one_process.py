@@ -8,11 +8,11 @@ from typing import Any
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case, cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, first_failure
-from modular_kernel.testing.mutation.case_steps import Listing, run_cases
-from modular_kernel.testing.mutation.coverage import Coverage, Covered, cover
-from modular_kernel.testing.mutation.forked_worker import Child, Tell
-from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, Fate, Follower
-from modular_kernel.testing.mutation.patched_module import dependents, reattach, serve
+from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
+from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, cover
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, MutantOutcome, OutcomeTracker
+from modular_kernel.testing.mutation.patched_module import dependents, patch_modules, reattach
 from modular_kernel.testing.mutation.source import Mutant
 
 _PROOF_S = 600.0  # timeout for a case without a mutant
@@ -31,10 +31,12 @@ class OneProcess:
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
         return cover(modules, pairs, level)
 
-    def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
+    def put_in(
+        self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
+    ) -> MutantOutcome:
         dependents({mutant.module})  # reads imports once for all children
-        follower = Follower(mutant, cases)
-        child = Child(lambda tell: _work(mutant, cases, listing, tell), GRACE_S)
+        follower = OutcomeTracker(mutant, cases)
+        child = ChildProcess(lambda tell: _work(mutant, cases, listing, tell), GRACE_S)
         for message in child:
             follower.hear(message)
             if follower.fate is not None:
@@ -43,7 +45,7 @@ class OneProcess:
         return follower.ended(child.ended)
 
     def failure(self, case: Case) -> str | None:
-        child = Child(
+        child = ChildProcess(
             lambda tell: tell({"failure": first_failure(case, this_machine())[0]}), _PROOF_S
         )
         failure: str | None = next((m["failure"] for m in child), "ended")
@@ -51,14 +53,14 @@ class OneProcess:
 
     def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
         dependents({mutant.module for mutant in mutants})
-        child = Child(lambda tell: _compute(cases, mutants, tell), _DIGEST_S)
+        child = ChildProcess(lambda tell: _send_digests(cases, mutants, tell), _DIGEST_S)
         return (message["digest"] for message in child)
 
 
-def _compute(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
+def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
     """Send one digest per case; runs in the child."""
     if mutants:
-        serve(*mutants)
+        patch_modules(*mutants)
     runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     reattach()
     machine = runs.this_machine()
@@ -66,10 +68,12 @@ def _compute(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> No
         tell({"digest": runs.digest(case, machine)})
 
 
-def _work(mutant: Mutant, cases: Sequence[Covered], listing: Listing | None, tell: Tell) -> None:
+def _work(
+    mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None, tell: Tell
+) -> None:
     """Apply the mutant and run its cases; runs in the child."""
     try:
-        serve(mutant)
+        patch_modules(mutant)
         runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         runs.this_machine()

@@ -80,7 +80,9 @@ def binary(source: Source, node: ast.AST) -> Edits:
         yield Edit("operand lost", start, end, right)
     if isinstance(node.op, ast.FloorDiv) and not source.in_kernel(node):
         yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
-    elif isinstance(node.op, ast.FloorDiv) and not (_fixed(node.left) and _fixed(node.right)):
+    elif isinstance(node.op, ast.FloorDiv) and not (
+        _is_compile_time(node.left) and _is_compile_time(node.right)
+    ):
         # Kernels divide towards 0, where the negative of -a // b is a // b.
         yield Edit("tail", start, end, f"({left} + ({right}) - 1) // ({right})")
 
@@ -303,7 +305,7 @@ def _is_constant(keyword: ast.keyword) -> bool:
     return isinstance(keyword.value, ast.Constant)
 
 
-def _fixed(node: ast.expr) -> bool:
+def _is_compile_time(node: ast.expr) -> bool:
     """Return whether a kernel is compiled for the value, as for a block size.
 
     Divisions of such values have no remainder.

@@ -14,17 +14,17 @@ from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation import rank_tasks
 from modular_kernel.testing.mutation.case_runs import Level, Pair
-from modular_kernel.testing.mutation.case_steps import Listing, run_cases
-from modular_kernel.testing.mutation.coverage import Coverage, Covered, united
-from modular_kernel.testing.mutation.forked_worker import Ended
-from modular_kernel.testing.mutation.mutant_outcome import Fate, Follower
+from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
+from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, merge_lines
+from modular_kernel.testing.mutation.forked_worker import ChildExit
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome, OutcomeTracker
 from modular_kernel.testing.mutation.patched_module import dependents
 from modular_kernel.testing.mutation.scope import known_imports
 from modular_kernel.testing.mutation.source import Mutant
-from modular_kernel.testing.ranks.closing import Closing
-from modular_kernel.testing.ranks.pool import DIED, SILENT, RankError, RankPool
+from modular_kernel.testing.ranks.closing import Closeable
+from modular_kernel.testing.ranks.pool import DIED, NO_ANSWER, RankError, RankPool
 from modular_kernel.testing.verify.checks import numeric
-from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, examined, faults
+from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_unchecked
 
 R = TypeVar("R")
 
@@ -40,12 +40,12 @@ _RANK_GRACE_S = 0.5  # wait for the other ranks after one has failed
 class RanksEnded(Exception):
     """Ranks died or did not answer in time."""
 
-    def __init__(self, ended: Ended) -> None:
+    def __init__(self, ended: ChildExit) -> None:
         super().__init__(f"{ended.how}: {ended.detail}")
         self.ended = ended
 
 
-class Ranks(Closing):
+class Ranks(Closeable):
     """Ranks that run the mutated source: `Runs` over a RankPool. mutants: () for none."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Ranks(Closing):
         world_size: int,
         ranks_per_host: int | None,
         mutants: tuple[Mutant, ...] = (),
-        cases: Iterable[Covered] = (),
+        cases: Iterable[CaseCoverage] = (),
     ) -> None:
         self.world_size, self._per_host, self._mutants = world_size, ranks_per_host, mutants
         self._seconds = {covered.case: covered.seconds for covered in cases}
@@ -76,7 +76,7 @@ class Ranks(Closing):
             )
             if self._mutants:
                 dependents({mutant.module for mutant in self._mutants})  # reads imports
-                self._pool.run(rank_tasks.put_in, self._mutants, known_imports())
+                self._pool.run(rank_tasks.apply_mutants, self._mutants, known_imports())
         return self._pool
 
     def this_machine(self) -> Machine:
@@ -84,7 +84,7 @@ class Ranks(Closing):
 
     def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
         machine = self.this_machine()
-        asked = rank_tasks.Asked(pairs, level, machine, self._per_host)
+        asked = rank_tasks.CaseQuery(pairs, level, machine, self._per_host)
         return self._asked(rank_tasks.listed, asked), machine
 
     def refused(self, cases: Sequence[Case]) -> list[str]:
@@ -103,14 +103,14 @@ class Ranks(Closing):
         waits, limit = self._limits(case)
         start = time.perf_counter()
         try:
-            return together(
+            return join_digests(
                 self.start().run(rank_tasks.digest, case, machine, waits, timeout=limit)
             )
         except RankError as error:
             self.close()
             ended = ended_by(next(iter(error.failures.values())))
             if ended is None and time.perf_counter() - start >= waits:
-                ended = Ended("hang", f"after {waits:.0f} s {_last_line(error)}")
+                ended = ChildExit("hang", f"after {waits:.0f} s {_last_line(error)}")
             if ended is not None:
                 raise RanksEnded(ended) from error
             return "raised"
@@ -122,12 +122,14 @@ class Ranks(Closing):
         """
         assert isinstance(case, RankCase)
         waits, limit = self._limits(case)
-        build = rank_tasks.builds(waits)
+        build = rank_tasks.build_with_deadline(waits)
         early = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
         for checks in (early, RANK_CHECKS):  # most failures occur in the first call
             limit *= len(checks)
-            proof = examined(case, self.start(), machine, build, checks=checks, timeout=limit)
+            proof = prove_unchecked(
+                case, self.start(), machine, build, checks=checks, timeout=limit
+            )
             seconds += proof.seconds
             if proof.failures:
                 self.close()  # other ranks may still be in an exchange
@@ -157,25 +159,29 @@ class OverRanks:
         """Return the coverage: the union of all ranks' lines, and the slowest rank's seconds."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         dependents(set(modules))
-        covered: list[Covered] = []
+        covered: list[CaseCoverage] = []
         with self._ranks() as ranks:
             run = ranks.start().run
-            asked = rank_tasks.Asked(pairs, level, machine, self.ranks_per_host)
+            asked = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
             try:
-                results = run(rank_tasks.watch, files, known_imports(), asked)
-                loading = united(lines for _, lines in results)
+                results = run(rank_tasks.trace_imports, files, known_imports(), asked)
+                loading = merge_lines(lines for _, lines in results)
                 for case in results[0][0]:
                     args = case, machine, _WATCHED_S, tuple(files.values())
                     rank_results = run(rank_tasks.watched_digest, *args, timeout=2 * _WATCHED_S)
                     bits, seconds, lines, loaded = zip(*rank_results, strict=True)
-                    covered.append(Covered(case, max(seconds), together(bits), united(lines)))
-                    loading = united((loading, *loaded))
+                    covered.append(
+                        CaseCoverage(case, max(seconds), join_digests(bits), merge_lines(lines))
+                    )
+                    loading = merge_lines((loading, *loaded))
             except RankError as error:
                 return Coverage({}, tuple(covered), str(error))
         return Coverage(loading, tuple(covered))
 
-    def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
-        follower = Follower(mutant, cases)
+    def put_in(
+        self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
+    ) -> MutantOutcome:
+        follower = OutcomeTracker(mutant, cases)
         with self._ranks((mutant,), cases) as ranks:
             try:
                 ranks.start()
@@ -184,7 +190,7 @@ class OverRanks:
                 return follower.ended(error.ended)
             except RankError as error:
                 follower.hear({"failure": f"import: {_last_line(error)}"})
-        return follower.ended(Ended("done"))
+        return follower.ended(ChildExit("done"))
 
     def failure(self, case: Case) -> str | None:
         with self._ranks() as ranks:
@@ -204,7 +210,7 @@ class OverRanks:
                 yield digest
 
 
-def together(digests: Collection[str]) -> str:
+def join_digests(digests: Collection[str]) -> str:
     """Return the digests of all ranks as one text."""
     return " ".join(digests)
 
@@ -227,12 +233,12 @@ def _finding(failure: str) -> str:
     )
 
 
-def ended_by(failure: str) -> Ended | None:
+def ended_by(failure: str) -> ChildExit | None:
     """Return how a rank that did not raise ended; None if it raised."""
     first = failure.splitlines()[0]
     if first.startswith(DIED):
-        return Ended("crash", first)
-    return Ended("hang", first) if first.startswith(SILENT) else None
+        return ChildExit("crash", first)
+    return ChildExit("hang", first) if first.startswith(NO_ANSWER) else None
 
 
 def _last_line(error: RankError) -> str:

@@ -24,7 +24,7 @@ from modular_kernel.testing.mutation.source import Mutant, Source
 _FINDS_PARTS = "modular_kernel.catalog"
 
 
-def serve(*mutants: Mutant) -> None:
+def patch_modules(*mutants: Mutant) -> None:
     """Make all later imports of the mutants' modules, and of their dependents, use the changes.
 
     Raises SyntaxError if a changed text is not valid Python, ConfigurationError if changes overlap.
@@ -34,7 +34,7 @@ def serve(*mutants: Mutant) -> None:
         # Triton reads kernel source from here; an entry without a time stamp is never refreshed.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         sys.meta_path.insert(0, _Finder(module, file, text))
-    forget({mutant.module for mutant in mutants})
+    unload({mutant.module for mutant in mutants})
 
 
 def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
@@ -54,7 +54,7 @@ def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
     return texts
 
 
-def forget(modules: set[str]) -> None:
+def unload(modules: set[str]) -> None:
     """Remove `modules` and their dependents, so that they are imported again when needed."""
     removed = dependents(modules)
     for name in removed:

@@ -1,7 +1,7 @@
 """Tasks of a RankPool that run a mutant on each rank.
 
-A rank looks up a task by its module's name, so after `put_in` or `watch` it runs the newly imported
-task, and with it the changed source.
+A rank looks up a task by its module's name, so after `apply_mutants` or `trace_imports` it runs the
+newly imported task, and with it the changed source.
 """
 
 import hashlib
@@ -12,15 +12,15 @@ from functools import partial
 from typing import NamedTuple
 
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import deadline
+from modular_kernel.settings import use_deadline
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, digest_of
-from modular_kernel.testing.mutation.coverage import as_lists, watched
+from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
 from modular_kernel.testing.mutation.forked_worker import confine
-from modular_kernel.testing.mutation.patched_module import forget, reattach, serve
-from modular_kernel.testing.mutation.scope import learn
+from modular_kernel.testing.mutation.patched_module import patch_modules, reattach, unload
+from modular_kernel.testing.mutation.scope import add_known_imports
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.verify import over_ranks
 
@@ -28,7 +28,7 @@ Imports = Mapping[str, tuple[str, ...]]
 Lines = dict[str, list[int]]  # by file
 
 
-class Asked(NamedTuple):
+class CaseQuery(NamedTuple):
     """The requested cases. ranks_per_host: None if all ranks are on one host."""
 
     pairs: tuple[Pair, ...]
@@ -37,33 +37,36 @@ class Asked(NamedTuple):
     ranks_per_host: int | None
 
 
-def put_in(
+def apply_mutants(
     _rank: int, _world_size: int, _group: object, mutants: tuple[Mutant, ...], imports: Imports
 ) -> None:
-    """Make this rank run the changed source; must be the first task. imports: see `learn`."""
+    """Make this rank run the changed source; must be its first task.
+
+    imports: see `add_known_imports`.
+    """
     confine()
-    learn(imports)
-    serve(*mutants)
+    add_known_imports(imports)
+    patch_modules(*mutants)
     importlib.import_module(__name__)
     reattach()
 
 
-def watch(
+def trace_imports(
     rank: int,
     world_size: int,
     _group: object,
     modules: Mapping[str, str],
     imports: Imports,
-    asked: Asked,
+    asked: CaseQuery,
 ) -> tuple[list[RankCase], Lines]:
     """Import `modules` (name -> file) again; return the cases and the executed lines.
 
     Must be the first task.
     """
     confine()
-    learn(imports)
-    forget(set(modules))
-    with watched(set(modules.values())) as (lines, loaded):
+    add_known_imports(imports)
+    unload(set(modules))
+    with trace_lines(set(modules.values())) as (lines, loaded):
         fresh = importlib.import_module(__name__)
         reattach()
         cases: list[RankCase] = fresh.listed(rank, world_size, None, asked)
@@ -71,7 +74,7 @@ def watch(
     return cases, as_lists(all_lines)
 
 
-def listed(_rank: int, world_size: int, _group: object, asked: Asked) -> list[RankCase]:
+def listed(_rank: int, world_size: int, _group: object, asked: CaseQuery) -> list[RankCase]:
     """Return every valid case of the requested pairings, without repetition."""
     pairs, level, machine, per_host = asked
     cases = (
@@ -123,7 +126,7 @@ def watched_digest(
     Lines executed by imports are returned separately, last.
     """
     start = time.perf_counter()
-    with watched(set(files)) as (lines, loaded):
+    with trace_lines(set(files)) as (lines, loaded):
         bits = digest(rank, world_size, group, case, machine, waits)
     return bits, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
 
@@ -135,10 +138,10 @@ def build(
 
     `partial(build, waits)` is a RankBuild.
     """
-    with deadline(waits):
+    with use_deadline(waits):
         return over_ranks.build_kernel(case, machine, poison, group)
 
 
-def builds(waits: float) -> over_ranks.RankBuild:
+def build_with_deadline(waits: float) -> over_ranks.RankBuild:
     """Return `build` with this deadline in seconds."""
     return partial(build, waits)

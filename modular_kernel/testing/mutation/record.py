@@ -4,7 +4,7 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
-from modular_kernel.testing.mutation.mutant_outcome import Fate
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent
 from modular_kernel.testing.mutation.score import Score, Survey
 
@@ -33,7 +33,7 @@ def record_of(score: Score) -> Record:
         "died": {fate.mutant.ident: killer(fate) for fate in score.killed},
         "equivalent": [
             {
-                **_told(fate),
+                **_describe(fate),
                 "reason": why.reason,
                 "proof": why.proof,
                 **_size(why),
@@ -46,17 +46,17 @@ def record_of(score: Score) -> Record:
     }
 
 
-def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
+def killers(killed: tuple[MutantOutcome, ...]) -> dict[str, int]:
     """Return how many mutants each killer killed: a check's name, "hang", "crash" or "refused"."""
     return dict(Counter(map(killer, killed)).most_common())
 
 
-def killer(fate: Fate) -> str:
+def killer(fate: MutantOutcome) -> str:
     """Return what killed a mutant: a check's name, "hang", "crash" or "refused"."""
     return fate.by.partition(":")[0] if fate.how == "killed" else fate.how
 
 
-def died(record: Record, found: Survey) -> dict[str, str]:
+def recorded_kills(record: Record, found: Survey) -> dict[str, str]:
     """Return {identity: killer} of the mutants killed in a record, to continue from it.
 
     {} if the record is for another part, level, number of ranks or hosts, or other pairings.
@@ -69,7 +69,7 @@ def died(record: Record, found: Survey) -> dict[str, str]:
     return killers_by_ident if is_same else {}
 
 
-def reproducer(fate: Fate, found: Survey) -> str:
+def reproducer(fate: MutantOutcome, found: Survey) -> str:
     """Return the command that runs this mutant again with the same cases."""
     words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
     if found.where.world_size > 1:
@@ -83,9 +83,9 @@ def reproducer(fate: Fate, found: Survey) -> str:
     return " ".join(words)
 
 
-def _survivor(fate: Fate, found: Survey) -> Record:
+def _survivor(fate: MutantOutcome, found: Survey) -> Record:
     counts = {"cases": fate.ran, "differing": fate.differing}
-    return {**_told(fate), **counts, "command": reproducer(fate, found)}
+    return {**_describe(fate), **counts, "command": reproducer(fate, found)}
 
 
 def _size(why: Equivalent) -> Record:
@@ -95,7 +95,7 @@ def _size(why: Equivalent) -> Record:
     return {"problems": why.problems, "beside": why.beside}
 
 
-def _told(fate: Fate) -> Record:
+def _describe(fate: MutantOutcome) -> Record:
     mutant = fate.mutant
     return {
         "id": mutant.ident,

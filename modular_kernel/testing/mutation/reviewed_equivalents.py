@@ -36,7 +36,7 @@ def _read(path: Path) -> dict[str, Equivalent]:
     return {ident: Equivalent(**entry) for ident, entry in entries.items()}
 
 
-def reviewed(ident: str, part: str) -> Equivalent | None:
+def find_equivalent(ident: str, part: str) -> Equivalent | None:
     """Return why a mutant is equivalent when `part` is scored; None if it is not."""
     entry = EQUIVALENT.get(ident)
     return entry if entry is not None and (not entry.parts or part in entry.parts) else None

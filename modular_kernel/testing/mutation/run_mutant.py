@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.case_runs import Level, Pair
-from modular_kernel.testing.mutation.case_steps import Listing
-from modular_kernel.testing.mutation.coverage import Coverage, Covered
-from modular_kernel.testing.mutation.mutant_outcome import Fate
+from modular_kernel.testing.mutation.case_steps import CaseListing
+from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.source import Mutant
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _NOT_AXES = frozenset({"problem", "seed"})
 
 
-class Where(Protocol):
+class MutationBackend(Protocol):
     """Runs cases in one process or over ranks.
 
     world_size: number of ranks. ranks_per_host: None if all are on one host. has_cases: returns
@@ -44,21 +44,23 @@ class Where(Protocol):
         self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level
     ) -> Coverage: ...
 
-    def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate: ...
+    def put_in(
+        self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
+    ) -> MutantOutcome: ...
 
     def failure(self, case: Case) -> str | None: ...
 
     def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]: ...
 
 
-class Killers:
+class KillHistory:
     """Records the cases that killed mutants of a module, which are tried first."""
 
     def __init__(self) -> None:
         self._kills: Counter[tuple[str, Case]] = Counter()
         self._sound: set[Case] = set()
 
-    def ordered(self, mutant: Mutant, cases: Sequence[Covered]) -> list[Covered]:
+    def ordered(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> list[CaseCoverage]:
         """Order cases, cheap ones and earlier killers first.
 
         They are preceded by cases that together execute every line of the module, and then by cases
@@ -74,7 +76,7 @@ class Killers:
     def note(self, mutant: Mutant, case: Case) -> None:
         self._kills[mutant.module, case] += 1
 
-    def must_pass(self, case: Case, where: Where) -> None:
+    def must_pass(self, case: Case, where: MutationBackend) -> None:
         """Raise ConfigurationError if the case fails without any mutant."""
         if case in self._sound:
             return
@@ -86,13 +88,13 @@ class Killers:
 
 
 def _split_covering(
-    cases: Sequence[Covered],
-    has: Callable[[Covered], frozenset[T]],
-    before: Sequence[Covered] = (),
-) -> tuple[list[Covered], list[Covered]]:
+    cases: Sequence[CaseCoverage],
+    has: Callable[[CaseCoverage], frozenset[T]],
+    before: Sequence[CaseCoverage] = (),
+) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
     """Split cases into those with something that none before them has, and the rest."""
     seen = {item for covered in before for item in has(covered)}
-    first, rest = list[Covered](), list[Covered]()
+    first, rest = list[CaseCoverage](), list[CaseCoverage]()
     for covered in cases:
         (rest if has(covered) <= seen else first).append(covered)
         seen |= has(covered)
@@ -109,16 +111,16 @@ def axes(case: Case) -> frozenset[tuple[str, str]]:
     )
 
 
-def attempt(
+def run_mutant(
     mutant: Mutant,
     coverage: Coverage,
     pairs: tuple[Pair, ...],
     level: Level,
-    killers: Killers | None = None,
+    killers: KillHistory | None = None,
     *,
     most: int | None = None,
-    where: Where | None = None,
-) -> Fate:
+    where: MutationBackend | None = None,
+) -> MutantOutcome:
     """Run a mutant in separate processes and return its outcome.
 
     Every case that executes it is called twice. All checks run on cases in which a bit differs, and
@@ -134,11 +136,11 @@ def attempt(
     if only_selects:
         candidates = coverage.cases
     if not candidates:
-        return Fate(mutant, "not executed")
-    killers = killers or Killers()
+        return MutantOutcome(mutant, "not executed")
+    killers = killers or KillHistory()
     cases = _limit_cases(killers.ordered(mutant, candidates), most)
     all_cases = tuple(c.case for c in coverage.cases)
-    listing = Listing(pairs, level, all_cases, only_selects) if is_loaded else None
+    listing = CaseListing(pairs, level, all_cases, only_selects) if is_loaded else None
     fate = where.put_in(mutant, cases, listing)
     if fate.killed:
         # A mutant that breaks imports counts only if imports work without it.
@@ -148,7 +150,7 @@ def attempt(
     return replace(fate, seconds=time.perf_counter() - start)
 
 
-def _limit_cases(cases: list[Covered], most: int | None) -> list[Covered]:
+def _limit_cases(cases: list[CaseCoverage], most: int | None) -> list[CaseCoverage]:
     if most is None or len(cases) <= most:
         return cases
     head = 2 * most // 3

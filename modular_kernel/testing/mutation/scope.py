@@ -103,11 +103,11 @@ def imports_of(module: str) -> tuple[str, ...]:
 
 
 def known_imports() -> dict[str, tuple[str, ...]]:
-    """Return the cache of `imports_of`, for `learn` in another process."""
+    """Return the cache of `imports_of`, for `add_known_imports` in another process."""
     return dict(_IMPORTS)
 
 
-def learn(imports: Mapping[str, tuple[str, ...]]) -> None:
+def add_known_imports(imports: Mapping[str, tuple[str, ...]]) -> None:
     """Add the cache of `imports_of` from another process of the same source."""
     _IMPORTS.update(imports)
 

@@ -14,12 +14,12 @@ from types import MappingProxyType
 from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.case_runs import Level, Pair
-from modular_kernel.testing.mutation.coverage import Coverage, joined
-from modular_kernel.testing.mutation.cpu_undetectable import apart
-from modular_kernel.testing.mutation.mutant_outcome import Fate
+from modular_kernel.testing.mutation.coverage import Coverage, merge_coverage
+from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
-from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent, reviewed
-from modular_kernel.testing.mutation.run_mutant import Killers, Where, attempt
+from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent, find_equivalent
+from modular_kernel.testing.mutation.run_mutant import KillHistory, MutationBackend, run_mutant
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
@@ -41,11 +41,11 @@ class Survey:
     level: Level
     mutants: tuple[Mutant, ...]
     coverage: Coverage
-    where: Where = field(default_factory=OneProcess)
+    where: MutationBackend = field(default_factory=OneProcess)
 
     def executed(self) -> tuple[Mutant, ...]:
         """Return the mutants that some case executes and that a CPU can detect."""
-        return tuple(m for m in self.mutants if self.runs(m) and apart(m) is None)
+        return tuple(m for m in self.mutants if self.runs(m) and undetectable_reason(m) is None)
 
     def mutant(self, ident: str) -> Mutant:
         """Return the mutant with an identity. Raise ConfigurationError if there is none."""
@@ -66,24 +66,24 @@ class Score:
 
     survey: Survey
     seed: str
-    fates: tuple[Fate, ...]
+    fates: tuple[MutantOutcome, ...]
     executed: int
     not_executed: dict[str, int]
     apart: dict[str, int]
 
     @property
-    def killed(self) -> tuple[Fate, ...]:
+    def killed(self) -> tuple[MutantOutcome, ...]:
         return tuple(fate for fate in self.fates if fate.killed)
 
     @property
-    def equivalent(self) -> tuple[tuple[Fate, Equivalent], ...]:
+    def equivalent(self) -> tuple[tuple[MutantOutcome, Equivalent], ...]:
         """The reviewed equivalent mutants, whether they were skipped or survived."""
         alive = [fate for fate in self.fates if not fate.killed]
-        reviews = ((f, reviewed(f.mutant.ident, self.survey.part)) for f in alive)
+        reviews = ((f, find_equivalent(f.mutant.ident, self.survey.part)) for f in alive)
         return tuple((fate, why) for fate, why in reviews if why is not None)
 
     @property
-    def survivors(self) -> tuple[Fate, ...]:
+    def survivors(self) -> tuple[MutantOutcome, ...]:
         """The survivors that are not known to be equivalent."""
         equivalents = {fate.mutant for fate, _ in self.equivalent}
         return tuple(f for f in self.fates if not f.killed and f.mutant not in equivalents)
@@ -96,7 +96,7 @@ class Score:
 
 
 def survey(
-    part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, where: Where = _HERE
+    part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, where: MutationBackend = _HERE
 ) -> Survey:
     """Find the mutants of a part and run its cases once on this CPU.
 
@@ -107,13 +107,17 @@ def survey(
 
 
 def surveys(
-    parts: Sequence[str], pairs: Sequence[Pair] = (), level: Level = "full", *, where: Where = _HERE
+    parts: Sequence[str],
+    pairs: Sequence[Pair] = (),
+    level: Level = "full",
+    *,
+    where: MutationBackend = _HERE,
 ) -> tuple[Survey, ...]:
     """Survey several parts; the cases of each pairing run once for all parts.
 
     Each part uses those of `pairs` that contain it; a reducer uses all.
     """
-    pairs_by_part = {part: _mine(part, pairs, level, where) for part in parts}
+    pairs_by_part = {part: _select_pairs(part, pairs, level, where) for part in parts}
     catalog = load_catalog()
     modules = {m: path for part in parts for m, path in modules_of(part, catalog).items()}
     coverage_by_pair: dict[Pair, Coverage] = {}
@@ -128,14 +132,16 @@ def surveys(
             part_pairs,
             level,
             mutants_in(part, catalog),
-            joined(coverage_by_pair[p] for p in part_pairs),
+            merge_coverage(coverage_by_pair[p] for p in part_pairs),
             where,
         )
         for part, part_pairs in pairs_by_part.items()
     )
 
 
-def _mine(part: str, pairs: Sequence[Pair], level: Level, where: Where) -> tuple[Pair, ...]:
+def _select_pairs(
+    part: str, pairs: Sequence[Pair], level: Level, where: MutationBackend
+) -> tuple[Pair, ...]:
     """Return the pairings of a part among `pairs`. Raise ConfigurationError if there are none."""
     if not pairs:
         return pairs_of(part, level, where=where)
@@ -164,7 +170,9 @@ def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
     return mutant
 
 
-def pairs_of(part: str, level: Level = "full", *, where: Where = _HERE) -> tuple[Pair, ...]:
+def pairs_of(
+    part: str, level: Level = "full", *, where: MutationBackend = _HERE
+) -> tuple[Pair, ...]:
     """Return the pairings of the part that have cases; for a reducer all pairings with cases.
 
     Raises ConfigurationError for an unknown part and for one without cases there.
@@ -195,7 +203,7 @@ def _needed(part: str, world_size: int) -> str:
     return "a part that some pairing has a case for in one process here"
 
 
-def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
+def draw_sample(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
     """Draw `count` of the mutants, the same for the same seed; None returns all in order."""
     if count is None or count >= len(mutants):
         return tuple(mutants)
@@ -203,12 +211,12 @@ def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Muta
     return tuple(sorted(mutants, key=keys.__getitem__)[:count])
 
 
-def release() -> str:
+def default_seed() -> str:
     """Return the seed of a release, which is its version."""
     return version("modular-kernel")
 
 
-def _shared(before: Fate | None, found: Survey) -> Fate | None:
+def _shared(before: MutantOutcome | None, found: Survey) -> MutantOutcome | None:
     """Return the outcome from another part's score if a case of this part killed the mutant."""
     if before is None or not before.killed or before.case is None:
         return None
@@ -222,7 +230,7 @@ def mutation_score(
     count: int | None = SAMPLE,
     seed: str | None = None,
     only: str | None = None,
-    known: dict[str, Fate] | None = None,
+    known: dict[str, MutantOutcome] | None = None,
     dead: Mapping[str, str] = MappingProxyType({}),
     told: Callable[["Score"], None] = lambda _: None,
 ) -> Score:
@@ -233,25 +241,25 @@ def mutation_score(
     updated in place; mutants that a case of this part killed are not run again. dead: identity ->
     killer of mutants that are not run either. told: called with the score so far after each mutant.
     """
-    seed = release() if seed is None else seed
+    seed = default_seed() if seed is None else seed
     executed = found.executed()
     if only is not None:
         selected: tuple[Mutant, ...] = (found.mutant(only),)
     else:
-        selected = drawn(executed, count, seed)
+        selected = draw_sample(executed, count, seed)
         # Known outcomes first, so that an interrupted run keeps them.
         selected = tuple(sorted(selected, key=lambda m: not _known(m, found.part, dead)))
-    killers, score = Killers(), _initial_score(found, executed, seed)
+    killers, score = KillHistory(), _initial_score(found, executed, seed)
     known = {} if known is None else known
     for mutant in selected:
-        if only is None and reviewed(mutant.ident, found.part):
-            fate = Fate(mutant, "equivalent")
+        if only is None and find_equivalent(mutant.ident, found.part):
+            fate = MutantOutcome(mutant, "equivalent")
         elif only is None and mutant.ident in dead:
-            fate = Fate.before(mutant, dead[mutant.ident])
+            fate = MutantOutcome.before(mutant, dead[mutant.ident])
         else:
             args = found.coverage, found.pairs, found.level
             before = _shared(known.get(mutant.ident), found)
-            fate = before or attempt(mutant, *args, killers, where=found.where)
+            fate = before or run_mutant(mutant, *args, killers, where=found.where)
             known.setdefault(mutant.ident, replace(fate, shared=found.part))
         score = replace(score, fates=(*score.fates, fate))
         told(score)
@@ -259,13 +267,13 @@ def mutation_score(
 
 
 def _known(mutant: Mutant, part: str, dead: Mapping[str, str]) -> bool:
-    return reviewed(mutant.ident, part) is not None or mutant.ident in dead
+    return find_equivalent(mutant.ident, part) is not None or mutant.ident in dead
 
 
 def _initial_score(found: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
     """Return the score before any mutant has run."""
     others = set(found.mutants) - set(executed)
-    reasons = Counter(reason for m in others if (reason := apart(m)) is not None)
-    not_executed = Counter(m.module for m in others if apart(m) is None)
+    reasons = Counter(reason for m in others if (reason := undetectable_reason(m)) is not None)
+    not_executed = Counter(m.module for m in others if undetectable_reason(m) is None)
     counts = dict(sorted(not_executed.items())), dict(sorted(reasons.items()))
     return Score(found, seed, (), len(executed), *counts)

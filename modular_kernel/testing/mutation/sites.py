@@ -53,7 +53,7 @@ def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -
             yield from _definition(source, node, f"{function}.{node.name}")
         return
     first, last = node.lineno, last_line(node)
-    edits = _own(source, node, known)
+    edits = _edits_of_statement(source, node, known)
     yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
         yield from _statements(source, getattr(node, block, []), function, known)
@@ -73,7 +73,7 @@ def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str)
     yield from _statements(source, node.body, name, known)
 
 
-def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
+def _edits_of_statement(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
     """Yield edits of a statement itself, without nested statements."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
         yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
@@ -108,7 +108,7 @@ def _assignment(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edi
 
 
 def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
-    if isinstance(node, _SKIPPED) or (isinstance(node, ast.Call) and _tells(node)):
+    if isinstance(node, _SKIPPED) or (isinstance(node, ast.Call) and _makes_message(node)):
         return
     if type(node) in OPERATORS and not _is_target(node):
         yield from OPERATORS[type(node)](source, node)
@@ -185,7 +185,7 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _tells(node: ast.Call) -> bool:
+def _makes_message(node: ast.Call) -> bool:
     """Return whether a call only makes a message."""
     called = node.func
     word = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")

@@ -1,11 +1,11 @@
-"""`Closing`: base of context managers that close themselves."""
+"""`Closeable`: base of context managers that close themselves."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
+class Closeable(ABC):
     """Calls `close` at the end of a `with` block, also after an exception."""
 
     def __enter__(self) -> Self:

@@ -23,14 +23,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import Launcher, hide_gpus, read_settings
-from modular_kernel.testing.ranks.closing import Closing
-from modular_kernel.testing.ranks.pool import SILENT, Backend, RankError, RankPool
+from modular_kernel.testing.ranks.closing import Closeable
+from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, RankPool
 
 R = TypeVar("R")
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 
 
-class LaunchedRanks(Closing):
+class LaunchedRanks(Closeable):
     """The ranks of a launcher, including this process; `run` is that of `RankPool`.
 
     launcher: from `read_launcher`. backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
@@ -94,7 +94,7 @@ class LaunchedRanks(Closing):
         silent = [rank for rank in range(self.world_size) if rank not in answers]
         if silent:
             after = " after another rank failed" if texts else ""
-            self._lost = dict.fromkeys(silent, f"{SILENT}{after}")
+            self._lost = dict.fromkeys(silent, f"{NO_ANSWER}{after}")
             texts |= self._lost
         if texts:
             self._generation += 1
@@ -137,7 +137,7 @@ class LaunchedRanks(Closing):
         messages = self._exchange("meet", message, time.monotonic() + self._group_timeout)
         missing = [rank for rank in range(self.world_size) if rank not in messages]
         if missing:
-            raise RankError(dict.fromkeys(missing, SILENT), {})
+            raise RankError(dict.fromkeys(missing, NO_ANSWER), {})
         commands = {rank: value[1] for rank, (_, value, _) in messages.items()}
         if len(set(commands.values())) > 1:
             got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
-from modular_kernel.settings import hide_gpus, host_called, read_settings
-from modular_kernel.testing.ranks.closing import Closing
+from modular_kernel.settings import hide_gpus, read_settings, use_host_id
+from modular_kernel.testing.ranks.closing import Closeable
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext  # not everywhere
@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 _PRELOAD = ["modular_kernel.testing.mutation.preload"]
 _STOP = b""  # sent in place of a task to end a process
-DIED, SILENT = "died", "did not answer"  # prefixes of the failure of a lost rank
+DIED, NO_ANSWER = "died", "did not answer"  # prefixes of the failure of a lost rank
 
 
 class RankError(ModularKernelError):
@@ -103,7 +103,7 @@ class _RankProcess:
         self.process.close()
 
 
-class RankPool(Closing):
+class RankPool(Closeable):
     """`world_size` processes of one thread each, with torch imported, in one process group.
 
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
@@ -279,7 +279,7 @@ class RankPool(Closing):
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.2)  # wait for the traces; a stopped process writes none
         for number in sorted(pending):
-            text = f"{SILENT} after another rank failed" if after_failure else SILENT
+            text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
             trace = self._trace(number) or "(no trace: it does not take signals)"
             failures[number] = f"{text}\n{trace}"
 
@@ -292,7 +292,7 @@ class RankPool(Closing):
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
         """Prepare the next run: a new process group, and new processes where necessary."""
         self._generation += 1
-        lost = [text for text in failures.values() if text.startswith((SILENT, DIED))]
+        lost = [text for text in failures.values() if text.startswith((NO_ANSWER, DIED))]
         if lost or self.backend == "nccl":  # an aborted communicator may hang
             self._end()
 
@@ -334,11 +334,11 @@ def _run_worker(place: _Place, pipe: Connection) -> None:
         hide_gpus()  # gloo ranks use the CPU even if there are GPUs
     generation: int | None = None
     failed: list[BaseException] = []
-    host_name = host_called(place.host or read_settings().host_id)
+    host_name = use_host_id(place.host or read_settings().host_id)
     with host_name, _trace_path(place.folder, place.rank).open("w") as traces:
         faulthandler.enable(file=traces)
         faulthandler.register(signal.SIGUSR1, file=traces)
-        while message := _next(pipe):
+        while message := _receive_task(pipe):
             try:
                 task: _Task = pickle.loads(message)
                 if generation != task.generation:
@@ -370,7 +370,7 @@ def _run_worker(place: _Place, pipe: Connection) -> None:
     sys.stdout.flush()
 
 
-def _next(pipe: Connection) -> bytes | None:
+def _receive_task(pipe: Connection) -> bytes | None:
     try:
         return pipe.recv_bytes()
     except (EOFError, OSError):  # the parent is gone

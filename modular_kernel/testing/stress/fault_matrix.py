@@ -21,7 +21,7 @@ from modular_kernel.testing.stress.faults import (
     RankReport,
     Scenario,
     pid_of,
-    suffer,
+    run_faulty_rank,
 )
 
 OTHERS: tuple[tuple[tuple[str, object], ...], ...] = (
@@ -123,7 +123,7 @@ def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -
         lost: dict[int, str] = {}
         try:
             task = scenario, folder, pids
-            reports = dict(enumerate(pool.run(suffer, *task, timeout=timeout)))
+            reports = dict(enumerate(pool.run(run_faulty_rank, *task, timeout=timeout)))
         except RankError as error:
             reports, lost = error.results, error.failures
         seconds = time.monotonic() - started

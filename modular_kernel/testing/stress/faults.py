@@ -20,10 +20,10 @@ import torch.distributed as dist
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import deadline
+from modular_kernel.settings import use_deadline
 from modular_kernel.spec.problem import Machine, Parallel, Problem
-from modular_kernel.testing.cases.inputs import Inputs, Place, make_inputs
-from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
+from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 
 VICTIM = 1
 DEADLINE_S = 1.0
@@ -113,7 +113,7 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Stage:
+class FaultContext:
     """A scenario on one rank. folder: a finished rank creates a file there named by its number."""
 
     scenario: Scenario
@@ -151,7 +151,7 @@ class Stage:
         device = torch.device(self.machine.device)
         rows = slice(start, start + tokens_W[self.rank])
         all_inputs = make_inputs(whole, "uniform", torch.device("cpu"))
-        return part_of(all_inputs, rows, problem, Place(device), strided=False)
+        return inputs_of_rank(all_inputs, rows, problem, FencedMemory(device), strided=False)
 
     def experts(self, problem: Problem) -> str:
         """Return the scenario's experts, or the first in the catalog that pair with the part."""
@@ -187,7 +187,7 @@ def pid_of(rank: int, world_size: int, group: object) -> int:
     return os.getpid()
 
 
-def suffer(
+def run_faulty_rank(
     rank: int,
     world_size: int,
     group: Any,
@@ -196,7 +196,7 @@ def suffer(
     pids: tuple[int, ...],
 ) -> RankReport:
     """Run one rank of a scenario; return what it raised, and when."""
-    stage = Stage(scenario, rank, world_size, group, folder, pids)
+    stage = FaultContext(scenario, rank, world_size, group, folder, pids)
     report = (
         _run_with_other_layer(stage) if scenario.kind == "disagrees" else _run_with_fault(stage)
     )
@@ -205,15 +205,15 @@ def suffer(
     return replace(report, serves_again=_serves_again(stage))
 
 
-def _run_with_fault(stage: Stage) -> RankReport:
+def _run_with_fault(stage: FaultContext) -> RankReport:
     """Make a correct call, then up to two calls; the victim fails in one of them."""
     scenario, problem = stage.scenario, stage.problem()
     inputs = stage.inputs(problem, stage.tokens_W)
     stage.meet()
-    with deadline(scenario.deadline_s):
+    with use_deadline(scenario.deadline_s):
         kernel = stage.kernel(problem, stage.experts(problem))
     good = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
-    _settle(kernel)
+    _raise_pending_errors(kernel)
     stage.meet()
     if stage.rank == VICTIM and scenario.kind == "overflow":
         too_many_W = tuple(problem.tokens + 4 for _ in stage.tokens_W)
@@ -230,7 +230,7 @@ def _run_with_fault(stage: Stage) -> RankReport:
     return report
 
 
-def _run_with_other_layer(stage: Stage) -> RankReport:
+def _run_with_other_layer(stage: FaultContext) -> RankReport:
     """Let the victim use another layer."""
     changes: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
     experts = changes.pop("experts_part", None)
@@ -239,7 +239,7 @@ def _run_with_other_layer(stage: Stage) -> RankReport:
     stage.meet()
     started = time.monotonic()
     try:
-        with deadline(stage.scenario.deadline_s):
+        with use_deadline(stage.scenario.deadline_s):
             kernel = stage.kernel(problem, experts or stage.experts(stage.problem()))
     except Exception as error:  # noqa: BLE001  a part may detect it in its constructor
         return _raised(error, time.monotonic() - started, 0)
@@ -255,16 +255,16 @@ def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | N
 
     def call() -> None:
         out = kernel(given.x_TH, given.weights, given.routing)
-        _settle(kernel)
+        _raise_pending_errors(kernel)
         if good is None:
             raise AssertionError("ranks that mean different layers made a call")
         if not (torch.equal(out, good) if exact else torch.allclose(out, good)):
             raise AssertionError("a call returned, and was wrong")
 
-    return outcome_of(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
+    return report_of_calls(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
 
 
-def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
+def report_of_calls(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
     """Return the report of `calls` calls, until one raises.
 
     manager: the source of `last_calls`, if it has any.
@@ -294,14 +294,14 @@ def _newest_record(manager: Any) -> str:
     return lines[-1] if lines else ""
 
 
-def _settle(kernel: FusedMoEModularKernel) -> None:
+def _raise_pending_errors(kernel: FusedMoEModularKernel) -> None:
     """Make parts that report errors asynchronously raise them."""
     check_part: Callable[[], object] | None = getattr(kernel.prepare_finalize, "check", None)
     if check_part is not None:
         check_part()
 
 
-def _install_fault(kernel: FusedMoEModularKernel, stage: Stage) -> None:
+def _install_fault(kernel: FusedMoEModularKernel, stage: FaultContext) -> None:
     """Install hooks that make the victim fail once, at the scenario's point."""
     part, experts, scenario = kernel.prepare_finalize, kernel.experts, stage.scenario
     armed = [True]
@@ -349,7 +349,7 @@ def _watch_exchanges(manager: Any, at: Callable[[str], None]) -> None:
     manager._start = start
 
 
-def _fail(stage: Stage) -> None:
+def _fail(stage: FaultContext) -> None:
     kind = stage.scenario.kind
     if kind == "raises":
         raise RuntimeError("this part is broken" if stage.scenario.point else
@@ -362,13 +362,13 @@ def _fail(stage: Stage) -> None:
         os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
 
 
-def _serves_again(stage: Stage) -> bool:
+def _serves_again(stage: FaultContext) -> bool:
     """Return whether a new kernel on the caller's group gives two equal, finite outputs."""
     problem = stage.problem()
     inputs = stage.inputs(problem, stage.tokens_W)
-    with deadline(AGAIN_S):
+    with use_deadline(AGAIN_S):
         kernel = stage.kernel(problem, stage.experts(problem))
     first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     again = kernel(inputs.x_TH, inputs.weights, inputs.routing)
-    _settle(kernel)
+    _raise_pending_errors(kernel)
     return bool(first.isfinite().all()) and torch.allclose(first, again)

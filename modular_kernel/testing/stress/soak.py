@@ -23,7 +23,11 @@ import torch.distributed as dist
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine, Parallel, Problem
-from modular_kernel.testing.stress.soak_inputs import Scene, Scenes, judged
+from modular_kernel.testing.stress.soak_inputs import (
+    SoakInputs,
+    SoakInputSource,
+    compare_with_oracle,
+)
 
 _EAGER_SCENES, _GRAPH_SCENES = 16, 4
 _WITH_GRAPHS = {"graph": 6, "plan": 3, "kernel": 1}  # relative frequencies
@@ -134,7 +138,7 @@ class _Run:
         self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
-        self.source = Scenes(
+        self.source = SoakInputSource(
             problem,
             device,
             self.random,
@@ -148,7 +152,7 @@ class _Run:
         frequencies = _WITH_GRAPHS if graphs else _WITHOUT
         self.ways = [mode for mode, count in frequencies.items() for _ in range(count)]
 
-    def _captured(self) -> Scene:
+    def _captured(self) -> SoakInputs:
         """Return an input set whose call is captured in a graph."""
         scene = self.source.scene()
         scene.out = torch.empty_like(scene.x_TH)
@@ -213,12 +217,12 @@ class _Run:
             return
         if self.settle is not None:
             self.settle()
-        worst, message = judged(scenes[index], out, self.kernel.problem)
+        worst, message = compare_with_oracle(scenes[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
         if message:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
-    def _refresh(self, scenes: list[Scene], index: int) -> None:
+    def _refresh(self, scenes: list[SoakInputs], index: int) -> None:
         old = scenes[index]
         if old.replay is None:
             scenes[index] = self.source.scene()
@@ -227,7 +231,7 @@ class _Run:
         old.refill(self.source.scene(old.tokens_W))
         old.out.fill_(float("nan"))
 
-    def _call(self, scene: Scene) -> torch.Tensor:
+    def _call(self, scene: SoakInputs) -> torch.Tensor:
         if self.mode == "graph":
             assert scene.replay is not None
             assert scene.out is not None

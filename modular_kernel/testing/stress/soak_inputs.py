@@ -9,8 +9,8 @@ import torch
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Inputs, Place, make_inputs
-from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
+from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 
 _CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ _EPS = 1e-6
 
 
 @dataclass
-class Scene:
+class SoakInputs:
     """One call.
 
     tokens_W: T of each rank. world: every rank's tokens and all weights, on the CPU; `mine` is this
@@ -38,7 +38,7 @@ class Scene:
     replay: Callable[[], object] | None = None
     out: torch.Tensor | None = None
 
-    def refill(self, new: "Scene") -> None:
+    def refill(self, new: "SoakInputs") -> None:
         """Copy the values of another input set of the same sizes to this one's addresses."""
         self.world = new.world
         self.x_TH.copy_(new.x_TH)
@@ -46,7 +46,7 @@ class Scene:
         self.routing.topk_ids_TK.copy_(new.routing.topk_ids_TK)
 
 
-class Scenes:
+class SoakInputSource:
     """Draws input sets of a problem for one rank. draw: has the same state on all ranks.
 
     problem: the rank's. replicated: whether all ranks pass the same tokens. ids_dtype: of topk_ids.
@@ -67,11 +67,11 @@ class Scenes:
         all_inputs = make_inputs(whole, "uniform", _CPU)
         self._all_weights = all_inputs.weights
         # The same tensors in every call, since plans and graphs bind their addresses.
-        self.weights: ExpertWeights = part_of(
-            all_inputs, slice(0), problem, Place(device), strided=False
+        self.weights: ExpertWeights = inputs_of_rank(
+            all_inputs, slice(0), problem, FencedMemory(device), strided=False
         ).weights
 
-    def scene(self, tokens_W: tuple[int, ...] | None = None) -> Scene:
+    def scene(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
         """Draw a new input set. tokens_W: None draws the sizes too."""
         parallel, draw = self.problem.parallel, self.draw
         if tokens_W is None:
@@ -91,7 +91,9 @@ class Scenes:
             routing.topk_ids_TK[local].to(self.device, copy=True),
         )
         world = Inputs(x_TH, self._all_weights, routing)
-        return Scene(tokens_W, world, local, x_TH[local].to(self.device, copy=True), local_routing)
+        return SoakInputs(
+            tokens_W, world, local, x_TH[local].to(self.device, copy=True), local_routing
+        )
 
     def _routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
         experts, top_k = self.problem.experts, self.problem.top_k
@@ -105,7 +107,9 @@ class Scenes:
         return Routing(weights, ids.to(self._ids_dtype))
 
 
-def judged(scene: Scene, out: torch.Tensor, problem: Problem) -> tuple[float, str]:
+def compare_with_oracle(
+    scene: SoakInputs, out: torch.Tensor, problem: Problem
+) -> tuple[float, str]:
     """Return error over bound of this rank's rows (T, H), and a message or "".
 
     Compared with the oracle over all ranks' tokens. Synchronizes the device.

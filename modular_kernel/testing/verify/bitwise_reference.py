@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.spec.rounding import Roundings
-from modular_kernel.testing.cases.hostile import apart
+from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
 
@@ -34,18 +34,22 @@ def one_rounding(trial: Trial) -> Iterator[str]:
         return
     shares, jitter_shares, roundings = [], [], list[Roundings]()
     for sample, output in ((trial.first, trial.eager), (trial.second, trial.planned_second)):
-        variants = declared(trial, sample)
+        variants = declared_roundings(trial, sample)
         if variants is None:
             return
         roundings += [rounding for variant in variants for rounding in variant]
         references = [twins_of(sample, variant, _JITTERS) for variant in variants]
         live = live_rows(sample, references[0][0])  # the first of each list is unperturbed
-        share_R = torch.stack([differing(output, twins[0]) for twins in references]).amin(0)
+        share_R = torch.stack(
+            [share_of_differing_values(output, twins[0]) for twins in references]
+        ).amin(0)
         shares.append(share_R[live])
         jitter_shares += [
-            differing(jittered, base)[live] for base, *rest in references for jittered in rest
+            share_of_differing_values(jittered, base)[live]
+            for base, *rest in references
+            for jittered in rest
         ]
-    yield from judged(torch.cat(shares), torch.cat(jitter_shares), roundings)
+    yield from check_shares(torch.cat(shares), torch.cat(jitter_shares), roundings)
 
 
 def _is_comparable(trial: Trial) -> bool:
@@ -69,7 +73,9 @@ def _is_comparable(trial: Trial) -> bool:
     return scheme.activation != "float8_e4m3fn" or trial.machine.device != "cuda"
 
 
-def judged(shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]) -> Iterator[str]:
+def check_shares(
+    shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]
+) -> Iterator[str]:
     """Yield a message where more values differ than the perturbed reference allows.
 
     shares: per row, the share of values that differ from the reference. own: the same for the
@@ -90,7 +96,7 @@ def judged(shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]) 
         yield f"{odd} of {len(shares)} rows are not those of {what}, at most {max_odd} may differ"
 
 
-def declared(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
+def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
     """Return the variants in which the call of `sample` may round; each lists one entry per chunk.
 
     None if the part declares no roundings. In one process there is one variant. Over ranks a row
@@ -115,21 +121,21 @@ def declared(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
     )
 
 
-def twin_of(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
+def bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
     """Return the expected output of the call of `sample`, exact up to the order of sums."""
     (twin,) = twins_of(sample, roundings, 0)
     return twin
 
 
 def twins_of(sample: Sample, roundings: list[Roundings], moved: int) -> list[torch.Tensor]:
-    """Return the output of `twin_of`, followed by `moved` outputs with randomly perturbed sums."""
+    """Return the output of `bitwise_reference`, then `moved` outputs with perturbed sums."""
     i = sample.whole_pristine  # over ranks this is on the CPU
     jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(moved))]
     parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):
         parts.append(
-            reference.twins(
+            reference.bitwise_references(
                 i.x_TH[chunk],
                 i.weights,
                 i.routing.of(chunk),
@@ -148,13 +154,13 @@ def _chunks(sample: Sample) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-def differing(output: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+def share_of_differing_values(output: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     """Return the share of differing values of each row, (T,) or (T, K)."""
     return 1 - (output == twin).double().mean(-1)
 
 
 def live_rows(sample: Sample, twin: torch.Tensor) -> torch.Tensor:
     """Return a mask of the nonzero, finite rows of ordinary tokens."""
-    ordinary = (apart(sample.manner.values, len(twin)) == 0).to(twin.device)
+    ordinary = (token_groups(sample.manner.values, len(twin)) == 0).to(twin.device)
     live = (twin != 0).any(-1) & twin.isfinite().all(-1)
     return live & (ordinary if live.dim() == 1 else ordinary[:, None])

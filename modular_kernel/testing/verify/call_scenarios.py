@@ -14,22 +14,22 @@ from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ContiguousTokens, Routing
-from modular_kernel.testing.cases.scenario_names import goes_near, shares_memory
+from modular_kernel.testing.cases.scenario_names import prefers_near_copies, shares_memory
 from modular_kernel.testing.verify.problem_scenarios import Lines
-from modular_kernel.testing.verify.scenario_context import RIGHT, Stage, said
+from modular_kernel.testing.verify.scenario_context import RIGHT, ScenarioContext, outcome_of
 from modular_kernel.workspace import Workspace
 
 _IN_FLIGHT = 2  # maximum number of calls in flight with shared memory
 
 
-def elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def rejects_meta_tokens(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     """Pass tensors that the group cannot move to the part itself, bypassing the kernel."""
     meta, i = torch.device("meta"), on.sample.inputs
     specs = kernel.workspace_specs(len(i.x_TH))
     call = Call(Workspace(specs, torch.device("cpu")), torch.zeros(1, dtype=torch.int32))
     tokens = i.x_TH.to(meta), routing_on(meta, i.routing)
     prepare = kernel.prepare_finalize.prepare
-    return said(lambda: str(prepare(*tokens, weights=i.weights, call=call))), "DeviceError"
+    return outcome_of(lambda: str(prepare(*tokens, weights=i.weights, call=call))), "DeviceError"
 
 
 def routing_on(device: torch.device, routing: Routing) -> Routing:
@@ -37,19 +37,19 @@ def routing_on(device: torch.device, routing: Routing) -> Routing:
     return Routing(routing.topk_weights_TK.to(device), routing.topk_ids_TK.to(device))
 
 
-def too_many(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
+def too_many_in_flight(on: ScenarioContext, kernel: FusedMoEModularKernel) -> Lines:
     """Start one call more than fits in shared memory: every rank refuses it and recovers."""
     if not shares_memory(on.part):
         return
     pending = [on.begun(kernel) for _ in range(_IN_FLIGHT)]
-    yield said(lambda: type(on.begun(kernel)).__name__), "UnsupportedError"
+    yield outcome_of(lambda: type(on.begun(kernel)).__name__), "UnsupportedError"
     for each in pending:
-        yield said(lambda each=each: on.judged(each.finish())), RIGHT  # type: ignore[misc]
+        yield outcome_of(lambda each=each: on.judged(each.finish())), RIGHT  # type: ignore[misc]
     yield _nest_call(on, kernel)
     yield on.goes(kernel)
 
 
-def _nest_call(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def _nest_call(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     """Run a second call between dispatch and experts of the first: each has its own buffers."""
     apply = kernel.experts.apply
 
@@ -62,14 +62,14 @@ def _nest_call(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     return on.goes(kernel)
 
 
-def nearest(on: Stage, manager: object) -> Lines:
+def uses_nearest_copies(on: ScenarioContext, manager: object) -> Lines:
     """Check that each pair is computed by the nearest copy of its expert.
 
     With all experts on every rank no pair leaves its rank; with all experts on every host no pair
     leaves its host. Every copy gives the correct output, so the check counts the pairs computed on
     each rank.
     """
-    if not goes_near(on.part):
+    if not prefers_near_copies(on.part):
         return
     parallel, world = on.case.problem.parallel, on.world_size
     experts = tuple(range(on.case.problem.experts))
@@ -82,7 +82,7 @@ def nearest(on: Stage, manager: object) -> Lines:
 
 
 def _check_computed_near(
-    on: Stage, manager: object, placement: Placement, near: Sequence[int]
+    on: ScenarioContext, manager: object, placement: Placement, near: Sequence[int]
 ) -> Lines:
     """Check that ranks `near`, which include this one, compute all of their own pairs."""
     placed = on.of(parallel=replace(on.case.problem.parallel, placement=placement, rank=0))

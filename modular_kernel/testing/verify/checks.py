@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
-from modular_kernel.testing.cases.hostile import apart
+from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.verify.bitwise_reference import one_rounding
 from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
 from modular_kernel.testing.verify.prepared import prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
-from modular_kernel.testing.verify.without_adapters import adapters_by_turns, without_adapters
+from modular_kernel.testing.verify.without_adapters import alternating_adapters, without_adapters
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -57,7 +57,7 @@ def races(trial: Trial) -> Findings:
     yield from trial.first_call.races
 
 
-def staged_twin(trial: Trial) -> Findings:
+def staged_reference(trial: Trial) -> Findings:
     """Compare a fused part with the staged part that it replaces.
 
     Each may differ from the oracle by the bound of `numeric`. Two independent errors of that size
@@ -79,7 +79,7 @@ def staged_twin(trial: Trial) -> Findings:
     staged_invalid_ids = kernel.count_invalid_ids()
     if staged_invalid_ids != trial.first_call.invalid_ids:
         yield f"counted {trial.first_call.invalid_ids} invalid ids, {staged_invalid_ids} by stages"
-    ordinary = apart(trial.case.manner.values, len(staged)) == 0
+    ordinary = token_groups(trial.case.manner.values, len(staged)) == 0
     if trial.case.manner.nan:
         ordinary &= staged.flatten(1).isfinite().all(1).cpu()
     if trial.eager.shape == staged.shape and bool(ordinary.any()):
@@ -113,7 +113,7 @@ def interleaved(trial: Trial) -> Findings:
     yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
 
 
-def by_turns(trial: Trial) -> Findings:
+def interleaved_kernels(trial: Trial) -> Findings:
     """Check that interleaved calls of kernels of two problems do not affect each other."""
     if not trial.case.by_turns:
         return
@@ -203,21 +203,21 @@ def _allocations() -> int:
 CHECKS: tuple[Check, ...] = (
     numeric,
     one_rounding,
-    staged_twin,
+    staged_reference,
     invalid_ids,
     races,
     numeric_planned,
     plan_reused,
     out_given,
     interleaved,
-    by_turns,
+    interleaved_kernels,
     numeric_strided,
     plan_shrunk,
     graph_replay,
     no_allocation,
     batch_invariant,
     without_adapters,
-    adapters_by_turns,
+    alternating_adapters,
     prepared_weights,
     inputs_unchanged,
 )

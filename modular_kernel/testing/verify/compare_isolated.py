@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.cases.hostile import apart
+from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.verify.compare import FACTOR, VALUE_FACTOR, Comparison, compare
 
 
 @dataclass(frozen=True)
-class Fair:
+class RecipeErrors:
     """Error of the recipe on calls with few rows.
 
     fair: largest relative error of a call of that size. fair_row: largest relative error of a row.
@@ -29,7 +29,7 @@ class Fair:
     fair_value: float = 0.0
 
     @classmethod
-    def of(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "Fair":
+    def of(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
         """Measure the errors of many tokens, (T, H) or (T, K, H), in calls of `tokens`."""
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
@@ -47,20 +47,20 @@ class Fair:
         return cls(worst, worst_row, worst_value)
 
 
-NONE_FAIR = Fair()
+NONE_FAIR = RecipeErrors()
 
 
-def compare_apart(
+def compare_by_group(
     out: torch.Tensor,
     exact: torch.Tensor,
     recipe: torch.Tensor,
     problem: Problem,
     values: str,
     *,
-    fair: Fair = NONE_FAIR,
+    fair: RecipeErrors = NONE_FAIR,
 ) -> Comparison:
     """Compare `out` as `compare` does, but special tokens of `values` by group."""
-    groups = apart(values, len(exact))
+    groups = token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
         return compare(out, exact, recipe, problem, **vars(fair))
     groups = groups.to(out.device)
@@ -71,26 +71,26 @@ def compare_apart(
     problems = [*result.problems]
     for group in range(1, int(groups.max()) + 1):
         tokens = groups == group
-        if not _open(problem, values):
+        if not _is_unconstrained(problem, values):
             args = out[tokens], exact[tokens], recipe[tokens], problem
-            messages = _judged(*args, fair, typical)
+            messages = _check_group(*args, fair, typical)
             problems += [f"tokens of values={values}: {what}" for what in messages]
     return replace(result, problems=tuple(problems))
 
 
-def _open(problem: Problem, values: str) -> bool:
+def _is_unconstrained(problem: Problem, values: str) -> bool:
     """Return whether the outputs of such tokens are not checked."""
     if values == "nan_token":
         return False
     return values == "inf_token" or problem.act.limit is not None
 
 
-def _judged(
+def _check_group(
     out: torch.Tensor,
     exact: torch.Tensor,
     recipe: torch.Tensor,
     problem: Problem,
-    fair: Fair,
+    fair: RecipeErrors,
     typical: float,
 ) -> tuple[str, ...]:
     """Return messages for the tokens of one group.

@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import NONE_FAIR, Fair
+from modular_kernel.testing.verify.compare_isolated import NONE_FAIR, RecipeErrors
 
 
 def compare_with_nan(
@@ -15,7 +15,7 @@ def compare_with_nan(
     recipe: torch.Tensor,
     problem: Problem,
     *,
-    fair: Fair = NONE_FAIR,
+    fair: RecipeErrors = NONE_FAIR,
 ) -> Comparison:
     """Compare `out`, (T, H) or (T, K, H): NaN where `recipe` is NaN, correct everywhere else.
 
@@ -26,10 +26,10 @@ def compare_with_nan(
     nan_expected = recipe.isnan()
     got, want, allowed = (torch.where(nan_expected, 0, values) for values in (out, exact, recipe))
     result = compare(got, want, allowed, problem, **vars(fair))
-    return replace(result, problems=(*result.problems, *_lost(out, nan_expected)))
+    return replace(result, problems=(*result.problems, *_check_nan_kept(out, nan_expected)))
 
 
-def _lost(out: torch.Tensor, read: torch.Tensor) -> tuple[str, ...]:
+def _check_nan_kept(out: torch.Tensor, read: torch.Tensor) -> tuple[str, ...]:
     """Return a message if values computed from a NaN are not NaN."""
     lost = (read & ~out.isnan()).flatten(0, -2)
     if not bool(lost.any()):

@@ -11,12 +11,17 @@ from typing import Any
 
 from modular_kernel.errors import CommunicationError, ConfigurationError, DtypeError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import host_called, read_settings
+from modular_kernel.settings import read_settings, use_host_id
 from modular_kernel.testing.cases.scenario_names import manager_class
-from modular_kernel.testing.verify.scenario_context import RIGHT, Stage, manager_of, said
+from modular_kernel.testing.verify.scenario_context import (
+    RIGHT,
+    ScenarioContext,
+    manager_of,
+    outcome_of,
+)
 
 
-def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
+def host_assignment(on: ScenarioContext) -> Iterator[tuple[str, str]]:
     """Put all ranks on one host, then each rank on a separate host.
 
     The first step is skipped if the problem has several hosts, the second if the part supports only
@@ -25,31 +30,33 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     ranks, requires = on.world_size, on.part.requires
     if on.case.problem.parallel.hosts > 1:
         manager = manager_class(on.part)(None)
-        yield _serving(on, manager, -1)
+        yield _declare_ranks_per_host(on, manager, -1)
         manager.destroy()
-        yield from _apart(_with_ranks_per_host(on, 1))
+        yield from _use_separate_hosts(_with_ranks_per_host(on, 1))
         return
     manager = manager_class(on.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
-    yield _serving(on, manager, -1)
+    yield _declare_ranks_per_host(on, manager, -1)
     one_host, many_hosts = _with_ranks_per_host(on, ranks), _with_ranks_per_host(on, 1)
     yield one_host.goes(one_host.over(manager))
     is_restricted = requires.one_host or requires.full_hosts
     error_name = "IncompatibleError" if is_restricted else "ConfigurationError"
-    yield said(lambda: str(many_hosts.over(manager))), error_name
+    yield outcome_of(lambda: str(many_hosts.over(manager))), error_name
     manager.destroy()
     if not is_restricted:
-        yield from _apart(many_hosts)
+        yield from _use_separate_hosts(many_hosts)
     if requires.one_host:  # even if the problem names one host
-        with host_called(f"host{on.rank}"):
+        with use_host_id(f"host{on.rank}"):
             manager = manager_class(on.part)(None)
-        yield said(lambda: str(on.over(manager))), "ConfigurationError"
-        yield _serving(on, manager, 1, full_hosts=True, one_host=False)
+        yield outcome_of(lambda: str(on.over(manager))), "ConfigurationError"
+        yield _declare_ranks_per_host(on, manager, 1, full_hosts=True, one_host=False)
         manager.destroy()
 
 
-def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tuple[str, str]]:
+def check_host_records(
+    on: ScenarioContext, kernel: FusedMoEModularKernel
+) -> Iterator[tuple[str, str]]:
     """Check the records of the manager's memory shared within a host, if it has any.
 
     All memory is made outside of calls. Each record is "done", or refused because ranks use
@@ -69,7 +76,9 @@ def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tupl
         yield RIGHT if is_correct else f"record {record}", RIGHT
 
 
-def _serving(on: Stage, manager: Any, more: int, **also: Any) -> tuple[str, str]:
+def _declare_ranks_per_host(
+    on: ScenarioContext, manager: Any, more: int, **also: Any
+) -> tuple[str, str]:
     """Make the part with a limit of `more` ranks beyond those of a host; every rank gets the error.
 
     A lower limit replaces running on nine ranks, beyond the eight of a real part. also: further
@@ -86,14 +95,14 @@ def _serving(on: Stage, manager: Any, more: int, **also: Any) -> tuple[str, str]
     return (expected if expected in message else message), expected
 
 
-def _apart(on: Stage) -> Iterator[tuple[str, str]]:
+def _use_separate_hosts(on: ScenarioContext) -> Iterator[tuple[str, str]]:
     """Put each rank on a separate host and check that errors name the hosts."""
-    with host_called(f"host{on.rank}"):
+    with use_host_id(f"host{on.rank}"):
         manager = manager_class(on.part)(None)
     ranks = range(on.world_size)
     placement = "; ".join(f"{rank} on host{rank}" for rank in ranks)
     yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {placement}"
-    yield _serving(on, manager, 1, full_hosts=True)
+    yield _declare_ranks_per_host(on, manager, 1, full_hosts=True)
     kernel = on.over(manager)
     yield on.goes(kernel)
     try:
@@ -105,7 +114,7 @@ def _apart(on: Stage) -> Iterator[tuple[str, str]]:
     manager.destroy()
 
 
-def _with_ranks_per_host(on: Stage, ranks_per_host: int) -> Stage:
+def _with_ranks_per_host(on: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
     """Return the context with a problem of so many ranks per host."""
     problem = on.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)

@@ -45,7 +45,7 @@ def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
     return parts
 
 
-def gathered(call: Calls, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def gather_rows(call: Calls, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Call on each of `parts`; return all rows in token order, in a tensor like `like`."""
     out = torch.empty_like(like)
     for part in parts:
@@ -68,13 +68,13 @@ def batch_invariant(trial: Trial) -> Iterator[str]:
     """Check, if the problem requires it, that a token's bits do not depend on its call."""
     if not trial.case.problem.batch_invariant:
         return
-    for description, rows in regrouped(trial):
+    for description, rows in regrouped_calls(trial):
         count = rows_that_differ(rows, trial.eager)
         if count:
             yield f"{description}: {count} of {len(rows)} rows have other bits"
 
 
-def regrouped(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
+def regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (description, rows) for other ways of calling on the tokens of the trial's first call.
 
     Every rank makes the same number of calls, whatever its own number of tokens.
@@ -82,19 +82,19 @@ def regrouped(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     inputs, want = trial.first.pristine, trial.eager
     tokens, max_tokens = len(want), trial.case.problem.tokens
     one_call, call = [torch.arange(tokens)], call_on(trial.kernel, inputs)
-    yield "in reverse order", gathered(call, reversed_order(tokens), want)
+    yield "in reverse order", gather_rows(call, reversed_order(tokens), want)
     yield (
         "in calls of 1, 2, 4, ... tokens",
-        gathered(call, doubling_calls(tokens, max_tokens), want),
+        gather_rows(call, doubling_calls(tokens, max_tokens), want),
     )
     larger = _changed(trial, tokens=2 * max_tokens).plan()
-    yield "in a plan for twice as many", gathered(call_on(larger, inputs), one_call, want)
-    rechunked = otherwise_split(trial)
+    yield "in a plan for twice as many", gather_rows(call_on(larger, inputs), one_call, want)
+    rechunked = rechunked_kernel(trial)
     if rechunked is not None:
-        yield "split otherwise", gathered(call_on(rechunked, inputs), one_call, want)
+        yield "split otherwise", gather_rows(call_on(rechunked, inputs), one_call, want)
 
 
-def otherwise_split(trial: Trial) -> FusedMoEModularKernel | None:
+def rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
     """Return a kernel with chunks of a third of the tokens, or without the case's chunks.
 
     None if the pairing refuses it.

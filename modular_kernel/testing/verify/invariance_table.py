@@ -11,7 +11,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.verify.invariance import as_bytes, regrouped
+from modular_kernel.testing.verify.invariance import as_bytes, regrouped_calls
 from modular_kernel.testing.verify.trial import Trial
 
 LAYER = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
@@ -67,7 +67,7 @@ def changed_rows(case: Case, machine: Machine) -> int:
     trial = Trial(case, machine)
     want = as_bytes(trial.eager)
     changed = torch.zeros(len(want), dtype=torch.bool, device=want.device)
-    for _, rows in regrouped(trial):
+    for _, rows in regrouped_calls(trial):
         changed |= (as_bytes(rows) != want).any(1)
     return int(changed.sum())
 

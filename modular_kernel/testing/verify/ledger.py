@@ -22,7 +22,7 @@ KINDS = ("cpu", "cpu-interpreter", "cuda")
 
 
 @dataclass(frozen=True)
-class Promise:
+class LedgerEntry:
     """One line of the ledger: the pairing must pass at least `cases` cases on such machines."""
 
     machine: str
@@ -43,7 +43,7 @@ def machine_kind(machine: Machine, world_size: int = 1) -> str:
     return kind if world_size == 1 else f"{kind}:{world_size}"
 
 
-def parse_ledger(text: str) -> tuple[Promise, ...]:
+def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
     """Parse the ledger's text, in which `#` starts a comment.
 
     Raise ConfigurationError on a malformed line.
@@ -57,7 +57,7 @@ def parse_ledger(text: str) -> tuple[Promise, ...]:
             kinds = f"MACHINE one of {', '.join(KINDS)}, or with ranks such as {KINDS[0]}:2"
             need = f"MACHINE PREPARE_FINALIZE EXPERTS CASES, {kinds}"
             raise ConfigurationError(f"ledger line {number}", got=line.strip(), need=need)
-        promises.append(Promise(words[0], words[1], words[2], int(words[3])))
+        promises.append(LedgerEntry(words[0], words[1], words[2], int(words[3])))
     return tuple(promises)
 
 
@@ -66,13 +66,13 @@ def _is_kind(word: str) -> bool:
     return kind in KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
 
 
-def read_ledger(path: Path) -> tuple[Promise, ...]:
+def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
     """Read a ledger file; raise ConfigurationError on a malformed line."""
     return parse_ledger(path.read_text(encoding="utf-8"))
 
 
-def broken_promises(
-    ledger: Iterable[Promise], counts: Counter[tuple[str, str]], kind: str
+def unmet_entries(
+    ledger: Iterable[LedgerEntry], counts: Counter[tuple[str, str]], kind: str
 ) -> tuple[str, ...]:
     """Return a line for each pairing with fewer cases in `counts` than required for `kind`.
 
@@ -93,7 +93,7 @@ def broken_promises(
     return (*short, *unguarded)
 
 
-def check_proofs(ledger: Iterable[Promise], proofs: Iterable[Proof]) -> tuple[str, ...]:
+def check_proofs(ledger: Iterable[LedgerEntry], proofs: Iterable[Proof]) -> tuple[str, ...]:
     """Return one line for each ledger requirement that the passed proofs do not meet.
 
     Only the kinds of machine that occur in `proofs` are checked.
@@ -106,5 +106,5 @@ def check_proofs(ledger: Iterable[Promise], proofs: Iterable[Proof]) -> tuple[st
             counter[proof.case.prepare_finalize, proof.case.experts] += 1
     ledger = tuple(ledger)
     return tuple(
-        line for kind, counter in counts.items() for line in broken_promises(ledger, counter, kind)
+        line for kind, counter in counts.items() for line in unmet_entries(ledger, counter, kind)
     )

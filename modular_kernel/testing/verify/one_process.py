@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import CorruptionError, ModularKernelError
-from modular_kernel.path_log import EnteredPath, watched_paths
-from modular_kernel.replay.launch.runtime import known_launches
+from modular_kernel.path_log import EnteredPath, record_paths
+from modular_kernel.replay.launch.runtime import launch_cache
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.path_coverage import PathCell, cells_of
@@ -63,11 +63,11 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         raise
     except Exception as why:  # noqa: BLE001 (a third-party part may raise anything)
         seconds = time.perf_counter() - start
-        return Proof(case, machine, math.inf, 0.0, (raised("build", why),), seconds)
+        return Proof(case, machine, math.inf, 0.0, (raised_finding("build", why),), seconds)
     trial = Trial(case, machine, build)
     with (
-        known_launches(),
-        watched_paths() as entered,
+        launch_cache(),
+        record_paths() as entered,
     ):  # the launch cache skips interpreted launches that repeat an earlier one
         failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)
@@ -103,10 +103,10 @@ def _run(check: Check, trial: Trial) -> Iterator[str]:
             yield f"{name}: {finding}"
     # A faulty part may raise anything; report it as a finding and run the remaining checks.
     except Exception as error:  # noqa: BLE001
-        yield raised(name, error)
+        yield raised_finding(name, error)
 
 
-def raised(check: str, error: Exception) -> str:
+def raised_finding(check: str, error: Exception) -> str:
     """Return the finding for a check that raised `error`."""
     if isinstance(error, CorruptionError):
         return f"red_zones: {error}"

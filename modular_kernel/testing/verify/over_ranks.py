@@ -27,19 +27,25 @@ from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import Inputs, Manner, Place, fill_of, make_inputs
-from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.inputs import (
+    FencedMemory,
+    Inputs,
+    InputVariation,
+    fill_of,
+    make_inputs,
+)
+from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import Fair
+from modular_kernel.testing.verify.compare_isolated import RecipeErrors
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
-from modular_kernel.testing.verify.one_process import Proof, raised
+from modular_kernel.testing.verify.one_process import Proof, raised_finding
 from modular_kernel.testing.verify.sample import Sample
-from modular_kernel.testing.verify.scenario_context import Stage
-from modular_kernel.testing.verify.scenarios import play
+from modular_kernel.testing.verify.scenario_context import ScenarioContext
+from modular_kernel.testing.verify.scenarios import run_scenario
 from modular_kernel.testing.verify.trial import Build, Trial, call
 
 # (..., poison, process group)
@@ -70,7 +76,7 @@ class RankSample(Sample):
         """The inputs of all ranks and the weights of all experts."""
         return self._world(self.manner)
 
-    def _world(self, manner: Manner) -> Inputs:
+    def _world(self, manner: InputVariation) -> Inputs:
         tokens = self.counts[0] if self.all.replicated else sum(self.counts)
         whole = self.all.whole.with_tokens(tokens)
         return make_inputs(
@@ -88,10 +94,10 @@ class RankSample(Sample):
         start = 0 if self.all.replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
-    def _make(self, manner: Manner | None = None) -> Inputs:
+    def _make(self, manner: InputVariation | None = None) -> Inputs:
         world = self.world if manner is None else self._world(manner)
-        place = Place(self.device, fill=fill_of(self.seed))
-        return part_of(world, self.mine, self.problem, place, strided=self.strided)
+        place = FencedMemory(self.device, fill=fill_of(self.seed))
+        return inputs_of_rank(world, self.mine, self.problem, place, strided=self.strided)
 
     @property
     def whole_pristine(self) -> Inputs:
@@ -132,7 +138,7 @@ class RankSample(Sample):
         fair = float((recipe - exact).norm() / size) if size else 0.0
         args = out, self.exact, self.recipe, self.problem
         return (
-            compare_with_nan(*args, fair=Fair(fair))
+            compare_with_nan(*args, fair=RecipeErrors(fair))
             if self.manner.nan
             else compare(*args, fair=fair)
         )
@@ -188,8 +194,9 @@ class RankTrial(Trial):
         """(outcome, expected outcome) of each call of the case's fault scenario on this rank."""
         if not self.fault:
             return ()
-        return play(
-            self.fault, Stage(self.case, self.machine, self.first, self.build, self._meaning)
+        return run_scenario(
+            self.fault,
+            ScenarioContext(self.case, self.machine, self.first, self.build, self._meaning),
         )
 
     def _meaning(self, changes: Mapping[str, Any]) -> RankSample | None:
@@ -249,7 +256,7 @@ def build_kernel(
     )
 
 
-def examine(
+def run_checks(
     rank: int,
     _world_size: int,
     group: object,
@@ -273,7 +280,7 @@ def examine(
             for finding in check(trial):
                 findings.append(f"{name}: {finding}")
         except Exception as error:
-            raise CheckError("\n".join([*findings, raised(name, error)])) from error
+            raise CheckError("\n".join([*findings, raised_finding(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
     unique = tuple(dict.fromkeys(findings))
     # Not done after a check raised: destroying a part may wait for peers that never get here.
@@ -307,10 +314,10 @@ def prove_ranks(
     verdict = case.verdict(machine)
     if not verdict.ok:
         raise IncompatibleError(verdict.pairing, verdict.rejections)
-    return examined(case, pool, machine, build, checks=checks, timeout=timeout)
+    return prove_unchecked(case, pool, machine, build, checks=checks, timeout=timeout)
 
 
-def examined(
+def prove_unchecked(
     case: RankCase,
     pool: AnyRanks,
     machine: Machine,
@@ -324,7 +331,7 @@ def examined(
     failures: list[str] = []
     try:
         task = case, machine, build, tuple(checks)
-        reports = dict(enumerate(pool.run(examine, *task, timeout=timeout)))
+        reports = dict(enumerate(pool.run(run_checks, *task, timeout=timeout)))
     except RankError as error:
         reports = error.results
         for rank, text in error.failures.items():

@@ -32,12 +32,12 @@ def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator
         for case in cases:
             yield prove(case, machine)
         return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_init_worker)
     try:
         proofs, processes = _submit(pool, cases, machine)
         try:
             for case, proof in zip(cases, proofs, strict=True):
-                yield _result(proof, case)
+                yield _wait_for_proof(proof, case)
         except BaseException:  # such as KeyboardInterrupt, while the workers still run
             for process in processes:
                 process.kill()
@@ -60,7 +60,7 @@ def _submit(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _result(proof: Future[Proof], case: Case) -> Proof:
+def _wait_for_proof(proof: Future[Proof], case: Case) -> Proof:
     try:
         return proof.result()
     except BrokenProcessPool as error:
@@ -68,7 +68,7 @@ def _result(proof: Future[Proof], case: Case) -> Proof:
         raise WorkerError(f"a process that proves cases ended, {why}: {command(case)}") from error
 
 
-def _begin() -> None:
+def _init_worker() -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

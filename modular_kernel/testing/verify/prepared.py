@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from modular_kernel.quant.prepared import MADE_OF
+from modular_kernel.quant.prepared import SOURCE_FIELDS
 from modular_kernel.testing.verify.trial import Trial
 
 
@@ -10,7 +10,7 @@ def prepared_weights(trial: Trial) -> Iterator[str]:
     """Compare one direct and two planned calls on prepared weights with the oracle.
 
     Experts that prepare nothing must return the same weights object. Other experts may replace only
-    the tensors listed in `MADE_OF`.
+    the tensors listed in `SOURCE_FIELDS`.
     """
     sample, kernel = trial.first, trial.kernel
     weights = sample.inputs.weights
@@ -20,7 +20,9 @@ def prepared_weights(trial: Trial) -> Iterator[str]:
             yield "other weights, of experts that prepare nothing"
         return
     if changed := [
-        n for n, t in vars(weights).items() if t is not getattr(prepared, n) and n not in MADE_OF
+        n
+        for n, t in vars(weights).items()
+        if t is not getattr(prepared, n) and n not in SOURCE_FIELDS
     ]:
         yield f"other {', '.join(changed)}"
     plan, routing = kernel.plan(), sample.inputs.routing

@@ -9,9 +9,15 @@ from modular_kernel import reference
 from modular_kernel.catalog import load_catalog
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import Inputs, Manner, fenced, invalid_count, make_inputs
+from modular_kernel.testing.cases.inputs import (
+    Inputs,
+    InputVariation,
+    fenced,
+    invalid_count,
+    make_inputs,
+)
 from modular_kernel.testing.verify.compare import Comparison
-from modular_kernel.testing.verify.compare_isolated import Fair, compare_apart
+from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 # Enough for 146 calls of 7 tokens. With 64, w8a8 cases of so few tokens failed by chance although
@@ -41,7 +47,7 @@ class Sample:
         self.pristine = self._make()
         self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
 
-    def _make(self, manner: Manner | None = None) -> Inputs:
+    def _make(self, manner: InputVariation | None = None) -> Inputs:
         return make_inputs(
             self.problem,
             self.routing,
@@ -84,11 +90,11 @@ class Sample:
             result = compare_with_nan(*nan_args)
             return result if result.ok else compare_with_nan(*nan_args, fair=self.fair)
         args = out, self.exact, self.recipe, self.problem, self.manner.values
-        result = compare_apart(*args)
-        return result if result.ok else compare_apart(*args, fair=self.fair)
+        result = compare_by_group(*args)
+        return result if result.ok else compare_by_group(*args, fair=self.fair)
 
     @cached_property
-    def fair(self) -> Fair:
+    def fair(self) -> RecipeErrors:
         """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
         problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
         more = make_inputs(problem, "uniform", self.device, seed=self.seed)
@@ -109,7 +115,7 @@ class Sample:
         exact = reference.oracle(*args)
         recipe = reference.recipe(*args, input_weighted=self.input_weighted)
         rows = int((self.exact != 0).flatten(1).any(1).sum())  # nonzero
-        return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, rows)))
+        return RecipeErrors.of(exact, recipe, min(_MORE_TOKENS, max(1, rows)))
 
     def x_TH(self) -> torch.Tensor:
         """Return x for one call: a new copy if the call overwrites it."""

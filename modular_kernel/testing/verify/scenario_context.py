@@ -29,7 +29,7 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 
 @dataclass(frozen=True)
-class Stage:
+class ScenarioContext:
     """Context of one rank in a fault scenario.
 
     sample: this rank's share of a correct call. build: makes a kernel of a case over the group.
@@ -75,7 +75,7 @@ class Stage:
         """Make another layer on the manager of `kernel`, with `changes` applied on rank 1 alone."""
         return self.over(manager_of(kernel.prepare_finalize), **changes)
 
-    def of(self, **changes: Any) -> "Stage | None":
+    def of(self, **changes: Any) -> "ScenarioContext | None":
         """Return the context of another layer, changed on all ranks; None where it is refused.
 
         If `parallel` is among the changes, it is that of rank 0.
@@ -127,7 +127,7 @@ class Stage:
 
     def goes(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
         """Make a consistent call on all ranks; return its outcome and the expected one, "right"."""
-        return said(lambda: self.judged(self.call(kernel))), RIGHT
+        return outcome_of(lambda: self.judged(self.call(kernel))), RIGHT
 
     def judged(self, out: torch.Tensor) -> str:
         return "; ".join(self.sample.compare(out).problems) or RIGHT
@@ -159,7 +159,7 @@ class Stage:
             subject, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
-        return in_words(error)
+        return error_text(error)
 
     def by_rank(self, name: str, all_but_one: object, of_one: object) -> str:
         """Return `name` with its value on every rank, which differs on rank 1."""
@@ -168,18 +168,18 @@ class Stage:
         return f"{name} {values} by rank"
 
 
-def said(call: Callable[[], str]) -> str:
+def outcome_of(call: Callable[[], str]) -> str:
     """Run `call` and return its result, or the error that it raises as text."""
     try:
         return call()
     except CommunicationError as error:
-        return in_words(error)
+        return error_text(error)
     # A faulty part may raise anything.
     except Exception as error:  # noqa: BLE001
         return type(error).__name__
 
 
-def in_words(error: CommunicationError) -> str:
+def error_text(error: CommunicationError) -> str:
     """Return an error as text, with layer and call, without times, digests and host names."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))

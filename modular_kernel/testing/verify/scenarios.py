@@ -22,22 +22,28 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.scenario_names import counts_calls, manager_class, shares_memory
 from modular_kernel.testing.verify.call_scenarios import (
-    elsewhere,
-    nearest,
+    rejects_meta_tokens,
     routing_on,
-    too_many,
+    too_many_in_flight,
+    uses_nearest_copies,
 )
-from modular_kernel.testing.verify.host_scenarios import journal_of_a_host, on_hosts
+from modular_kernel.testing.verify.host_scenarios import check_host_records, host_assignment
 from modular_kernel.testing.verify.problem_scenarios import (
     ONE_CALL,
     OTHERS,
     Lines,
     another_problem,
-    before,
-    meant_otherwise,
+    another_problem_at_construction,
+    text_before,
 )
-from modular_kernel.testing.verify.scenario_context import RIGHT, VICTIM, Stage, manager_of, said
-from modular_kernel.testing.verify.wait_scenarios import late, stays_out
+from modular_kernel.testing.verify.scenario_context import (
+    RIGHT,
+    VICTIM,
+    ScenarioContext,
+    manager_of,
+    outcome_of,
+)
+from modular_kernel.testing.verify.wait_scenarios import absent_rank, late_rank
 
 HISTORY = 1024  # exchanges that a manager records by default
 REMEMBERED = 64  # steps for which errors still name layer and call
@@ -45,7 +51,7 @@ _BROKE = "broke off its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
 
 
-def misunderstood(on: Stage) -> Lines:
+def inconsistent_calls(on: ScenarioContext) -> Lines:
     """Have rank 1 refuse a call, call another layer, then change the problem; all ranks recover."""
     first = on.kernel()
     if not counts_calls(on.part):
@@ -54,10 +60,10 @@ def misunderstood(on: Stage) -> Lines:
     second = on.beside(first)
     yield on.goes(first)
     yield _claim_rank_0(on, first)
-    yield _elsewhere(on, first)
+    yield _pass_meta(on, first)
     yield _raise_in_prepare(on, first)
     yield (
-        said(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
+        outcome_of(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
         "DtypeError" if on.at_fault else on.told(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
             "calls that every rank takes", layer=1, call=2, step=4,
@@ -67,11 +73,13 @@ def misunderstood(on: Stage) -> Lines:
     kernel, at = (second, (2, 1)) if on.at_fault else (first, (1, 3))
     got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
     yield (
-        said(lambda: on.judged(on.call(kernel))),
+        outcome_of(lambda: on.judged(on.call(kernel))),
         on.told(got, ONE_CALL, layer=at[0], call=at[1], step=6),
     )
     yield on.goes(second)
-    yield from (meant_otherwise if shares_memory(on.part) else another_problem)(on, first)
+    yield from (another_problem_at_construction if shares_memory(on.part) else another_problem)(
+        on, first
+    )
     # Ranks that share memory report another problem when the part is made, not in a call.
     step = 8 if shares_memory(on.part) else 9 + len(on.other_problems(OTHERS))
     if on.part.requires.replicated_input:
@@ -79,22 +87,22 @@ def misunderstood(on: Stage) -> Lines:
         step += 1
     yield on.goes(first)
     refused = {2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}
-    yield journal(on, first, refused=refused, last=step), RIGHT
-    yield from journal_of_a_host(on, first)
+    yield check_records(on, first, refused=refused, last=step), RIGHT
+    yield from check_host_records(on, first)
     yield from _use_explicit_manager(on, first)
     first.prepare_finalize.destroy()
-    yield said(lambda: on.judged(on.call(second))), "UnsupportedError"
+    yield outcome_of(lambda: on.judged(on.call(second))), "UnsupportedError"
 
 
-def _claim_rank_0(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def _claim_rank_0(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     """Have rank 1 claim to be rank 0: it alone gets an error, before any exchange."""
     if not on.at_fault:
         return RIGHT, RIGHT
     as_rank_0 = replace(on.case.problem.parallel, rank=0)
-    return said(lambda: str(on.beside(kernel, parallel=as_rank_0))), "ConfigurationError"
+    return outcome_of(lambda: str(on.beside(kernel, parallel=as_rank_0))), "ConfigurationError"
 
 
-def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def _pass_meta(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     """Have rank 1 pass tensors on a device that the group does not support."""
     meta, i = torch.device("meta"), on.sample.inputs
     weights = {f.name: getattr(i.weights, f.name) for f in fields(i.weights)}
@@ -102,7 +110,7 @@ def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
         n: None if t is None else t.to(meta) for n, t in weights.items()
     }
     inputs = {"x_TH": i.x_TH.to(meta), "routing": routing_on(meta, i.routing)}
-    outcome = said(
+    outcome = outcome_of(
         lambda: on.judged(on.call(kernel, **inputs, weights=ExpertWeights(**meta_weights)))
     )
     got, need = (
@@ -112,19 +120,21 @@ def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     return outcome, "DeviceError" if on.at_fault else on.told(got, need, layer=1, call=2, step=2)
 
 
-def _raise_in_prepare(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def _raise_in_prepare(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     """Make the part of rank 1 raise an unexpected error before it has sent anything."""
     part: Any = kernel.prepare_finalize
     if on.at_fault:
         part.prepare = part.prepare_no_receive = _raise_error
-    outcome = said(lambda: on.judged(on.call(kernel)))
+    outcome = outcome_of(lambda: on.judged(on.call(kernel)))
     if on.at_fault:
         del part.prepare, part.prepare_no_receive
     got, need = "rank 1 refused its call 2 of layer 1 with an error", "calls that every rank takes"
     return outcome, "RuntimeError" if on.at_fault else on.told(got, need, layer=1, call=2, step=3)
 
 
-def _pass_fewer_tokens(on: Stage, kernel: FusedMoEModularKernel, step: int) -> tuple[str, str]:
+def _pass_fewer_tokens(
+    on: ScenarioContext, kernel: FusedMoEModularKernel, step: int
+) -> tuple[str, str]:
     """Have rank 1 pass fewer tokens, though the part needs the same number on all ranks."""
     i, tokens = on.sample.inputs, len(on.sample.inputs.x_TH)
     fewer = replace(
@@ -135,10 +145,10 @@ def _pass_fewer_tokens(on: Stage, kernel: FusedMoEModularKernel, step: int) -> t
     counts = (tokens - 1 if rank == VICTIM else tokens for rank in range(on.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
     expected = on.told(got, "the same tokens on all", layer=1, call=3, step=step)
-    return said(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), expected
+    return outcome_of(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), expected
 
 
-def _use_explicit_manager(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
+def _use_explicit_manager(on: ScenarioContext, kernel: FusedMoEModularKernel) -> Lines:
     """Use a manager made by the caller with explicit options in place of the defaults."""
     yield _count_records(kernel), str(HISTORY)
     deadline_s = manager_of(kernel.prepare_finalize).deadline_s
@@ -146,19 +156,19 @@ def _use_explicit_manager(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     manager = manager_class(on.part)(None, **options)
     kernel_on_manager = on.over(manager)
     yield on.goes(kernel_on_manager)
-    yield said(partial(_check_gpu_machine, kernel_on_manager, on.machine)), "DeviceError"
+    yield outcome_of(partial(_check_gpu_machine, kernel_on_manager, on.machine)), "DeviceError"
     kernel_on_manager.prepare_finalize.destroy()  # must not destroy the caller's manager
     yield on.goes(kernel_on_manager)
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
-    yield elsewhere(on, kernel_on_manager)
-    yield from too_many(on, kernel_on_manager)
-    yield from nearest(on, manager)
+    yield rejects_meta_tokens(on, kernel_on_manager)
+    yield from too_many_in_flight(on, kernel_on_manager)
+    yield from uses_nearest_copies(on, manager)
     manager.destroy()
-    yield said(lambda: on.judged(on.call(kernel_on_manager))), "UnsupportedError"
+    yield outcome_of(lambda: on.judged(on.call(kernel_on_manager))), "UnsupportedError"
     inside = getattr(manager, "inside", None)  # memory that the ranks of a host share
     if inside is not None:
-        yield said(lambda: str(inside.check_open())), "UnsupportedError"
-    yield from on_hosts(on)
+        yield outcome_of(lambda: str(inside.check_open())), "UnsupportedError"
+    yield from host_assignment(on)
 
 
 def _count_records(kernel: FusedMoEModularKernel) -> str:
@@ -174,18 +184,18 @@ def _check_gpu_machine(kernel: FusedMoEModularKernel, machine: Machine) -> str:
     return "not refused"
 
 
-def _share_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
+def _share_memory(on: ScenarioContext, first: FusedMoEModularKernel) -> Lines:
     """Run the scenario on parts that share memory, which compare problems when the part is made."""
     yield on.goes(first)
-    yield journal(on, first, refused={}, last=1), RIGHT
-    yield from meant_otherwise(on, first)
+    yield check_records(on, first, refused={}, last=1), RIGHT
+    yield from another_problem_at_construction(on, first)
     second = on.beside(first)
     yield on.goes(second)
     yield on.goes(first)
     yield from _use_explicit_manager(on, first)
 
 
-def broken_off(on: Stage) -> Lines:
+def failing_experts(on: ScenarioContext) -> Lines:
     """Make the experts of rank 1 raise: other ranks get an error at once and in every later call.
 
     So does a call of another layer that was in flight.
@@ -194,7 +204,7 @@ def broken_off(on: Stage) -> Lines:
     beside = on.beside(kernel)
     yield on.goes(kernel)
     finished, pending = on.begun(beside), on.begun(beside)
-    yield said(lambda: on.judged(finished.finish())), RIGHT
+    yield outcome_of(lambda: on.judged(finished.finish())), RIGHT
     yield _call_failing_experts(on, kernel, lambda: on.call(kernel), at=(1, 2, 4))
     yield _check_last_record(on, kernel), RIGHT
     got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{_BROKE}"
@@ -208,7 +218,7 @@ def broken_off(on: Stage) -> Lines:
         return torch.empty(0)
 
     for call in (pending.finish, lambda: on.call(beside), exchange):
-        outcome = said(lambda call=call: on.judged(call()))  # type: ignore[misc]
+        outcome = outcome_of(lambda call=call: on.judged(call()))  # type: ignore[misc]
         yield re.sub(r"; after N s: .*, need", ", need", outcome), expected
     # Errors name layer and call of the last REMEMBERED steps only.
     for steps, layer in ((REMEMBERED - 1, 1), (REMEMBERED, 0)):
@@ -221,7 +231,7 @@ def broken_off(on: Stage) -> Lines:
     yield on.goes(on.kernel())
 
 
-def _fail_without_message(on: Stage) -> tuple[str, str]:
+def _fail_without_message(on: ScenarioContext) -> tuple[str, str]:
     """Make the library fail without a message on every rank, in an exchange of no layer."""
     manager = manager_of(on.kernel().prepare_finalize)
     dist.barrier()  # all ranks must be connected first
@@ -233,7 +243,7 @@ def _fail_without_message(on: Stage) -> tuple[str, str]:
 
     got = "failed too; after N s: RuntimeError"
     need = f"every rank within {manager.deadline_s:g} s"
-    outcome = said(lambda: on.judged(exchange()))
+    outcome = outcome_of(lambda: on.judged(exchange()))
     expected = on.error("exchange between ranks", got, need, (0, 0, 1), on.others, "combine")
     return _SECONDS.sub("N s", outcome), _SECONDS.sub("N s", expected)
 
@@ -246,7 +256,7 @@ class _FailingCommunicator:
 
 
 def _call_failing_experts(
-    on: Stage,
+    on: ScenarioContext,
     kernel: FusedMoEModularKernel,
     call: Callable[[], torch.Tensor],
     *,
@@ -256,18 +266,18 @@ def _call_failing_experts(
     if on.at_fault:
         kernel.experts.apply = _raise_error  # type: ignore[method-assign]
     start, deadline_s = time.monotonic(), manager_of(kernel.prepare_finalize).deadline_s
-    outcome = said(lambda: on.judged(call()))
+    outcome = outcome_of(lambda: on.judged(call()))
     if time.monotonic() - start > 0.9 * deadline_s:
         return "not at once", "at once"
     expected = on.error("exchange between ranks", _BROKE, "", at, (VICTIM,), "combine")
     return (
         (outcome, "RuntimeError")
         if on.at_fault
-        else (before(outcome, "; after"), before(expected, ", need"))
+        else (text_before(outcome, "; after"), text_before(expected, ", need"))
     )
 
 
-def _check_last_record(on: Stage, kernel: FusedMoEModularKernel) -> str:
+def _check_last_record(on: ScenarioContext, kernel: FusedMoEModularKernel) -> str:
     """Return "right" if the last record is the exchange that failed in step 4, else the record."""
     lines = manager_of(kernel.prepare_finalize).last_calls.json_lines().splitlines()
     record = json.loads(lines[-1])
@@ -281,7 +291,9 @@ def _raise_error(*_: object, **__: object) -> None:
     raise RuntimeError("these experts are broken")
 
 
-def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str], *, last: int) -> str:
+def check_records(
+    on: ScenarioContext, kernel: FusedMoEModularKernel, refused: dict[int, str], *, last: int
+) -> str:
     """Return what is wrong with the manager's records of exchanges, or "right".
 
     refused: step -> name of the error with which rank 1 refused its call. last: the last step.
@@ -311,7 +323,9 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str], *
     return RIGHT
 
 
-def _expected_records(on: Stage, kernel: FusedMoEModularKernel, last: int) -> set[tuple[int, str]]:
+def _expected_records(
+    on: ScenarioContext, kernel: FusedMoEModularKernel, last: int
+) -> set[tuple[int, str]]:
     """Return (step, phase) of the required records: counts in each step, rows of successful calls.
 
     The first and the last call succeed. Rows moved through memory within a host have no record.
@@ -324,13 +338,13 @@ def _expected_records(on: Stage, kernel: FusedMoEModularKernel, last: int) -> se
     return expected | {(step, phase) for step in (1, last) for phase in phases}
 
 
-def finished_by_turns(on: Stage) -> Lines:
+def finished_out_of_order(on: ScenarioContext) -> Lines:
     """Finish two calls in reverse order on rank 1; the next call reports it."""
     kernel = on.kernel()
     pending = [on.begun(kernel) for _ in range(2)]
     for each in reversed(pending) if on.at_fault else pending:
         each.finish()
-    outcome = said(lambda: on.judged(on.call(kernel)))
+    outcome = outcome_of(lambda: on.judged(on.call(kernel)))
     got, need = (
         "the exchanges before it in another order",
         "one layer, call, pairing, step and order",
@@ -338,16 +352,16 @@ def finished_by_turns(on: Stage) -> Lines:
     yield outcome, on.told(got, need, layer=1, call=3, step=3)
 
 
-_SCENARIOS: dict[str, Callable[[Stage], Lines]] = {
-    "misunderstood": misunderstood,
-    "broken-off": broken_off,
-    "late": late,
-    "stays-out": stays_out,
-    "finished-by-turns": finished_by_turns,
+_SCENARIOS: dict[str, Callable[[ScenarioContext], Lines]] = {
+    "misunderstood": inconsistent_calls,
+    "broken-off": failing_experts,
+    "late": late_rank,
+    "stays-out": absent_rank,
+    "finished-by-turns": finished_out_of_order,
 }
 
 
-def play(fault: str, stage: Stage) -> tuple[tuple[str, str], ...]:
+def run_scenario(fault: str, stage: ScenarioContext) -> tuple[tuple[str, str], ...]:
     """Run a fault scenario; return (outcome, expected outcome) of every call.
 
     Runs to the end even after a mismatch, because other ranks wait for this one.

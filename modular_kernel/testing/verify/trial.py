@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
-from modular_kernel.replay.launch.runtime import watched_races
+from modular_kernel.replay.launch.runtime import record_races
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, fences_intact
@@ -25,7 +25,7 @@ def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularK
 
 
 @dataclass(frozen=True)
-class Into:
+class OutCallResult:
     """Result of a call with `out=` (or inplace).
 
     same: whether it returned the given tensor. intact: whether the memory around it is unchanged.
@@ -37,7 +37,7 @@ class Into:
 
 
 @dataclass(frozen=True)
-class First:
+class FirstCallResult:
     """Result of the first call.
 
     invalid_ids: number of invalid ids that the kernel counted. races: between programs of one
@@ -103,12 +103,12 @@ class Trial:
         return self.build(self.case, self.machine, True)
 
     @cached_property
-    def first_call(self) -> First:
+    def first_call(self) -> FirstCallResult:
         """The first call, with race detection."""
         before = self.kernel.count_invalid_ids()
-        with watched_races() as races:
+        with record_races() as races:
             output = call(self.kernel, self.first)
-        return First(output, self.kernel.count_invalid_ids() - before, tuple(races))
+        return FirstCallResult(output, self.kernel.count_invalid_ids() - before, tuple(races))
 
     @property
     def eager(self) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Trial:
         return call(self.plan, self.second)
 
     @cached_property
-    def planned(self) -> Into:
+    def planned(self) -> OutCallResult:
         """The first call again, with `out=` (or inplace), in a plan that ran another before."""
         _ = self.planned_second
         sample = self.first
@@ -134,7 +134,7 @@ class Trial:
         target = x_TH if inplace else sample.empty_output()
         i = sample.inputs
         got = self.plan(x_TH, i.weights, i.routing, out=None if inplace else target)
-        return Into(got.clone(), got is target, fences_intact(target))
+        return OutCallResult(got.clone(), got is target, fences_intact(target))
 
     @cached_property
     def planned_other(self) -> torch.Tensor:

@@ -51,7 +51,7 @@ def without_adapters(trial: Trial) -> Iterator[str]:
         yield f"{count} of {int(base_T.sum())} rows without an adapter are changed by the others'"
 
 
-def adapters_by_turns(trial: Trial) -> Iterator[str]:
+def alternating_adapters(trial: Trial) -> Iterator[str]:
     """Check that planned calls with and without adapters leave nothing in each other's buffers.
 
     A call without adapters has the bits of a layer without adapters; a following call with adapters

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 from prepare_finalize.symm_mem.kernels.signals import (
-    last_of_program,
-    of_rank,
-    place_of,
+    is_last_program,
+    peer_pointer,
+    row_at_peer,
     signal,
     wait_for_all,
 )
@@ -30,7 +30,7 @@ def combine_kernel(
 
     Sums are float32, in rank order; NaN after a failed wait. Any grid (programs,).
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     number = tl.load(state_ptr) + 1
     # Signal before any program waits: programs that are not yet resident cannot block the signal.
     if tl.program_id(0) == 0:
@@ -47,13 +47,13 @@ def combine_kernel(
         total = tl.zeros((BLOCK,), tl.float32)
         for peer in tl.static_range(WORLD):
             mask = (column < HIDDEN) & ((sent >> peer) & 1 != 0)
-            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
-            ptr = of_rank(y_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN
+            peer_row = row_at_peer(places_ptr, peer, token, tokens, row, PLACED)
+            ptr = peer_pointer(y_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN
             total += tl.load(ptr + column, mask=mask, other=0.0)
         if failed > 0:
             total += float("nan")
         out_ptrs = out_ptr + token * stride_out + column
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
     # When the last program increments the number, all programs have read it.
-    if last_of_program(state_ptr + 1):
+    if is_last_program(state_ptr + 1):
         tl.store(state_ptr, number)

@@ -4,19 +4,19 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 from prepare_finalize.symm_mem.kernels.signals import (
-    last_of_program,
-    of_rank,
-    place_of,
+    is_last_program,
+    peer_pointer,
+    row_at_peer,
     signal,
     wait_for_all,
 )
 
 
 @triton.jit
-def _homes_of(
+def _load_homes(
     ids_ptr, homes_ptr, copies_ptr, token, live, first_copy, num_experts,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, MOST_COPIES: tl.constexpr,
 ):  # fmt: skip
@@ -59,16 +59,16 @@ def _send_routing(
         adapter = tl.load(adapters_ptr + token, mask=live, other=-1)
     for peer in tl.static_range(WORLD):
         is_on_peer = ranks == peer
-        peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+        peer_row = row_at_peer(places_ptr, peer, token, tokens, row, PLACED)
         row_mask = mask
         if PLACED:
             row_mask = mask & (peer_row >= 0)
-        ids_ptr = of_rank(ids_there_ptr, deltas_ptr, peer) + peer_row * TOP_K
+        ids_ptr = peer_pointer(ids_there_ptr, deltas_ptr, peer) + peer_row * TOP_K
         tl.store(ids_ptr + k, tl.where(is_on_peer, slots, -1), mask=row_mask)
-        ptr = of_rank(weights_there_ptr, deltas_ptr, peer) + peer_row * TOP_K
+        ptr = peer_pointer(weights_there_ptr, deltas_ptr, peer) + peer_row * TOP_K
         tl.store(ptr + k, tl.where(is_on_peer, weights, 0.0), mask=row_mask)
         if ADAPTERS != "none":
-            adapter_ptr = of_rank(adapters_there_ptr, deltas_ptr, peer) + peer_row
+            adapter_ptr = peer_pointer(adapters_there_ptr, deltas_ptr, peer) + peer_row
             if PLACED:
                 tl.store(adapter_ptr, adapter, mask=peer_row >= 0)
             else:
@@ -98,20 +98,20 @@ def _send_columns(
     value = value.to(TYPE)
     for peer in tl.static_range(WORLD):
         if (sent >> peer) & 1 != 0:
-            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+            peer_row = row_at_peer(places_ptr, peer, token, tokens, row, PLACED)
             tl.store(
-                of_rank(x_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN + column,
+                peer_pointer(x_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN + column,
                 value,
                 mask=mask,
             )
             if QUANT == "group":
-                ptr = of_rank(scale_there_ptr, deltas_ptr, peer) + peer_row * GROUPS
+                ptr = peer_pointer(scale_there_ptr, deltas_ptr, peer) + peer_row * GROUPS
                 group = first // GROUP + tl.arange(0, BLOCK // GROUP)
                 tl.store(ptr + group, scale, mask=group < GROUPS)
 
 
 @triton.jit
-def _largest_of(x_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def _row_amax(x_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """Return the largest magnitude of a row."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, HIDDEN, BLOCK):
@@ -132,8 +132,8 @@ def _send_scales(
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)
     for peer in tl.static_range(WORLD):
         if (sent >> peer) & 1 != 0:
-            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
-            ptr = of_rank(scale_there_ptr, deltas_ptr, peer) + peer_row * SCALES
+            peer_row = row_at_peer(places_ptr, peer, token, tokens, row, PLACED)
+            ptr = peer_pointer(scale_there_ptr, deltas_ptr, peer) + peer_row * SCALES
             tl.store(ptr + column, scale, mask=mask)
 
 
@@ -169,12 +169,12 @@ def dispatch_kernel(
 
     Any grid (programs,). A work item is CHUNK columns of a row; CHUNK is a multiple of BLOCK.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     CHUNKS: tl.constexpr = (HIDDEN + CHUNK - 1) // CHUNK
     for item in range(tl.program_id(0), capacity * CHUNKS, tl.num_programs(0)):
         token, chunk = tl.full((), 0, tl.int64) + item // CHUNKS, item % CHUNKS
         live = token < tokens
-        ranks, slots, invalid = _homes_of(
+        ranks, slots, invalid = _load_homes(
             ids_ptr, homes_ptr, copies_ptr, token, live, rank, num_experts,
             TOP_K, BLOCK_K, MOST_COPIES,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def dispatch_kernel(
             is_needed = tl.max((ranks == peer).to(tl.int32), axis=0)  # NaN-free: integers
             if PLACED:
                 is_needed = tl.where(
-                    place_of(places_ptr, peer, token, tokens, row, PLACED) >= 0, is_needed, 0
+                    row_at_peer(places_ptr, peer, token, tokens, row, PLACED) >= 0, is_needed, 0
                 )
             sent |= is_needed << peer
         if chunk == 0:
@@ -200,13 +200,15 @@ def dispatch_kernel(
             row_ptr = x_ptr + token * stride_x
             inverse = 1.0
             if QUANT == "token":
-                scale = scale_of(_largest_of(row_ptr, HIDDEN, BLOCK), LARGEST, MIN_SCALE)
+                scale = scale_of(_row_amax(row_ptr, HIDDEN, BLOCK), LARGEST, MIN_SCALE)
                 inverse = tl.div_rn(1.0, scale)
                 if chunk == 0:
                     for peer in tl.static_range(WORLD):
                         if (sent >> peer) & 1 != 0:
-                            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
-                            tl.store(of_rank(scale_there_ptr, deltas_ptr, peer) + peer_row, scale)
+                            peer_row = row_at_peer(places_ptr, peer, token, tokens, row, PLACED)
+                            tl.store(
+                                peer_pointer(scale_there_ptr, deltas_ptr, peer) + peer_row, scale
+                            )
             elif QUANT == "scaled":
                 if chunk == 0:
                     _send_scales(
@@ -219,7 +221,7 @@ def dispatch_kernel(
                     row, sent, inverse, chunk * CHUNK + first, HIDDEN, QUANT, GROUP, LARGEST,
                     ROUND, MIN_SCALE, PLACED, WORLD, BLOCK,
                 )  # fmt: skip
-    if last_of_program(state_ptr + 1):
+    if is_last_program(state_ptr + 1):
         number = tl.load(state_ptr) + 1
         tl.store(state_ptr, number)
         signal(flags_ptr, deltas_ptr, rank, number, failed_ptr, WORLD, PADDED)
@@ -236,6 +238,6 @@ def arrival_kernel(
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Wait for the rows of a dispatch without WAIT. Grid (1,)."""
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     number = tl.load(state_ptr)
     wait_for_all(flags_ptr, number, failed_ptr, status_ptr, patience, 1, WORLD, PADDED, INTERPRETED)

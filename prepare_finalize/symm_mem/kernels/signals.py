@@ -15,7 +15,7 @@ from triton.language.extra.cuda import globaltimer
 _PAUSE_S = 0.0002
 
 
-class HostNanoseconds(int):
+class HostClock(int):
     """Python's monotonic clock, with a short sleep.
 
     A class, because a Triton kernel may refer to no other kind of callable. Waiting loops call it
@@ -28,14 +28,14 @@ class HostNanoseconds(int):
 
 
 @triton.jit
-def of_rank(pointer, deltas_ptr, rank):
+def peer_pointer(pointer, deltas_ptr, rank):
     """Return the address of another rank for `pointer` into this rank's memory; 16-byte aligned."""
     address = pointer.to(tl.int64) + tl.load(deltas_ptr + rank)
     return tl.multiple_of(address.to(pointer.dtype), 16)
 
 
 @triton.jit
-def place_of(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
+def row_at_peer(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
     """Return the int64 row of a token in the memory of `rank`: `row`, or its entry in the table."""
     if PLACED:
         return tl.load(places_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
@@ -46,7 +46,7 @@ def place_of(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
 
 
 @triton.jit
-def last_of_program(counter_ptr):
+def is_last_program(counter_ptr):
     """Return whether this is the last program of the launch to get here.
 
     For the last one, the writes of all others are visible, and the counter is 0 again.
@@ -93,7 +93,7 @@ def _load_acquire(pointers, INTERPRETED: tl.constexpr):
 def _now(INTERPRETED: tl.constexpr):
     """Return nanoseconds; interpreted kernels read Python's clock."""
     if INTERPRETED:
-        return HostNanoseconds()
+        return HostClock()
     else:
         return globaltimer()
 

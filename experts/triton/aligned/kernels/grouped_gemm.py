@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import add_loaded, load_deltas, load_slots
+from experts.triton.kernels.adapters import expand_loaded, load_expand_operands, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
-from experts.triton.kernels.gemm_tile_dispatch import product_tile
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 # These depend on the number of tokens and are only compared: do not specialize on them.
@@ -39,7 +39,7 @@ def grouped_gemm_kernel(
     Scales and zero points: see product_tile. LORA: adds B u of adapters, see add_loaded; there is
     one slot per token and one row of u per pair, and lora_b is (slots, e, rows, rank).
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
         return
@@ -57,13 +57,13 @@ def grouped_gemm_kernel(
         slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
         lora_b_ptr += expert * stride_lbe
         # NaN-free: integers
-        u, b, up_u, up_b = load_deltas(
+        u, b, up_u, up_b = load_expand_operands(
             tl.min(slots, axis=0), 0, slots, pairs, u_ptr, lora_b_ptr,
             column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
             U_UP, GATED, BLOCK_R,
         )  # fmt: skip
     a_row = (pairs // A_TOP_K).to(tl.int64)
-    gate, up = product_tile(
+    gate, up = gemm_tile(
         a_ptr + a_row[:, None] * stride_am, a_scale_ptr + a_row * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
@@ -73,7 +73,7 @@ def grouped_gemm_kernel(
         HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if LORA:
-        gate, up = add_loaded(
+        gate, up = expand_loaded(
             gate, up, u, b, up_u, up_b, slots, pairs, u_ptr, lora_b_ptr,
             column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
             U_UP, GATED, PRECISION, BLOCK_R,

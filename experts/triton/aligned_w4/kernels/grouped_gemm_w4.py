@@ -16,8 +16,8 @@ from experts.triton.kernels.operands_w4 import (
     unpack_scaled_words,
     word_order_offsets,
 )
-from experts.triton.kernels.unpack_w4 import counts_from_zero, lacking, opaque
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from experts.triton.kernels.unpack_w4 import missing_factor_log2, opaque, unpacks_without_offset
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def grouped_gemm_w4_kernel(
     one scale, and 32 divides K. With NVFP4 an MMA spans several groups, and zero_ptr points at the
     global scales of an expert.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     num_n = tl.cdiv(columns, BLOCK_N)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, num_n, 1)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
@@ -104,8 +104,8 @@ def grouped_gemm_w4_kernel(
     PART_K: tl.constexpr = GROUPS * DEPTH
     STEP_K: tl.constexpr = PARTS * PART_K
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    LACK: tl.constexpr = lacking(FORMAT, a_ptr.dtype.element_ty)
-    FROM_ZERO: tl.constexpr = counts_from_zero(FORMAT, a_ptr.dtype.element_ty)
+    LACK: tl.constexpr = missing_factor_log2(FORMAT, a_ptr.dtype.element_ty)
+    FROM_ZERO: tl.constexpr = unpacks_without_offset(FORMAT, a_ptr.dtype.element_ty)
     # A thread computes one address; the distances to its others are known at compile time: spans of
     # eight rows, or of as many as one load of scales covers. 32-bit offsets suffice in an expert.
     first = pid_n * BLOCK_N

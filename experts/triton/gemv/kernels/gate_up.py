@@ -12,7 +12,7 @@ from experts.triton.gemv.kernels.common import (
 from experts.triton.kernels.gemm_tile import finish_tile
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 from modular_kernel.ops.kernels.quantize import scale_of
 
 
@@ -121,7 +121,7 @@ def gemv_gate_up_kernel(
     LORA: B[slot of p's token, expert] @ u[p] is added before anything else. U_UP: column offset
     from gate's u to up's.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     pair = tl.program_id(0)
     block = tl.program_id(1)
     if block * BLOCK_N >= intermediate:

@@ -14,14 +14,14 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     ROWS,
     SWIZZLED,
     VECTORS,
-    empty_place,
-    fetch_scales,
-    hold_vectors,
     load_pieces,
     make_ring,
     multiply,
-    rows_of,
+    prefetch_scales,
     spread_scales,
+    store_vectors,
+    vector_row_layout,
+    wait_empty_stage,
 )
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
@@ -52,10 +52,10 @@ def _load(
             if GROUPED:
                 # NaN-free: integers
                 scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
-                fetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
+                prefetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
             num_live += (local >= 0).to(gl.int32)
         for start in range(0, depth, EACH * PANEL):
-            stage, ready = empty_place(step, full, empty)
+            stage, ready = wait_empty_stage(step, full, empty)
             # One expect per stage: one for each of 8 slots cost 10 to 22 us per layer (H200).
             if num_live == TOP_K:
                 mbarrier.expect(ready, TOP_K * EACH * EACH_ROWS * PANEL)
@@ -89,7 +89,7 @@ def _store_pairs(
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
     QUANT: gl.constexpr = "group" if GROUPED else "token"
     PIECES: gl.constexpr = vectors.shape[0]
-    slot = gl.arange(0, SLOTS, rows_of(SLOTS))
+    slot = gl.arange(0, SLOTS, vector_row_layout(SLOTS))
     row_ptrs = h_ptr + (token * TOP_K + slot).to(gl.int64) * depth
     pieces = load_pieces(row_ptrs, 1, slot < TOP_K, depth, PIECES)
     scale = gl.full((SLOTS,), 1.0, gl.float32, AMAX_ROWS)
@@ -100,8 +100,8 @@ def _store_pairs(
         mask = (amax_slot < TOP_K) & (block < largest_blocks)
         largest = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
         scale = scale_of(largest, LARGEST, MIN_SCALE)
-    inverse = gl.convert_layout(div_rn(1.0, scale), rows_of(SLOTS))
-    hold_vectors(
+    inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(SLOTS))
+    store_vectors(
         vectors, scales, pieces, row_ptrs, 1, slot < TOP_K, depth, inverse, row_ptrs, 0,
         QUANT, GROUPED, LARGEST, MIN_SCALE,
     )  # fmt: skip

@@ -14,15 +14,15 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     ROWS,
     SWIZZLED,
     VECTORS,
-    empty_place,
-    fetch_scales,
-    hold_vectors,
     largest_of,
     load_pieces,
     make_ring,
     multiply,
-    rows_of,
+    prefetch_scales,
     spread_scales,
+    store_vectors,
+    vector_row_layout,
+    wait_empty_stage,
 )
 from experts.triton.kernels.gluon_epilogue import activate
 from modular_kernel.ops.kernels.extrema import max_nan
@@ -72,12 +72,12 @@ def _load(
             if GROUPED:
                 row = block * (_COLUMNS * STEP)
                 scale_ptr = w_scale_ptr + local.to(gl.int64) * scale_rows * scale_groups
-                fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
+                prefetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
                 if STEP == 1:
                     row += up_rows
-                    fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
+                    prefetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
             for start in range(0, hidden, EACH * PANEL):
-                stage, ready = empty_place(step, full, empty)
+                stage, ready = wait_empty_stage(step, full, empty)
                 mbarrier.expect(ready, EACH * ROWS * PANEL)
                 for p in gl.static_range(EACH):
                     panel, k = ring.index(stage * EACH + p), start + p * PANEL
@@ -114,18 +114,18 @@ def _store_tokens(
 ):  # fmt: skip
     """Store HELD tokens from `first` on to shared memory; return scales (8,), 1 if GROUPED."""
     PIECES: gl.constexpr = vectors.shape[0]
-    rows = first + gl.arange(0, HELD, rows_of(HELD))
+    rows = first + gl.arange(0, HELD, vector_row_layout(HELD))
     live = rows < num_tokens
     row_ptrs = x_ptr + rows.to(gl.int64) * stride_xm
     scale_ptrs = x_scale_ptr + rows.to(gl.int64) * stride_xsm
     pieces = load_pieces(row_ptrs, stride_xk, live, hidden, PIECES)
-    x_scale = gl.full((HELD,), 1.0, gl.float32, rows_of(HELD))
+    x_scale = gl.full((HELD,), 1.0, gl.float32, vector_row_layout(HELD))
     if QUANT == "token":
         largest = largest_of(pieces, row_ptrs, stride_xk, live, hidden, PIECES)
         x_scale = scale_of(largest, LARGEST, MIN_SCALE)
     elif not GROUPED:
         x_scale = gl.load(scale_ptrs, mask=live, other=1.0)
-    hold_vectors(
+    store_vectors(
         vectors, scales, pieces, row_ptrs, stride_xk, live, hidden, div_rn(1.0, x_scale),
         scale_ptrs, stride_xsk, QUANT, GROUPED, LARGEST, MIN_SCALE,
     )  # fmt: skip

@@ -38,22 +38,22 @@ _MAX_PIECES_IN_REGISTERS = gl.constexpr(28)  # pieces kept in registers, 8 value
 
 
 @gluon.constexpr_function
-def wide(rows):
+def vector_layout(rows):
     """Return the layout (rows, K) with 8 adjacent values of every row per thread."""
     return gl.BlockedLayout([rows, 8], [1, 32], [1, 4], [1, 0])
 
 
 @gluon.constexpr_function
-def rows_of(rows):
+def vector_row_layout(rows):
     """Return the layout of one value per row of `wide(rows)`."""
-    return gl.SliceLayout(1, wide(rows))
+    return gl.SliceLayout(1, vector_layout(rows))
 
 
 @gluon.jit
 def _load_piece(row_ptrs, stride, live, depth, piece):
     """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,); 0 past the end."""
     ROWS_HELD: gl.constexpr = row_ptrs.shape[0]
-    k = gl.arange(0, PIECE, gl.SliceLayout(0, wide(ROWS_HELD)))[None, :]
+    k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(ROWS_HELD)))[None, :]
     at = piece * PIECE + k
     mask = live[:, None] & (at < depth)
     return gl.load(row_ptrs[:, None] + at * stride, mask=mask, other=0.0)
@@ -77,7 +77,7 @@ def load_pieces(row_ptrs, stride, live, depth, PIECES: gl.constexpr):
 def largest_of(pieces, row_ptrs, stride, live, depth, PIECES: gl.constexpr):
     """Return the amax (R,) of the rows. pieces: the result of load_pieces."""
     ROWS_HELD: gl.constexpr = row_ptrs.shape[0]
-    largest = gl.zeros((ROWS_HELD, PIECE), gl.float32, wide(ROWS_HELD))
+    largest = gl.zeros((ROWS_HELD, PIECE), gl.float32, vector_layout(ROWS_HELD))
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
             largest = maximum_nan(largest, gl.abs(pieces[piece].to(gl.float32)))
@@ -89,7 +89,7 @@ def largest_of(pieces, row_ptrs, stride, live, depth, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def spread(values):
+def repeat_rows(values):
     """Repeat the rows of (R, K) to (8, K): row r becomes rows r * 8 / R to (r + 1) * 8 / R - 1."""
     for _ in gl.static_range(3):
         if values.shape[0] < VECTORS:
@@ -100,9 +100,9 @@ def spread(values):
 
 @gluon.jit
 def spread_scales(values):
-    """Repeat (R,) to (8,) like `spread`, in the layout of the accumulator columns."""
+    """Repeat (R,) to (8,) like `repeat_rows`, in the layout of the accumulator columns."""
     ROWS_HELD: gl.constexpr = values.shape[0]
-    LAYOUT: gl.constexpr = wide(ROWS_HELD)
+    LAYOUT: gl.constexpr = vector_layout(ROWS_HELD)
     column = gl.arange(0, VECTORS, gl.SliceLayout(0, LAYOUT))[None, :]
     row = gl.arange(0, ROWS_HELD, gl.SliceLayout(1, LAYOUT))[:, None]
     values = gl.convert_layout(values, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -123,20 +123,20 @@ def _store_piece(
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
         groups = quantized_values(groups, inverse_of_groups, LARGEST, False)
         values = groups.reshape((ROWS_HELD, PIECE))
-        scales.index(piece).store(spread(scale).permute((1, 0)))
+        scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     elif QUANT == "token":
         values = quantized_values(values.to(gl.float32), inverse[:, None], LARGEST, False)
-    vectors.index(piece).store(spread(values.to(vectors.dtype)))
+    vectors.index(piece).store(repeat_rows(values.to(vectors.dtype)))
 
 
 @gluon.jit
-def hold_vectors(
+def store_vectors(
     vectors, scales, pieces, row_ptrs, stride, live, depth, inverse, scale_ptrs, stride_scale,
     QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
-    Rows are repeated like `spread`; values are `stride` apart, and 0 past `depth`. If GROUPED,
+    Rows are repeated like `repeat_rows`; values are `stride` apart, and 0 past `depth`. If GROUPED,
     `scales` (pieces, 8 groups, 8) is written too. pieces: the result of load_pieces.
     QUANT: "given": already quantized, with group scales at scale_ptrs (R,), stride_scale apart;
     "token": quantize by multiplying with `inverse` (R,); "group": compute a scale per 128 values.
@@ -153,11 +153,13 @@ def hold_vectors(
             _store_piece(vectors, scales, piece, values, inverse, QUANT, LARGEST, MIN_SCALE)
     if QUANT == "given" and GROUPED:
         for piece in range(PIECES):
-            group = gl.arange(0, PANELS, gl.SliceLayout(0, wide(row_ptrs.shape[0])))[None, :]
+            group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
+                None, :
+            ]
             group += piece * PANELS
             mask = live[:, None] & (group * PANEL < depth)
             scale = gl.load(scale_ptrs[:, None] + group * stride_scale, mask=mask, other=0.0)
-            scales.index(piece).store(spread(scale).permute((1, 0)))
+            scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     fence_async_shared()
 
 
@@ -241,7 +243,7 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
 
 
 @gluon.jit
-def fetch_scales(ptr, count):
+def prefetch_scales(ptr, count):
     """Prefetch `count` scales at `ptr` to L1, so that a later step does not wait for memory.
 
     To be called by the producer warp, whose 32 lanes prefetch 8 scales each.
@@ -280,7 +282,7 @@ def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr):
 
 
 @gluon.jit
-def empty_place(step, full, empty):
+def wait_empty_stage(step, full, empty):
     """Wait for an empty stage of the ring; return its index and its full barrier."""
     STAGES: gl.constexpr = full.shape[0]
     stage = step % STAGES

@@ -20,10 +20,10 @@ from experts.triton.kernels.operands_w4 import rows_of, scale_values
 from experts.triton.kernels.unpack_w4 import (
     ASSEMBLE,
     boost_of,
-    counts_from_zero,
     is_e2m1,
-    lacking,
+    missing_factor_log2,
     unpack_int4,
+    unpacks_without_offset,
 )
 
 
@@ -34,7 +34,7 @@ def slots_of_chunk(group: int) -> int:
 
 
 @triton.jit
-def loads_are_off(WARPS: tl.constexpr):
+def issue_loads(WARPS: tl.constexpr):
     """Return 0, after all preceding loads have been issued.
 
     The compiler would otherwise delay loads until registers are free for their results, too late to
@@ -163,7 +163,7 @@ def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constex
 
 @triton.jit
 def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load int32 (4, 8, PARTS, 1, 4, 4) from rows of `depth` values written by `store_paired`.
+    """Load int32 (4, 8, PARTS, 1, 4, 4) of rows of `depth` values from `store_in_pair_order`.
 
     ptr: an int32 pointer. row: shaped like chunk.
     """
@@ -205,7 +205,7 @@ def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def store_paired(row_ptr, column, mask, values, FORMAT: tl.constexpr):
+def store_in_pair_order(row_ptr, column, mask, values, FORMAT: tl.constexpr):
     """Round values to the element type of row_ptr and store them in the order of `load_pairs`."""
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
@@ -277,7 +277,9 @@ def _zero_point_term(
     An MMA with ones computes the sums, the same in each of its rows.
     """
     parts: tl.constexpr = x.shape[0]
-    one: tl.constexpr = 0x11111111 if counts_from_zero(FORMAT, dtype) else 0x99999999 - (1 << 32)
+    one: tl.constexpr = (
+        0x11111111 if unpacks_without_offset(FORMAT, dtype) else 0x99999999 - (1 << 32)
+    )
     ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
     start = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
     # Use a reshape: `[:, None]` would move the values through shared memory.
@@ -297,7 +299,7 @@ def slot_sums(
     """Return (weights - zero points) @ x per slot, without scales: float32 (PARTS, ROWS, 8).
 
     words: (4, 8, PARTS, ROWS / 8, CHUNKS, 4). pairs: (4, 8, PARTS, 1, 4, 4). zero: float32
-    (PARTS, ROWS, 8). after: 0, a dependency that keeps the MMAs behind `loads_are_off`. Every chunk
+    (PARTS, ROWS, 8). after: 0, a dependency that keeps the MMAs behind `issue_loads`. Every chunk
     is multiplied by all columns and the columns of other chunks are dropped, which takes fewer
     instructions than zeroing them. APART: the zero-point term is added after the MMA; otherwise the
     MMA accumulates onto it, which takes fewer registers.
@@ -305,7 +307,7 @@ def slot_sums(
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    SHIFTED: tl.constexpr = HAS_ZERO or counts_from_zero(FORMAT, dtype)
+    SHIFTED: tl.constexpr = HAS_ZERO or unpacks_without_offset(FORMAT, dtype)
     x = _x_operand(pairs, dtype)
     zero_yet = after.to(tl.float32, bitcast=True)
     start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
@@ -345,8 +347,8 @@ def scaled_sums(
     if is_e2m1(FORMAT):
         # Wider than bytes, so that they are not packed two to a register and unpacked again.
         scale = scale.to(tl.int32) + after
-    values = by_slot(scale_values(scale, FORMAT, lacking(FORMAT, dtype)))
+    values = by_slot(scale_values(scale, FORMAT, missing_factor_log2(FORMAT, dtype)))
     zeros = values
     if HAS_ZERO:
-        zeros = by_slot(zero_values(zero, shift, HAS_ZERO, counts_from_zero(FORMAT, dtype)))
+        zeros = by_slot(zero_values(zero, shift, HAS_ZERO, unpacks_without_offset(FORMAT, dtype)))
     return slot_sums(words, pairs, zeros, after, dtype, FORMAT, HAS_ZERO, SLOTS, APART) * values

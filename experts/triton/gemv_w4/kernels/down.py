@@ -6,10 +6,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_w4.kernels.common import (
     by_slot,
+    issue_loads,
     load_by_slot,
     load_pairs,
     load_words,
-    loads_are_off,
     rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
@@ -185,7 +185,7 @@ def _step(
     if STEPS > STAGES and not LATE:
         _, _, _, _, pair, live, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
-    after = loads_are_off(PARTS)
+    after = issue_loads(PARTS)
     sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, True)
     if HAS_ROW_WEIGHTS and TEAM == 0:
         sums *= _broadcast_to_sums(weight, words.shape[3])

@@ -4,20 +4,20 @@ import triton
 import triton.language as tl
 
 from experts.triton.gemv_w4.kernels.common import (
+    issue_loads,
     load_by_slot,
     load_row,
     load_words,
-    loads_are_off,
     pairs_of,
     rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
-    store_paired,
+    store_in_pair_order,
 )
 from experts.triton.kernels.operands_w4 import times
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
-from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _step(
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if STEPS > 1 and not LATE:
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
-    after = loads_are_off(PARTS)
+    after = issue_loads(PARTS)
     pairs = pairs_of(row, after, TYPE, FORMAT)
     # APART = False saves registers for weights.
     total += scaled_sums(
@@ -114,12 +114,12 @@ def gemv_w4_gate_up_kernel(
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     Like gemv_gate_up_kernel, but weights are bytes, read as int32 words of eight, and h is written
-    by `store_paired` in the order of GEMM 2. Grid: (num_pairs, blocks of BLOCK_N columns + 1); pair
-    0 of the extra block counts invalid ids. PARTS warps split K in blocks of CHUNKS * 128. Each
-    warp has STAGES blocks in flight while it multiplies one; if LATE, it loads one block after it
-    has multiplied the previous one.
+    by `store_in_pair_order` in the order of GEMM 2. Grid: (num_pairs, blocks of BLOCK_N columns +
+    1); pair 0 of the extra block counts invalid ids. PARTS warps split K in blocks of CHUNKS * 128.
+    Each warp has STAGES blocks in flight while it multiplies one; if LATE, it loads one block after
+    it has multiplied the previous one.
     """
-    after_predecessor(OVERLAP)
+    pdl_wait(OVERLAP)
     pair = tl.program_id(0)
     block = tl.program_id(1)
     if block * BLOCK_N >= intermediate:
@@ -195,4 +195,4 @@ def gemv_w4_gate_up_kernel(
     out_column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     h = activate(gate, up, KIND, ALPHA, LIMIT)
     h_ptr += pair.to(tl.int64) * intermediate
-    store_paired(h_ptr, out_column, out_column < intermediate, h, FORMAT)
+    store_in_pair_order(h_ptr, out_column, out_column < intermediate, h, FORMAT)

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import add_adapters, load_slots
+from experts.triton.kernels.adapters import expand_adapters, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
-from experts.triton.kernels.gemm_tile_dispatch import product_tile
+from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
 
 
 # It depends on the number of tokens and is only an offset: do not specialize on it.
@@ -45,7 +45,7 @@ def segment_gemm_kernel(
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < columns
     far_row = row.to(tl.int64)
-    gate, up = product_tile(
+    gate, up = gemm_tile(
         a_ptr + far_row[:, None] * depth, a_scale_ptr + far_row * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
@@ -57,7 +57,7 @@ def segment_gemm_kernel(
     if LORA:
         tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
         slots = load_slots(slots_ptr, tokens, row_mask, num_slots)
-        gate, up = add_adapters(
+        gate, up = expand_adapters(
             gate, up, slots, row, u_ptr, lora_b_ptr + expert * stride_lbe,
             column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
             U_UP, GATED, PRECISION, BLOCK_R,

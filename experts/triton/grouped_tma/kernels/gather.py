@@ -26,7 +26,7 @@ def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def first_step(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.constexpr):
+def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.constexpr):
     """Return pointers to the first K step of the tokens' rows, and the row mask.
 
     stride_x: row stride in units of 16 bytes, so that the compiler knows the alignment of rows.
@@ -95,7 +95,7 @@ def multiply_gathered(
         )  # fmt: skip
         ptrs += BLOCK_K
         turn += 1
-    ptrs, mask = first_step(x_ptr, stride_x, next_tokens, BLOCK_K, COPIES)
+    ptrs, mask = gather_pointers(x_ptr, stride_x, next_tokens, BLOCK_K, COPIES)
     for step in range(LEAD):
         goes_on = step + steps > LEAD
         acc = _step(

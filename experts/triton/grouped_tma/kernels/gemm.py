@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from experts.triton.grouped_tma.kernels.gather import (
     copy_step,
-    first_step,
+    gather_pointers,
     multiply_gathered,
     tokens_of,
 )
@@ -45,7 +45,7 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
+def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
     """Load a tile: expert, first row, end of the expert's rows, and column tile.
 
     Past the last tile there are no rows. It is called one or two tiles ahead to hide the latency.
@@ -84,10 +84,10 @@ def _load(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, _, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
     iteration = 0
     for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, _, next_n = look_up(
+        next_expert, next_row, _, next_n = load_tile_info(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         row_b = expert * rows_b + n * STRIDE_N
@@ -259,13 +259,13 @@ def _compute(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, end, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    next_expert, next_row, next_end, next_n = look_up(
+    expert, row, end, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    next_expert, next_row, next_end, next_n = load_tile_info(
         first + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
     )
     if GATHERED:
         tokens = tokens_of(tokens_ptr, row + PART * ROWS, end, ROWS, COPIES)
-        ptrs, ptr_mask = first_step(x_ptr, stride_x, tokens, BLOCK_K, COPIES)
+        ptrs, ptr_mask = gather_pointers(x_ptr, stride_x, tokens, BLOCK_K, COPIES)
         for step in gl.static_range(STAGES - 1):
             copy_step(ptrs, ptr_mask, step, depth, a_ring.index(step), COPIES, EVEN_K)
             ptrs += BLOCK_K
@@ -306,7 +306,7 @@ def _compute(
             left, right = _halves(acc)
             left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
-        after_next_expert, after_next_row, after_next_end, after_next_n = look_up(
+        after_next_expert, after_next_row, after_next_end, after_next_n = load_tile_info(
             index + 2 * programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         finish(

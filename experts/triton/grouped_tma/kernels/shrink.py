@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrunk_tile
+from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrink_tile
 from experts.triton.kernels.shrink import tile_rows
 
 
@@ -35,7 +35,7 @@ def shrink_tiles_kernel(
     index = 0
     while slot < NO_SLOT:
         if index % PARTS == tl.program_id(2):
-            u = shrunk_tile(
+            u = shrink_tile(
                 x_ptr + x_row[:, None] * stride_xm, tl.where(slots == slot, slots, NO_SLOT),
                 a_ptr + expert * stride_ae, rank_row, rank_row < rank_rows,
                 depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,

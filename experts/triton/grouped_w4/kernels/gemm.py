@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from experts.triton.grouped_tma.kernels.gemm import look_up
+from experts.triton.grouped_tma.kernels.gemm import load_tile_info
 from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
 from experts.triton.kernels.gluon_epilogue import activate, store_by_threads, store_rows
 from experts.triton.kernels.gluon_ring import barriers
@@ -39,10 +39,10 @@ def _load(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, _, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
     iteration = 0
     for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, _, next_n = look_up(
+        next_expert, next_row, _, next_n = load_tile_info(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         box = (expert * num_n + n) * steps
@@ -166,10 +166,10 @@ def _compute(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, end, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, end, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
     iteration = 0
     for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, next_end, next_n = look_up(
+        next_expert, next_row, next_end, next_n = load_tile_info(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         bias = bias_ptr + expert.to(gl.int64) * stride_bias

@@ -100,7 +100,7 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
     return code
 
 
-def _codes() -> dict[str, str]:
+def _build_ptx() -> dict[str, str]:
     """Return PTX by form: words $16 to $19 and scales from $20 on to pairs $0 to $15."""
     code_by_form = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
     for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
@@ -109,7 +109,7 @@ def _codes() -> dict[str, str]:
     return {form: registers + code + "}" for form, code in code_by_form.items()}
 
 
-_PTX_BY_FORM = gl.constexpr(_codes())
+_PTX_BY_FORM = gl.constexpr(_build_ptx())
 
 
 @gluon.constexpr_function

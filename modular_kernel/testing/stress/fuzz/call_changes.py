@@ -12,9 +12,9 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.stress.fuzz.random_problems import Given
+from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 
-Change = Callable[[Given, Problem, Random], Given | None]  # None if it does not apply
+Change = Callable[[CallInputs, Problem, Random], CallInputs | None]  # None if it does not apply
 _One = Callable[[torch.Tensor], Any]
 
 
@@ -23,7 +23,7 @@ def _x(change: _One) -> Change:
 
 
 def _routing(name: str, change: _One) -> Change:
-    def changed(given: Given, problem: Problem, rng: Random) -> Given:
+    def changed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
         new = change(getattr(given.routing, name))
         return replace(given, routing=replace(given.routing, **{name: new}))
 
@@ -33,7 +33,7 @@ def _routing(name: str, change: _One) -> Change:
 def _weight(change: _One) -> Change:
     """Change w1, w2 or any other tensor of the weights."""
 
-    def changed(given: Given, problem: Problem, rng: Random) -> Given:
+    def changed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
         names = [name for name, tensor in vars(given.weights).items() if tensor is not None]
         name = rng.choice(names)
         new = change(getattr(given.weights, name))
@@ -43,7 +43,7 @@ def _weight(change: _One) -> Change:
 
 
 def _out(change: _One) -> Change:
-    def changed(given: Given, problem: Problem, rng: Random) -> Given:
+    def changed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
         shape = (given.x_TH.shape[0], *problem.output_shape[1:])
         out = change(torch.empty(shape, dtype=problem.dtype))
         return replace(given, out=out)
@@ -51,7 +51,7 @@ def _out(change: _One) -> Change:
     return changed
 
 
-def _whole(name: str, value: Any) -> Change:
+def _replace_argument(name: str, value: Any) -> Change:
     return lambda given, problem, rng: replace(given, **{name: value})
 
 
@@ -62,13 +62,13 @@ def _negated(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def _freed(tensor: torch.Tensor) -> torch.Tensor:
+def _with_freed_memory(tensor: torch.Tensor) -> torch.Tensor:
     new = tensor.clone()
     new.untyped_storage().resize_(0)
     return new
 
 
-def _gaps(tensor: torch.Tensor) -> torch.Tensor:
+def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
@@ -89,7 +89,7 @@ def _wider(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, tensor[..., -1:]], -1)
 
 
-def _extra_tensor(given: Given, problem: Problem, rng: Random) -> Given | None:
+def _extra_tensor(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
     """Add a tensor that the problem does not have."""
     absent = [name for name, tensor in vars(given.weights).items() if tensor is None]
     return (
@@ -101,20 +101,20 @@ def _extra_tensor(given: Given, problem: Problem, rng: Random) -> Given | None:
     )
 
 
-def _missing(given: Given, problem: Problem, rng: Random) -> Given:
+def _missing(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
     names = [name for name, tensor in vars(given.weights).items() if tensor is not None]
     removed: dict[str, Any] = {rng.choice(names): None}
     return replace(given, weights=replace(given.weights, **removed))
 
 
-def _out_is_read(given: Given, problem: Problem, rng: Random) -> Given | None:
+def _out_is_read(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
     out = given.x_TH
     if problem.inplace or not out.numel() or not out.is_contiguous():
         return None
     return replace(given, out=out)
 
 
-def _out_in_weights(given: Given, problem: Problem, rng: Random) -> Given | None:
+def _out_in_weights(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
     shape = (given.x_TH.shape[0], *problem.output_shape[1:])
     flat, count = given.weights.w2, 1
     for size in shape:
@@ -155,10 +155,10 @@ MUST: tuple[tuple[str, Change], ...] = (
     ("a weight wider", _weight(_wider)),
     ("a tensor too many", _extra_tensor),
     ("a tensor missing", _missing),
-    ("no weights", _whole("weights", None)),
-    ("weights as a dict", _whole("weights", {})),
-    ("no routing", _whole("routing", None)),
-    ("routing as a tuple", _whole("routing", (1, 2))),
+    ("no weights", _replace_argument("weights", None)),
+    ("weights as a dict", _replace_argument("weights", {})),
+    ("no routing", _replace_argument("routing", None)),
+    ("routing as a tuple", _replace_argument("routing", (1, 2))),
     ("out of another dtype", _out(_other_dtype)),
     ("out wider", _out(_wider)),
     ("out longer", _out(_longer)),
@@ -173,28 +173,32 @@ MAY: tuple[tuple[str, Change], ...] = (
     ("a weight negated", _weight(_negated)),
     ("topk_weights negated", _routing(_T, _negated)),
     ("topk_ids negated", _routing(_IDS, _negated)),
-    ("x with gaps", _x(_gaps)),
-    ("a weight with gaps", _weight(_gaps)),
-    ("topk_ids with gaps", _routing(_IDS, _gaps)),
+    ("x with gaps", _x(_with_gaps)),
+    ("a weight with gaps", _weight(_with_gaps)),
+    ("topk_ids with gaps", _routing(_IDS, _with_gaps)),
     ("x expanded", _x(lambda x: x[:1].expand(x.shape) if len(x) else x)),
     ("x a parameter", _x(lambda x: torch.nn.Parameter(x, requires_grad=False))),
     ("a weight a parameter", _weight(lambda w: torch.nn.Parameter(w, requires_grad=False))),
     ("out", _out(lambda out: out)),
-    ("out with gaps", _out(_gaps)),
+    ("out with gaps", _out(_with_gaps)),
     ("out of NaN", _out(lambda out: out.fill_(torch.nan))),
     ("out requires grad", _out(_with_grad)),
 )  # fmt: skip
 
 
-def freed(given: Given, problem: Problem, rng: Random) -> Given | None:
+def freed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
     """Free the memory of a tensor with values."""
     weights = given.weights
     if rng.random() < 0.5:
-        return _weight(_freed)(given, problem, rng)
-    return replace(given, x_TH=_freed(given.x_TH), weights=weights) if given.x_TH.numel() else None
+        return _weight(_with_freed_memory)(given, problem, rng)
+    return (
+        replace(given, x_TH=_with_freed_memory(given.x_TH), weights=weights)
+        if given.x_TH.numel()
+        else None
+    )
 
 
-def graded(given: Given, problem: Problem, rng: Random) -> Given | None:
+def graded(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
     """Make a floating-point tensor require grad."""
     names = [
         name

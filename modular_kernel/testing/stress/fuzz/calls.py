@@ -18,11 +18,11 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     TYPED,
     WRONG,
     FuzzOutcome,
-    attempt,
+    run_or_outcome,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
-    Given,
-    described,
+    CallInputs,
+    describe,
     draw_inputs,
     draw_parts,
     draw_problem,
@@ -33,7 +33,7 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
 def right_call(rng: Random) -> FuzzOutcome:
     """Call a compatible pairing with valid inputs: the output must be correct."""
-    drawn = _drawn(rng)
+    drawn = _draw_call(rng)
     if isinstance(drawn, FuzzOutcome):
         return drawn
     kernel, what, inputs = drawn
@@ -44,7 +44,7 @@ def right_call(rng: Random) -> FuzzOutcome:
 
 def changed_call(rng: Random) -> FuzzOutcome:
     """Make such a call with one thing changed."""
-    drawn = _drawn(rng)
+    drawn = _draw_call(rng)
     if isinstance(drawn, FuzzOutcome):
         return drawn
     kernel, what, inputs = drawn
@@ -61,8 +61,8 @@ def changed_call(rng: Random) -> FuzzOutcome:
     with grad:
         if not must_refuse:
             return _judged(kernel, changed, mode, what, refusable=True)
-        started = _watched(kernel)
-        result = attempt(what, lambda: _called(kernel, changed, mode, started))
+        started = _record_starts(kernel)
+        result = run_or_outcome(what, lambda: _run_call(kernel, changed, mode, started))
     if not isinstance(result, FuzzOutcome):
         return FuzzOutcome(ACCEPTED, what)
     return FuzzOutcome(LATE, what) if result.kind == TYPED and started else result
@@ -70,7 +70,7 @@ def changed_call(rng: Random) -> FuzzOutcome:
 
 def nan_call(rng: Random) -> FuzzOutcome:
     """Put NaN into one token's x, or into the weights of skipped pairs: other rows stay correct."""
-    drawn = _drawn(rng)
+    drawn = _draw_call(rng)
     if isinstance(drawn, FuzzOutcome):
         return drawn
     kernel, what, inputs = drawn
@@ -91,28 +91,28 @@ def nan_call(rng: Random) -> FuzzOutcome:
         router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
         inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
         what = f"{what}, skipped pairs weigh NaN"
-    result = attempt(what, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
+    result = run_or_outcome(what, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
         return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
     fault = oracle.fault(result, rows=rows)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _drawn(rng: Random) -> tuple[FusedMoEModularKernel, str, Given] | FuzzOutcome:
+def _draw_call(rng: Random) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
     """Return a kernel, its description and inputs for it; or the outcome if it is refused."""
     prepare, experts = draw_parts(rng)
-    problem = attempt("a problem", lambda: draw_problem(rng))
+    problem = run_or_outcome("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
         return problem
-    what = f"{prepare} x {experts}, {described(problem)}"
-    kernel = attempt(what, lambda: make_kernel(prepare, experts, problem))
+    what = f"{prepare} x {experts}, {describe(problem)}"
+    kernel = run_or_outcome(what, lambda: make_kernel(prepare, experts, problem))
     if isinstance(kernel, FuzzOutcome):
         return kernel
     return kernel, what, draw_inputs(kernel.problem, rng)
 
 
 def _judged(
-    kernel: FusedMoEModularKernel, given: Given, mode: str, what: str, *, refusable: bool
+    kernel: FusedMoEModularKernel, given: CallInputs, mode: str, what: str, *, refusable: bool
 ) -> FuzzOutcome:
     """Return the outcome of a call on valid numbers.
 
@@ -121,8 +121,8 @@ def _judged(
     # Copy x, because an inplace call overwrites it.
     original = replace(given, x_TH=given.x_TH.clone())
     oracle = Oracle(kernel.problem, original.x_TH, original.weights, original.routing)
-    started = _watched(kernel)
-    result = attempt(what, lambda: _called(kernel, given, mode, started))
+    started = _record_starts(kernel)
+    result = run_or_outcome(what, lambda: _run_call(kernel, given, mode, started))
     if isinstance(result, FuzzOutcome):
         if result.kind != TYPED:
             return result
@@ -133,7 +133,7 @@ def _judged(
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _watched(kernel: FusedMoEModularKernel) -> list[str]:
+def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
     """Return a list that is filled when a call has passed validation.
 
     Errors after that point must not be the caller's.
@@ -149,8 +149,8 @@ def _watched(kernel: FusedMoEModularKernel) -> list[str]:
     return started
 
 
-def _called(
-    kernel: FusedMoEModularKernel, given: Given, mode: str, started: list[str]
+def _run_call(
+    kernel: FusedMoEModularKernel, given: CallInputs, mode: str, started: list[str]
 ) -> torch.Tensor:
     """Return the output of one call; with mode "twice" that of a plan's second call."""
     arguments = (given.x_TH, given.weights, given.routing)

@@ -12,15 +12,21 @@ from safetensors.torch import save
 
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
+    dequantized_weights,
     quantize_weights,
-    values_of,
 )
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.stress.fuzz.entry_functions import named
-from modular_kernel.testing.stress.fuzz.files import changed, hurt_text
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, WRONG, FuzzOutcome, attempt
+from modular_kernel.testing.stress.fuzz.entry_functions import import_name
+from modular_kernel.testing.stress.fuzz.files import changed, damage_text
+from modular_kernel.testing.stress.fuzz.outcome import (
+    ACCEPTED,
+    RIGHT,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
 from modular_kernel.testing.stress.fuzz.random_problems import generator_of
 
 Tensors = dict[str, torch.Tensor]
@@ -81,13 +87,13 @@ def checkpoints(rng: Random) -> FuzzOutcome:
     problem = Problem(1, 64, width, experts, 2, dtype=torch.float32, quant=quant)
     weights = _weights(problem, rng)
     tensors, config = _tensors(weights, problem, stored), _config(problem, quantization)
-    ep, tp = _grid(rng, experts, width)
+    ep, tp = _draw_grid(rng, experts, width)
     what = f"a checkpoint of {problem} on {ep} x {tp}"
     with tempfile.TemporaryDirectory() as folder:
-        change_text = _written(rng, Path(folder), tensors, config)
-        result = attempt(
+        change_text = _write_files(rng, Path(folder), tensors, config)
+        result = run_or_outcome(
             f"{what}{change_text}",
-            lambda: named("modular_kernel.checkpoints.loading:load_experts")(
+            lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, ep=ep, tp=tp
             ),
         )
@@ -95,7 +101,9 @@ def checkpoints(rng: Random) -> FuzzOutcome:
             return result if change_text else FuzzOutcome(WRONG, f"{what}: refused")
         if change_text.startswith(_NEVER):
             return FuzzOutcome(ACCEPTED, f"{what}{change_text}")
-        fault = attempt(what, lambda: _fault(result, None if change_text else weights, problem))
+        fault = run_or_outcome(
+            what, lambda: _fault(result, None if change_text else weights, problem)
+        )
     if isinstance(fault, FuzzOutcome):
         return FuzzOutcome(
             WRONG, f"{what}{change_text}: what was loaded does not fit: {fault.what}"
@@ -142,20 +150,20 @@ def _config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, 
     return config if quantization is None else config | {"quantization_config": quantization}
 
 
-def _grid(rng: Random, experts: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _draw_grid(rng: Random, experts: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
     world = rng.choice([n for n in (1, 2, 3) if n <= experts])
     tp = rng.choice([n for n in (1, 2) if width // n % 32 == 0])
     return (rng.randrange(world), world), (rng.randrange(tp), tp)
 
 
-def _written(rng: Random, folder: Path, tensors: Tensors, config: Any) -> str:
+def _write_files(rng: Random, folder: Path, tensors: Tensors, config: Any) -> str:
     """Write the files; return a description of the change made, or ""."""
     kind = rng.choice(("", "", "tensor", "bytes", "header", "index", "config"))
     description = f", {kind} changed" if kind else ""
     text = json.dumps(config)
     if kind == "config":
         text = json.dumps(changed(rng, config))
-        text = hurt_text(rng, text) if rng.random() < 0.2 else text
+        text = damage_text(rng, text) if rng.random() < 0.2 else text
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     if kind == "tensor":
         description += _tensor_changed(rng, tensors)
@@ -169,7 +177,7 @@ def _written(rng: Random, folder: Path, tensors: Tensors, config: Any) -> str:
     if kind == "index" or (not kind and rng.random() < 0.3):
         index: Any = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
         text = json.dumps(changed(rng, index) if kind else index)
-        text = hurt_text(rng, text) if kind and rng.random() < 0.3 else text
+        text = damage_text(rng, text) if kind and rng.random() < 0.3 else text
         (folder / _INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
     return description
 
@@ -217,7 +225,7 @@ def _header_changed(rng: Random, content: bytes) -> bytes:
     size = int.from_bytes(content[:8], "little")
     entries = json.loads(content[8 : 8 + size])
     text = json.dumps(changed(rng, entries))
-    text = hurt_text(rng, text) if rng.random() < 0.2 else text
+    text = damage_text(rng, text) if rng.random() < 0.2 else text
     header = text.encode("utf-8", "surrogatepass")
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
@@ -252,4 +260,4 @@ def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
 def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     if not problem.scheme.quantized:
         return weights.w1, weights.w2
-    return values_of(weights, "w1", problem), values_of(weights, "w2", problem)
+    return dequantized_weights(weights, "w1", problem), dequantized_weights(weights, "w2", problem)

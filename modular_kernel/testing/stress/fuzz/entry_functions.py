@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.settings import environment_kept
+from modular_kernel.settings import preserve_environment
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.testing.stress.fuzz.oracle import Oracle, matrix
 from modular_kernel.testing.stress.fuzz.outcome import (
@@ -24,18 +24,18 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     TYPED,
     WRONG,
     FuzzOutcome,
-    attempt,
+    run_or_outcome,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
-    described,
+    describe,
     draw_inputs,
     draw_problem,
     generator_of,
 )
-from modular_kernel.testing.stress.fuzz.specs import JUNK, word
+from modular_kernel.testing.stress.fuzz.specs import JUNK, shorten
 
 
-def named(place: str) -> Any:
+def import_name(place: str) -> Any:
     """Return the object at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
@@ -43,7 +43,7 @@ def named(place: str) -> Any:
 
 def fused_experts(rng: Random) -> FuzzOutcome:
     """Call `fused_experts` on a random problem, with or without a junk argument."""
-    drawn = attempt("a problem", lambda: _fused_problem(rng))
+    drawn = run_or_outcome("a problem", lambda: _fused_problem(rng))
     if isinstance(drawn, FuzzOutcome):
         return drawn
     problem, inputs = drawn, draw_inputs(drawn, rng)
@@ -63,7 +63,7 @@ def fused_experts(rng: Random) -> FuzzOutcome:
     }
     routing = (inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, None)
     arguments = [inputs.x_TH, inputs.weights.w1, inputs.weights.w2, routing]
-    what = f"fused_experts of {described(problem)}"
+    what = f"fused_experts of {describe(problem)}"
     junk = rng.random() < 0.5
     if junk:
         what += _insert_junk(rng, arguments, config, options)
@@ -71,11 +71,13 @@ def fused_experts(rng: Random) -> FuzzOutcome:
     home = "modular_kernel.integrations.fused_moe"
 
     def call() -> torch.Tensor:
-        runner_config = named(f"{home}:MoeRunnerConfig")(**config)
-        result: torch.Tensor = named(f"{home}:fused_experts")(*arguments, runner_config, **options)
+        runner_config = import_name(f"{home}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = import_name(f"{home}:fused_experts")(
+            *arguments, runner_config, **options
+        )
         return result
 
-    result = attempt(what, call)
+    result = run_or_outcome(what, call)
     if isinstance(result, FuzzOutcome):
         return result
     if junk:
@@ -130,18 +132,18 @@ def _insert_junk(
         kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
         value = rng.choice([v for v in values if not isinstance(v, kinds) and v != "silu"])
         config[name] = value
-        return f" with config.{name}={word(value)}"
+        return f" with config.{name}={shorten(value)}"
     if kind == 2:
         place = rng.randrange(4)
         fits = (torch.Tensor,) if place == 0 else ()  # x may be as small as a tensor in JUNK
         arguments[place] = rng.choice([v for v in values if not isinstance(v, fits)])
-        return f" with {word(arguments[place])} as argument {place}"
+        return f" with {shorten(arguments[place])} as argument {place}"
     name = rng.choice(("b1", "w1_scale", "expert_map", "a1_scale", "block_shape"))
     # (1, 2) may be a valid block shape for a matrix of one row.
     options[name] = rng.choice(
         [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
     )
-    return f" with {name}={word(options[name])}"
+    return f" with {name}={shorten(options[name])}"
 
 
 def importers(rng: Random) -> FuzzOutcome:
@@ -161,11 +163,14 @@ def importers(rng: Random) -> FuzzOutcome:
         "group": -1 if groups == 1 and rng.random() < 0.5 else group,
     }
     if awq:
-        arguments |= {"qweight": _by_turns(codes), "qzeros": _by_turns(zeros)}
+        arguments |= {"qweight": _pack_awq(codes), "qzeros": _pack_awq(zeros)}
         if bool((zeros == 8).all()):
             arguments["qzeros"] = rng.choice((None, arguments["qzeros"]))
     else:
-        arguments |= {"qweight": _words(codes, 0, bits), "qzeros": _words(zeros - 1, 1, bits)}
+        arguments |= {
+            "qweight": _pack_words(codes, 0, bits),
+            "qzeros": _pack_words(zeros - 1, 1, bits),
+        }
         arguments["bits"] = bits
     name = "from_awq" if awq else "from_gptq"
     what = f"{name} of {depth} x {rows}, {bits} bits, groups of {arguments['group']}"
@@ -175,9 +180,11 @@ def importers(rng: Random) -> FuzzOutcome:
         fits = {"bits": (4, 8), "group": (-1, group)}.get(junk_name, ())
         values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in fits)]
         arguments[junk_name] = rng.choice(values)
-        what += f" with {junk_name}={word(arguments[junk_name])}"
+        what += f" with {junk_name}={shorten(arguments[junk_name])}"
     scales = arguments["scales"]
-    result = attempt(what, lambda: named(f"modular_kernel.checkpoints:{name}")(**arguments))
+    result = run_or_outcome(
+        what, lambda: import_name(f"modular_kernel.checkpoints:{name}")(**arguments)
+    )
     if isinstance(result, FuzzOutcome):
         return result if junk else FuzzOutcome(WRONG, f"{what}: refused")
     if junk:
@@ -192,14 +199,14 @@ def importers(rng: Random) -> FuzzOutcome:
     return FuzzOutcome(RIGHT, what) if close else FuzzOutcome(WRONG, what)
 
 
-def _by_turns(values: torch.Tensor) -> torch.Tensor:
+def _pack_awq(values: torch.Tensor) -> torch.Tensor:
     """Pack AWQ int32 words along the columns: even ones of eight in the low half, then odd ones."""
     eights = values.reshape(len(values), -1, 8)
     order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
-    return _words(order.reshape(len(values), -1), 1, 4)
+    return _pack_words(order.reshape(len(values), -1), 1, 4)
 
 
-def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """Pack 32 / bits values per int32 word along `dim`, the first value in the lowest bits."""
     parts = 32 // bits
     moved = values.movedim(dim, -1)
@@ -244,14 +251,14 @@ def command_line(rng: Random) -> FuzzOutcome:
         out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
         # The value of --json is a file name; such files are removed with the folder.
         folder = tempfile.TemporaryDirectory()
-        with out, err, environment_kept(), folder as folder_path, contextlib.chdir(folder_path):
+        with out, err, preserve_environment(), folder as folder_path, contextlib.chdir(folder_path):
             try:
-                named("modular_kernel.cli.main:run")(words)
+                import_name("modular_kernel.cli.main:run")(words)
             except SystemExit as ended:
                 return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         return 0
 
-    status = attempt(what, call)
+    status = run_or_outcome(what, call)
     if isinstance(status, FuzzOutcome):  # an uncaught error of any type
         return FuzzOutcome(RAW, status.what)
     if "Traceback" in printed.getvalue() or status not in (0, 1, 2):

@@ -8,9 +8,15 @@ from typing import Any
 from modular_kernel.catalog import Offer, build_catalog, load_catalog
 from modular_kernel.compatibility.rules import judge, unavailable
 from modular_kernel.machine import current_machine
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, WRONG, FuzzOutcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import (
+    ACCEPTED,
+    RIGHT,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
 from modular_kernel.testing.stress.fuzz.random_problems import draw_problem
-from modular_kernel.testing.stress.fuzz.specs import JUNK, word
+from modular_kernel.testing.stress.fuzz.specs import JUNK, shorten
 
 _RAISED: tuple[Callable[[], BaseException], ...] = (
     lambda: ModuleNotFoundError("No module named 'moon'"),
@@ -49,7 +55,7 @@ def entry_points(rng: Random) -> FuzzOutcome:
             return "a text that is not printable"
         return _judged(catalog, rng)
 
-    fault = attempt(what, call)
+    fault = run_or_outcome(what, call)
     if isinstance(fault, FuzzOutcome):
         return fault
     if fault.startswith("usable"):
@@ -84,11 +90,11 @@ def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
         def load() -> object:
             raise make_error()
 
-        return Offer(name, origin, load), f"raises {word(make_error())}", ()
+        return Offer(name, origin, load), f"raises {shorten(make_error())}", ()
     if kind == 1:
         junk = rng.choice(JUNK)
         offered = rng.choice((junk, (junk,), [junk]))
-        return Offer(name, origin, lambda: offered), f"offers {word(offered)}", ()
+        return Offer(name, origin, lambda: offered), f"offers {shorten(offered)}", ()
     base = load_catalog().experts("TorchExperts")
     if rng.random() < 0.5:
         base = load_catalog().prepare_finalize("MoEPrepareAndFinalizeNoEP")  # type: ignore[assignment]
@@ -96,13 +102,13 @@ def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
     if kind == 2:  # junk instead of the whole declaration
         junk = rng.choice(JUNK)
         part = type(label, (base,), {"requires": junk})
-        return Offer(name, origin, lambda: (part,)), f"requires={word(junk)}", (label,)
+        return Offer(name, origin, lambda: (part,)), f"requires={shorten(junk)}", (label,)
     if kind == 3:
         field = rng.choice(fields(base.requires)).name
         junk = rng.choice(JUNK)
-        requires = attempt("", lambda: replace(base.requires, **{field: junk}))
+        requires = run_or_outcome("", lambda: replace(base.requires, **{field: junk}))
         part = type(label, (base,), {"requires": requires})
-        return Offer(name, origin, lambda: (part,)), f"requires.{field}={word(junk)}", ()
+        return Offer(name, origin, lambda: (part,)), f"requires.{field}={shorten(junk)}", ()
     junk = rng.choice(JUNK)
     part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: junk)})
-    return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {word(junk)}", ()
+    return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(junk)}", ()

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.stress.fuzz.entry_functions import named
-from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, attempt
+from modular_kernel.testing.stress.fuzz.entry_functions import import_name
+from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, run_or_outcome
 
 # Replacements for a JSON value.
 _VALUES: tuple[Any, ...] = (
@@ -31,12 +31,12 @@ def stored_files(rng: Random) -> FuzzOutcome:
     text = json.dumps(value)
     is_damaged = changes > 0 and rng.random() < 0.3
     if is_damaged:
-        text = hurt_text(rng, text)
+        text = damage_text(rng, text)
     what = f"{kind}, {changes} changes{', then the text' if is_damaged else ''}: {text[:300]}"
-    result = attempt(what, lambda: read(text))
+    result = run_or_outcome(what, lambda: read(text))
     if isinstance(result, FuzzOutcome):
         return FuzzOutcome(WRONG, f"{what}: refused") if changes == 0 else result
-    fault = attempt(what, lambda: check(result))
+    fault = run_or_outcome(what, lambda: check(result))
     if isinstance(fault, FuzzOutcome):
         return fault
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
@@ -64,7 +64,7 @@ def changed(rng: Random, value: Any) -> Any:
     return rng.choice(_VALUES)
 
 
-def hurt_text(rng: Random, text: str) -> str:
+def damage_text(rng: Random, text: str) -> str:
     """Return `text` truncated, with an inserted word or character, or with a part repeated."""
     start, stop = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
     kind = rng.randrange(4)
@@ -95,7 +95,7 @@ _THEIRS = {tokens: _launch(m) for tokens, m in (("1", 16), ("64", 32), ("512", 6
 
 
 def _tiles(text: str) -> Any:
-    return named("experts.triton.configs.files:parse_recipe")(text, "a file")
+    return import_name("experts.triton.configs.files:parse_recipe")(text, "a file")
 
 
 def _tiles_fault(recipe: Any) -> str:
@@ -138,7 +138,7 @@ _CHOICES = {
 
 
 def _choices(text: str) -> Any:
-    return named("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
+    return import_name("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
 
 
 def _choices_fault(records: Any) -> str:
@@ -153,7 +153,7 @@ def _choices_fault(records: Any) -> str:
                         return f"a time of {number}"
                 if not (outcome.why.isprintable() and "".join(outcome.pair).isprintable()):
                     return "text that is not printable"
-    text = named("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
+    text = import_name("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
     again = sorted(_choices(text), key=lambda record: str(record))
     return "" if again == sorted(records, key=lambda record: str(record)) else "read otherwise"
 
@@ -175,7 +175,7 @@ def _model(text: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        return named("modular_kernel.models.config_file:facts_of_file")(str(path))
+        return import_name("modular_kernel.models.config_file:facts_of_file")(str(path))
 
 
 def _model_fault(facts: dict[str, Any]) -> str:

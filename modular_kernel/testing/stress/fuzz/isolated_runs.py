@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from modular_kernel.settings import environment_of_child
+from modular_kernel.settings import child_environment
 from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
 
-_STARTS_IN = 120.0  # timeout in seconds for a process to start and import
+_START_TIMEOUT_S = 120.0  # timeout in seconds for a process to start and import
 _EXIT_TIMEOUT_S = 2.0  # timeout in seconds for a normal exit
 _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
@@ -80,14 +80,14 @@ def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
     # All tensors are on the CPU, so hide GPUs.
-    environment = environment_of_child(interpreted=report.interpreted)
+    environment = child_environment(interpreted=report.interpreted)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    current, patience = numbers.start, _STARTS_IN
+    current, patience = numbers.start, _START_TIMEOUT_S
     try:
         while (line := lines.get(timeout=patience)) is not None:
             number, target, kind, what = json.loads(line)

@@ -29,7 +29,7 @@ def refused(error: Exception) -> str:
     return TYPED if isinstance(error, InputError | IncompatibleError) else RAW
 
 
-def told(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Format an exception in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
@@ -37,10 +37,10 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__} at {where}: {text[:160]}"
 
 
-def attempt(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
+def run_or_outcome(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
     """Return the result of `call`, or the outcome of its exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 (classifies any exception)
         kind = refused(error)
-        return FuzzOutcome(kind, what if kind == TYPED else f"{what}: {told(error)}")
+        return FuzzOutcome(kind, what if kind == TYPED else f"{what}: {format_error(error)}")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from modular_kernel.spec.placement import Placement, near_ranks, pairs_to_slots
-from modular_kernel.testing.stress.fuzz.entry_functions import named
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
-from modular_kernel.testing.stress.fuzz.specs import JUNK, word
+from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
+from modular_kernel.testing.stress.fuzz.entry_functions import import_name
+from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.specs import JUNK, shorten
 
 _BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
 _TABLES = _BASE.tables()
@@ -18,7 +18,7 @@ _IDS = torch.tensor([[0, 1], [5, -1]])
 
 
 def _balance(name: str, *given: Any, **options: Any) -> Any:
-    return named(f"modular_kernel.layers.balance:{name}")(*given, **options)
+    return import_name(f"modular_kernel.layers.balance:{name}")(*given, **options)
 
 
 def _by_hosts(hosts: Any, groups: Any) -> Any:
@@ -35,7 +35,7 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("with_copies", _BASE.with_copies, 1),
     ("expert_map", _BASE.expert_map, 1),
     ("tables", lambda near: _BASE.tables(near=near), 1),
-    ("near_ranks", near_ranks, 2),
+    ("near_ranks", rank_tiers, 2),
     (
         "rank_loads",
         lambda load, hosts: _balance("rank_loads", load, _BASE, ranks_per_host=hosts),
@@ -54,9 +54,9 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 def placements(rng: Random) -> FuzzOutcome:
     """Call everything that makes or reads a placement with junk, and lists and maps of it."""
     name, call, num_arguments = rng.choice(_CALLS)
-    arguments = [_drawn(rng) for _ in range(num_arguments)]
+    arguments = [_draw_argument(rng) for _ in range(num_arguments)]
     what = f"{name}({', '.join(map(_words, arguments))})"
-    result = attempt(what, lambda: call(*arguments))
+    result = run_or_outcome(what, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
     skip = name in ("rank_loads", "rebalance")  # the first argument, loads, may be floats
@@ -65,7 +65,7 @@ def placements(rng: Random) -> FuzzOutcome:
     return FuzzOutcome(RIGHT, what)
 
 
-def _drawn(rng: Random) -> Any:
+def _draw_argument(rng: Random) -> Any:
     """Return junk, plausible numbers, or several in a list, tuple, map or list of lists."""
     value = rng.choice((rng.choice(JUNK), rng.randrange(-1, 7)))
     several = [rng.choice((rng.randrange(0, 3), value)) for _ in range(rng.randrange(4))]
@@ -76,7 +76,7 @@ def _drawn(rng: Random) -> Any:
 def _words(given: Any) -> str:
     if isinstance(given, list | tuple) and len(given) < 5:
         return f"[{', '.join(map(_words, given))}]"
-    return word(given)
+    return shorten(given)
 
 
 def _has_no_number(given: Any) -> bool:

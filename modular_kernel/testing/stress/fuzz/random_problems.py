@@ -34,7 +34,7 @@ _QUANTS = (
 
 
 @dataclass(frozen=True)
-class Given:
+class CallInputs:
     """The arguments of a call."""
 
     x_TH: torch.Tensor
@@ -88,7 +88,7 @@ def generator_of(rng: Random) -> torch.Generator:
     return torch.Generator().manual_seed(rng.getrandbits(60))
 
 
-def draw_inputs(problem: Problem, rng: Random) -> Given:
+def draw_inputs(problem: Problem, rng: Random) -> CallInputs:
     """Draw valid inputs for at most `problem.tokens` tokens."""
     generator = generator_of(rng)
 
@@ -129,7 +129,7 @@ def draw_inputs(problem: Problem, rng: Random) -> Given:
         x_TH = torch.cat([x_TH, torch.full_like(x_TH, torch.nan)], 1)[:, :h]
     if rng.random() < 0.1 and tokens:
         x_TH[0] = 0
-    return Given(x_TH, weights, Routing(router, ids))
+    return CallInputs(x_TH, weights, Routing(router, ids))
 
 
 def _id_dtypes(ids: torch.Tensor) -> tuple[torch.dtype, ...]:
@@ -148,7 +148,7 @@ def _draw_expert_map(problem: Problem, rng: Random) -> torch.Tensor:
     return expert_map
 
 
-def described(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
     """Format a problem with the fields that differ from their defaults."""
     defaults = Problem(1, 1, 1, 1, 1)
     changed = {k: v for k, v in vars(problem).items() if v != getattr(defaults, k)}

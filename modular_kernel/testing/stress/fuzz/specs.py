@@ -21,8 +21,8 @@ from modular_kernel.spec.problem import (
     Problem,
 )
 from modular_kernel.spec.quantization import QUANT_SCHEMES
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
-from modular_kernel.testing.stress.fuzz.random_problems import described, draw_parts, draw_problem
+from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.random_problems import describe, draw_parts, draw_problem
 
 
 class Other(Enum):
@@ -108,7 +108,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 
 
-def word(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Format a value in a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
@@ -123,14 +123,14 @@ def _value(name: str, rng: Random) -> Any:
 
 def problem_fields(rng: Random) -> FuzzOutcome:
     """Check a valid problem with junk in one to three fields."""
-    base = attempt("a problem", lambda: draw_problem(rng))
+    base = run_or_outcome("a problem", lambda: draw_problem(rng))
     if isinstance(base, FuzzOutcome):
         return base
     names = rng.sample(sorted(FIELDS), rng.choice((1, 1, 2, 3)))
     junk = {name: _value(name, rng) for name in names}
-    words = ", ".join(f"{name}={word(value)}" for name, value in junk.items())
-    what = f"{described(base)} with {words}"
-    problem = attempt(what, lambda: replace(base, **junk))
+    words = ", ".join(f"{name}={shorten(value)}" for name, value in junk.items())
+    what = f"{describe(base)} with {words}"
+    problem = run_or_outcome(what, lambda: replace(base, **junk))
     if isinstance(problem, FuzzOutcome):
         return problem
     if not all(FIELDS[name](value) for name, value in junk.items()):
@@ -153,7 +153,7 @@ def _use_problem(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
         return make_kernel(prepare, experts, problem) if small else judged
 
-    result = attempt(f"{what}, {prepare} x {experts}", use)
+    result = run_or_outcome(f"{what}, {prepare} x {experts}", use)
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
 
 
@@ -169,8 +169,8 @@ def small_facts(rng: Random) -> FuzzOutcome:
     arguments = [rng.choice(JUNK) for _ in range(rng.randint(1, max_arguments))]
     if call is ActivationSpec and rng.random() < 0.7:
         arguments[0] = rng.choice(GATED + UNGATED)
-    what = f"{call.__qualname__}({', '.join(map(word, arguments))})"
-    result = attempt(what, lambda: call(*arguments))
+    what = f"{call.__qualname__}({', '.join(map(shorten, arguments))})"
+    result = run_or_outcome(what, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
     if call is ActivationSpec:
@@ -181,12 +181,12 @@ def small_facts(rng: Random) -> FuzzOutcome:
             return FuzzOutcome(ACCEPTED, what)
     if call is Parallel and not _count(1)(arguments[0]):
         return FuzzOutcome(ACCEPTED, what)
-    return attempt(what, lambda: FuzzOutcome(RIGHT, what + str(result)[:0]))
+    return run_or_outcome(what, lambda: FuzzOutcome(RIGHT, what + str(result)[:0]))
 
 
-def judges(rng: Random) -> FuzzOutcome:
+def compatibility_checks(rng: Random) -> FuzzOutcome:
     """Call check and make_kernel with junk in place of any argument."""
-    problem = attempt("a problem", lambda: draw_problem(rng))
+    problem = run_or_outcome("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
         return problem
     arguments: list[Any] = [*draw_parts(rng), problem]
@@ -198,8 +198,8 @@ def judges(rng: Random) -> FuzzOutcome:
     else:
         options["machine"] = value
     call = rng.choice((check, make_kernel))
-    what = f"{call.__name__} with {word(value)} as argument {place}"
-    result = attempt(what, lambda: call(*arguments, **options))
+    what = f"{call.__name__} with {shorten(value)} as argument {place}"
+    result = run_or_outcome(what, lambda: call(*arguments, **options))
     if isinstance(result, FuzzOutcome):
         return result
     fits = value is None and place == 3

@@ -13,7 +13,7 @@ from modular_kernel.testing.stress.fuzz import (
     placements,
     specs,
 )
-from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, run_or_outcome
 
 Target = Callable[[Random], FuzzOutcome]
 
@@ -25,7 +25,7 @@ TARGETS: tuple[tuple[Target, int], ...] = (
     (specs.problem_fields, 13),
     (specs.small_facts, 5),
     (placements.placements, 1),
-    (specs.judges, 7),
+    (specs.compatibility_checks, 7),
     (entry_functions.fused_experts, 8),
     (entry_functions.importers, 4),
     (entry_functions.command_line, 6),
@@ -53,4 +53,4 @@ def outcome_of(
     candidates = [(t, share) for t, share in candidates if only in ("", t.__name__)]
     (target,) = rng.choices([t for t, _ in candidates], [share for _, share in candidates])
     name = target.__name__
-    return name, attempt(name, lambda: target(rng))
+    return name, run_or_outcome(name, lambda: target(rng))
