@@ -77,7 +77,7 @@ class Tunable(ABC):
 
     stages: tuple[str, ...] = ()
 
-    def of_prepared(self, device_name: str | None = None) -> "Tunable | None":
+    def for_prepared_weights(self, device_name: str | None = None) -> "Tunable | None":
         """Return the search space for calls with prepared weights, which is tuned separately.
 
         None if these experts prepare no weights. device_name: a GPU whose choices the result can
@@ -181,7 +181,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
 
     requires: ClassVar[PrepareFinalizeRequirements]
     keeps_expert_output: ClassVar[bool] = False  # e.g. in memory that other ranks read
-    makes_output: ClassVar[bool] = False  # see `combined`
+    allocates_output: ClassVar[bool] = False  # see `combined`
     # `prepare` is cheaper than `prepare_no_receive` followed by its receiver.
     prepares_at_once: ClassVar[bool] = False
     capacity_multiple: int = 1  # of rows per expert (batched), if `requires.rounds_capacity`
@@ -315,7 +315,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     ) -> torch.Tensor:
         """Combine as `finalize` does, but return a newly allocated tensor.
 
-        Used for parts with `makes_output`, whose library allocates its results; without a
+        Used for parts with `allocates_output`, whose library allocates its results; without a
         caller-provided `out` this avoids a copy.
         """
         need = "a part that makes its output"
@@ -393,7 +393,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         """
         return False
 
-    def path_of(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
+    def path_name(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
         """Return the name of the path that a call with these tensors takes; "" for a single path.
 
         x_TH: (T, H) tokens of one call, or of one chunk of it. A part with several paths calls

@@ -79,7 +79,7 @@ class Execution:
         )
         nothing_left = self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
         self._experts_write_out = (
-            nothing_left and not self._moves_rows and not prepare_finalize.makes_output
+            nothing_left and not self._moves_rows and not prepare_finalize.allocates_output
         )
         self._part_keeps_output = (
             prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
@@ -204,7 +204,7 @@ class Execution:
         """Return the tensor a call writes; None if the part allocates its output."""
         if self.problem.inplace:
             return x_TH
-        if out is not None or self.prepare_finalize.makes_output:
+        if out is not None or self.prepare_finalize.allocates_output:
             return out
         shape = (x_TH.shape[0], *self.problem.output_shape[1:])
         return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)

@@ -44,7 +44,7 @@ class BoundCalls:
         self.kernel, self.problem = kernel, problem
         self._device = device
         self._index: int | None = device.index if device.type == "cuda" else None
-        self._makes_output = kernel.prepare_finalize.makes_output and not problem.inplace
+        self._makes_output = kernel.prepare_finalize.allocates_output and not problem.inplace
         self._recorded = recording.RecordedCalls()
         kernel.count_invalid_ids_on(device)
 
@@ -412,7 +412,7 @@ class StreamMemory:
             with modes.outside_inference_mode():
                 memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._memory = memory
-            _memories.keep_few(self)
+            _memories.trim(self)
         self._users.add(user)
         return memory
 
@@ -463,7 +463,7 @@ class StreamMemories:
         with self._lock:
             return {key: memory.nbytes for key, memory in self._memories.items() if memory.nbytes}
 
-    def keep_few(self, newest: StreamMemory) -> None:
+    def trim(self, newest: StreamMemory) -> None:
         """Free the memory of the earliest streams if more than eight hold some."""
         with self._lock:
             holders = [memory for memory in self._memories.values() if memory.nbytes]

@@ -192,7 +192,7 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
                     "budget": seconds,
                     "tokens": tokens,
                     "chosen": pairing_name(pair),
-                    "by": kernel.choice.decided[tokens].source.value,
+                    "by": kernel.choice.picks_with_source[tokens].source.value,
                     "us": us,
                     "x_default": ratio,
                     "noise": noise,

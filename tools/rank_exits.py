@@ -47,7 +47,7 @@ class Start:
         """Return the file with the output of a rank."""
         return self.folder / f"said-{self.number}-{rank}"
 
-    def look(self):
+    def collect_exits(self):
         """Collect the exit codes of finished ranks; kill ranks that exceed the time limit."""
         for pid, rank in list(self.left.items()):
             exited, status = os.waitpid(pid, os.WNOHANG)
@@ -111,7 +111,7 @@ mine, running, findings, begun = None, [], [], 0
 began = time.monotonic()
 while mine is None and (begun < args.starts or running):
     for start in running:
-        start.look()
+        start.collect_exits()
         if not start.left:
             findings += start.findings()
     running = [start for start in running if start.left]

@@ -227,7 +227,7 @@ class SortedRowsExperts(SummedRowsExperts):
         static = weights.a1_scale if scheme.static else None
         scale = static if tokens.scale is None else tokens.scale
         if scale is None or scale.dim() == 2:
-            scale = self._room_for_scales(rows, workspace)
+            scale = self._scale_buffer(rows, workspace)
         out = Quantized(x_RH, scale, along_rows=scale.dim() == 3)
         if tokens.scale is None:
             permute_and_quantize(tokens.x_TH, row_of_pair_TK, None, scheme, out=out)
@@ -238,7 +238,7 @@ class SortedRowsExperts(SummedRowsExperts):
         permute_tokens(tokens.x_TH, row_of_pair_TK, None, rows_RH=x_RH, **scale_arguments)
         return x_RH, out.scale_of_rows
 
-    def _room_for_scales(self, rows: int, workspace: Workspace) -> torch.Tensor:
+    def _scale_buffer(self, rows: int, workspace: Workspace) -> torch.Tensor:
         shape = scale_shape(self.problem.scheme, rows, self.problem.hidden)
         if self.scales_along_rows:
             shape = (1, *reversed(shape))

@@ -22,7 +22,7 @@ _NAME = "experts.deepgemm.vendored"
 DEEP_GEMM = PackageProbe(
     name="deep_gemm",
     places=("deep_gemm", "vllm/third_party/deep_gemm"),
-    signs=(
+    markers=(
         ("__init__.py", "m_grouped_fp8_gemm_nt_masked"),
         ("__init__.py", "m_grouped_bf16_gemm_nt_contiguous"),
         # Since 2.4.2 on sm_90: the kernel locates tiles by the end row of each expert.

@@ -51,8 +51,8 @@ def min_tokens(problem: Problem, rows: int) -> int:
 class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     """Base of parts that select between a Triton and a DeepGEMM part of the same format."""
 
-    of_triton: ClassVar[type[PermuteExpertsUnpermute]]
-    with_library: ClassVar[type[PermuteExpertsUnpermute]]
+    triton_part: ClassVar[type[PermuteExpertsUnpermute]]
+    deepgemm_part: ClassVar[type[PermuteExpertsUnpermute]]
     least_rows: ClassVar[int]  # mean rows per expert from which DeepGEMM is used
     # Text of `explained`; {least} is the size from which DeepGEMM is used.
     few: ClassVar[str] = "calls of fewer than {least} tokens"
@@ -61,24 +61,24 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._few = self.of_triton(problem)
-        self._many = self.with_library(problem) if deepgemm_supports(problem) else None
+        self._few = self.triton_part(problem)
+        self._many = self.deepgemm_part(problem) if deepgemm_supports(problem) else None
 
     def is_overridden(self) -> bool:
         return self._few.is_overridden()
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        rejections = cls.of_triton.extra_rejections(problem, machine)
+        rejections = cls.triton_part.extra_rejections(problem, machine)
         return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in rejections)
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        return cls.of_triton.described(machine)
+        return cls.triton_part.described(machine)
 
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
-        triton, library = cls.of_triton.__name__, cls.with_library.__name__
+        triton, library = cls.triton_part.__name__, cls.deepgemm_part.__name__
         if not deepgemm_supports(problem):
             return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
         min_size = min_tokens(problem, cls.least_rows)
@@ -108,8 +108,8 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     If the call then uses TritonExperts and that needs quantized tokens, they are quantized here.
     """
 
-    of_triton = TritonExperts
-    with_library: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
+    triton_part = TritonExperts
+    deepgemm_part: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
     least_rows = MIN_ROWS
     if_many = ", if weights lie row by row"
     requires = replace(
@@ -173,8 +173,8 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
     both parts.
     """
 
-    of_triton = BatchedTritonExperts
-    with_library: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
+    triton_part = BatchedTritonExperts
+    deepgemm_part: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
     least_rows = MIN_BATCHED_ROWS
     few = "experts with room for fewer than {least} rows"
     many = "experts with room for {least} rows or more"

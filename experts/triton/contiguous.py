@@ -49,12 +49,12 @@ class TritonExperts(TritonExpertsBase):
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in supported_paths(problem)}
         self._choices = _path_sets(tuple(self._paths))
-        prepares = any(BY_NAME[name].turns_of_prepared(problem) for name in self._paths)
+        prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
         self._with_and_without = (False, True) if prepares else (False,)  # values of `prepared`
         self._rooms = WorkspaceCache()
         # Calls without adapters use the paths and launches of the same problem without LoRA.
         without_lora = None if problem.adapters is None else replace(problem, lora="none")
-        self._without = None if without_lora is None else TritonExperts(without_lora)
+        self._without_adapters = None if without_lora is None else TritonExperts(without_lora)
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
@@ -82,17 +82,17 @@ class TritonExperts(TritonExpertsBase):
         Fewer tokens can need a larger buffer, because they use other paths and smaller blocks.
         """
         assert isinstance(shape, ContiguousShape)
-        kinds = self._kinds_of_calls(shape.tokens)
+        kinds = self._call_groups(shape.tokens)
         return self._rooms.of(self.problem, shape, kinds, lambda kind: kind.specs())
 
-    def _kinds_of_calls(self, tokens: int) -> tuple["_CallGroup", ...]:
+    def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
             _CallGroup(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._with_and_without
             for (path, block_m), max_tokens in self._kinds(tokens, prepared).items()
         )
         calls_without_adapters = (
-            () if self._without is None else self._without._kinds_of_calls(tokens)
+            () if self._without_adapters is None else self._without_adapters._call_groups(tokens)
         )
         return (*calls, *calls_without_adapters)
 
@@ -107,16 +107,16 @@ class TritonExperts(TritonExpertsBase):
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
         all_specs = [path.prepared_specs() for path in self._paths.values()]
-        if self._without is not None:
-            all_specs.append(self._without.prepared_specs())
+        if self._without_adapters is not None:
+            all_specs.append(self._without_adapters.prepared_specs())
         return {name: spec for specs in all_specs for name, spec in specs.items()}
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
         for path in self._paths.values():
             if path.prepared_specs():
                 path.prepare(weights, out)
-        if self._without is not None and self._without.prepared_specs():
-            self._without.prepare(weights, out)
+        if self._without_adapters is not None and self._without_adapters.prepared_specs():
+            self._without_adapters.prepare(weights, out)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceNoOp())
@@ -124,7 +124,7 @@ class TritonExperts(TritonExpertsBase):
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         return self._paths[self._config(x_TH, weights).path].roundings
 
-    def path_of(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
+    def path_name(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
         return self._config(x_TH, weights).path
 
     def apply(
@@ -136,8 +136,10 @@ class TritonExperts(TritonExpertsBase):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        if self._without is not None and tokens.routing.adapters_T is None:
-            self._without.apply(tokens, weights=weights, workspace=workspace, output=output)
+        if self._without_adapters is not None and tokens.routing.adapters_T is None:
+            self._without_adapters.apply(
+                tokens, weights=weights, workspace=workspace, output=output
+            )
             return
         config = self._config(tokens.x_TH, weights)
         path_log.log_path(config.path, self.problem, weights)

@@ -159,7 +159,7 @@ class Gemm:
     sides: int
     a_bits: int
     b_bits: int
-    widened: int
+    dequantized_bits: int
     scaled: bool
     group_k: int
     out_bits: int
@@ -167,7 +167,7 @@ class Gemm:
     least_block_n: int = 16
 
     @property
-    def least_block_k(self) -> int:
+    def min_block_k(self) -> int:
         """Return the minimum block_k: 32 for 8-bit or packed operands (two MMAs of 16), else 16."""
         return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
 
@@ -188,7 +188,9 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
             sides=sides,
             a_bits=_BITS[scheme.activation] if scheme.quantizes_activations else dtype_bits,
             b_bits=_BITS[scheme.weight] if scheme.quantized else dtype_bits,
-            widened=dtype_bits if scheme.quantized and not scheme.quantizes_activations else 0,
+            dequantized_bits=dtype_bits
+            if scheme.quantized and not scheme.quantizes_activations
+            else 0,
             scaled=scheme.quantized,
             group_k=0 if group >= depth else group,
             out_bits=dtype_bits,
@@ -213,12 +215,14 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row
     # With few rows, the weights fill the M = 64 of wgmma, unless they pass through registers.
-    filled = tile.block_m >= 64 or (tile.block_n >= 64 and gemm.a_bits < 32 and not gemm.widened)
+    filled = tile.block_m >= 64 or (
+        tile.block_n >= 64 and gemm.a_bits < 32 and not gemm.dequantized_bits
+    )
     warpgroup = device.warpgroups and gemm.tensor_cores and filled and tile.num_warps % 4 == 0
     buffers = max(tile.num_stages - 1, 1)
     extra = 4 * (tile.block_m + gemm.sides * tile.block_n) if gemm.scaled else 0
-    if warpgroup and gemm.widened:
-        extra += tile.block_m * a_row + tile.block_n * tile.block_k * gemm.widened // 8
+    if warpgroup and gemm.dequantized_bits:
+        extra += tile.block_m * a_row + tile.block_n * tile.block_k * gemm.dequantized_bits // 8
     elif warpgroup:
         buffers = tile.num_stages
     return max(buffers * buffer + extra, tile.block_m * tile.block_n * gemm.out_bits // 8)
@@ -252,7 +256,7 @@ def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     blocks = (
         ("block_m", 16),
         ("block_n", gemm.least_block_n),
-        ("block_k", gemm.least_block_k),
+        ("block_k", gemm.min_block_k),
     )
     for name, least in blocks:
         value = getattr(tile, name)
@@ -283,7 +287,7 @@ def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
     The fields of `tile` must be valid. If nothing fits, return the smallest tile tried; `require`
     then reports the violation.
     """
-    least = gemm.least_block_k
+    least = gemm.min_block_k
     tile = replace(tile, block_k=max(tile.block_k, least))
     while gemm.group_k and gemm.group_k % tile.block_k and tile.block_k > least:
         tile = replace(tile, block_k=tile.block_k // 2)

@@ -55,9 +55,9 @@ class Path(ABC):
     launch: ClassVar[type[Any]] = LaunchConfig
     quantizes_input: ClassVar[bool] = False
     refuses: ClassVar[bool] = True
-    lends: ClassVar[bool] = True
+    transferable: ClassVar[bool] = True
     replaces: ClassVar[str | None] = None
-    younger: ClassVar[bool] = False
+    overrides_v1_files: ClassVar[bool] = False
     roundings: Roundings | None
 
     # ------------------------------------------------------------------- applicability
@@ -105,7 +105,7 @@ class Path(ABC):
         return {}
 
     @classmethod
-    def in_place_of(
+    def translate_v1_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
         """Translate `config`, which a file of version 1 gives for the path `cls.replaces`."""
@@ -114,7 +114,7 @@ class Path(ABC):
     # ------------------------------------------------------------------- prepared weights
 
     @classmethod
-    def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
+    def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
 
         Such calls use this path unless an override or a file tuned with prepared weights names

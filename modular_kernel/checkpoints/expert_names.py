@@ -63,7 +63,7 @@ class ProjectionPlace:
 
     def keys(self, stored: StoredTensor) -> Iterator[str]:
         """Yield the names that a stored tensor may have in the file, the usual one first."""
-        for name in (stored.name, *stored.also):
+        for name in (stored.name, *stored.aliases):
             if not self.bare:
                 yield f"{self.base}.{name}"
             elif name == "weight":
@@ -73,9 +73,9 @@ class ProjectionPlace:
                 if name.startswith("weight_"):
                     yield f"{self.base}_{name}"
 
-    def is_one(self, stored: StoredTensor, shape: tuple[int, ...]) -> bool:
+    def is_shared_scalar(self, stored: StoredTensor, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape is a single number for a whole stack of experts."""
-        return self.bare and stored.is_number and prod(shape) == 1
+        return self.bare and stored.is_scalar and prod(shape) == 1
 
     def shape(self, stored: StoredTensor) -> tuple[int, ...]:
         """Return the shape of a stored tensor in the file, unless it is a single number."""

@@ -54,11 +54,11 @@ class StoredTensor:
     role: Role
     dims: tuple[Dim, ...]
     dtypes: tuple[torch.dtype, ...]
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     optional: bool = False
 
     @property
-    def is_number(self) -> bool:
+    def is_scalar(self) -> bool:
         """True if there is a single number per matrix."""
         return not self.dims and self.role != "shape"
 
@@ -132,7 +132,7 @@ def refine(
         if old.name not in tensors or old.dims == new.dims:
             continue
         tensor = tensors[old.name]
-        if old.is_number:  # one per row now
+        if old.is_scalar:  # one per row now
             refined[old.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
             continue
         for position, (old_dim, new_dim) in enumerate(zip(old.dims, new.dims, strict=True)):

@@ -205,7 +205,7 @@ class _Source:
             raise ShapeError(self.files.where(keys["A"]), got=got, need=" or ".join(sizes))
         rows, depth = self._sizes(matching[0])
         ambiguous = rows == depth or not problem.act.gated
-        if ambiguous and not self.config.swaps:
+        if ambiguous and not self.config.has_fused_layout:
             need = "0.19 or newer: older ones may have A and B the other way, of the same shapes"
             raise ConfigurationError(
                 f"{what}: peft_version", got=self.config.peft_version, need=need

@@ -69,7 +69,7 @@ class PeftConfig:
         return self.layers is None or layer in self.layers
 
     @property
-    def swaps(self) -> bool:
+    def has_fused_layout(self) -> bool:
         """True for PEFT 0.19 or newer, in which A of a fused weight has the weight's columns."""
         numbers = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
         return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)

@@ -87,7 +87,7 @@ class LayerSource:
                 elif key not in seen:
                     seen.add(key)
                     shape, dtype = self.files.facts(key)
-                    sizes = () if place.is_one(stored, shape) else place.shape(stored)
+                    sizes = () if place.is_shared_scalar(stored, shape) else place.shape(stored)
                     stored.check(self.files.where(key), shape, dtype, sizes)
                     dtypes.setdefault(stored.role, set()).add(dtype)
         if missing:
@@ -196,7 +196,7 @@ class LayerSource:
     def _read(
         self, key: str, place: ProjectionPlace, stored: StoredTensor, rows: Range, columns: Range
     ) -> torch.Tensor:
-        single = stored.is_number and place.is_one(stored, self.files.facts(key)[0])
+        single = stored.is_scalar and place.is_shared_scalar(stored, self.files.facts(key)[0])
         tensor = self.files.read(key, () if single else place.box(stored, rows, columns))
         if place.transposed and len(stored.dims) > 1:
             tensor = tensor.transpose(-1, -2)

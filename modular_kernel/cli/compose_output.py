@@ -83,7 +83,7 @@ def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
     timed = [o for b in buckets if (o := b.outcome(segment.pair)) is not None and o.us is not None]
     times = _ends(f"{o.us:.1f}" for o in timed)
     ratios = _ends(f"{o.ratio:.2f}" for o in timed)
-    picks = [p for t, p in choice.decided.items() if segment.first <= t <= segment.last]
+    picks = [p for t, p in choice.picks_with_source.items() if segment.first <= t <= segment.last]
     by = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", by
@@ -125,7 +125,7 @@ def explain_text(choice: "Choice") -> None:
 def _untimed_text(choice: "Choice") -> None:
     """Print a line, with the first reason, for each pairing with a token count not timed."""
     reasons: dict[Pair, list[str]] = {}
-    for tokens in choice.decided:
+    for tokens in choice.picks_with_source:
         for outcome in choice.outcomes(tokens):
             if outcome.why.startswith("not timed: "):
                 reasons.setdefault(outcome.pair, []).append(outcome.why)
@@ -151,10 +151,11 @@ def record(choice: "Choice") -> dict[str, object]:
         "segments": choice.segments,
         "picks": {
             str(tokens): {"pair": pick.pair, "by": pick.source}
-            for tokens, pick in choice.decided.items()
+            for tokens, pick in choice.picks_with_source.items()
         },
         "buckets": [
-            {"tokens": tokens, "outcomes": choice.outcomes(tokens)} for tokens in choice.decided
+            {"tokens": tokens, "outcomes": choice.outcomes(tokens)}
+            for tokens in choice.picks_with_source
         ],
         "missing": choice.missing,
         "timed_now": choice.timed,

@@ -171,7 +171,7 @@ def _packages() -> list[Package]:
     for name in names:
         users = [p for p in catalog.parts if name in _required(p.cls)]
         enables = ", ".join(p.name for p in users) or _EXTRAS[name]
-        get = _requires(users[0].cls).how_to_get(name) if users else f"pip install {name}"
+        get = _requires(users[0].cls).install_hint(name) if users else f"pip install {name}"
         if name in probed:
             probe = probed[name]
             found_here, version, why = probe.folder is not None, probe.version, probe.why

@@ -282,7 +282,7 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
     output.print_result(
         {"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show
     )
-    if not results or any(result.missed for result in results):
+    if not results or any(result.is_mispredicted for result in results):
         raise typer.Exit(1)
 
 

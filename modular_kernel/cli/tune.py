@@ -198,7 +198,9 @@ def _spaces(
         raise ConfigurationError("--experts-type", got=experts or "no such part", need=need)
     if not prepared:
         return spaces
-    prepared_spaces = {name: space.of_prepared(device_name) for name, space in spaces.items()}
+    prepared_spaces = {
+        name: space.for_prepared_weights(device_name) for name, space in spaces.items()
+    }
     return {name: space for name, space in prepared_spaces.items() if space is not None}
 
 

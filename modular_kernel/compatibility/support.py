@@ -70,7 +70,7 @@ class Requirements:
     batch_invariant: bool = False
     lora: bool = False
 
-    def how_to_get(self, package: str) -> str:
+    def install_hint(self, package: str) -> str:
         """Return instructions to install one of `packages`."""
         for provider in self.providers:
             if provider.name == package:

@@ -131,13 +131,13 @@ def _weight_and_reduce(
 def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
     """Check the dtype and sizes of rows and of their scales."""
     scheme = problem.scheme
-    dtype = STORAGE[scheme.activation] if scheme.travels_quantized else problem.dtype
+    dtype = STORAGE[scheme.activation] if scheme.dispatched_quantized else problem.dtype
     if x.dtype is not dtype:
         raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=dtype)
     if x.shape[-1] != problem.hidden or not x.is_contiguous():
         got = f"{tuple(x.shape)}, strides {x.stride()}"
         raise ShapeError("hidden_states", got=got, need=f"(..., {problem.hidden}), contiguous")
-    if not scheme.travels_quantized:
+    if not scheme.dispatched_quantized:
         if scale is not None:
             raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need="None")
         return

@@ -67,7 +67,7 @@ class Bounds:
         index = self._inside(address, address + 1)
         return None if index is None else (index, address - self._starts[index])
 
-    def places_of(self, pointers: Any, lanes: Any) -> list[int]:
+    def range_indices(self, pointers: Any, lanes: Any) -> list[int]:
         """Return the indices of the ranges of active pointers, which are all in bounds."""
         active = pointers[lanes]
         indices: list[int] = np.unique(np.searchsorted(self._first, active, "right") - 1).tolist()
@@ -83,17 +83,17 @@ class Bounds:
         pointers, lanes: numpy arrays of one shape, where lanes are the active ones. nbytes: of an
         element. Returns the index of a range that contains all pointers, None if there is none.
         """
-        index = self._around(pointers, nbytes)
+        index = self._range_around(pointers, nbytes)
         if index is not None:
             return index  # the usual case: even inactive pointers are in bounds
         active = pointers[lanes]
-        if active.size and self._around(active, nbytes) is None:
+        if active.size and self._range_around(active, nbytes) is None:
             for address in np.unique(active).tolist():
                 if self._inside(address, address + nbytes) is None:
                     raise CorruptionError(self._told(address, nbytes))
         return None
 
-    def _around(self, pointers: Any, nbytes: int) -> int | None:
+    def _range_around(self, pointers: Any, nbytes: int) -> int | None:
         """Return the index of a range that contains all elements, None if there is none."""
         return self._inside(int(pointers.min()), int(pointers.max()) + nbytes)
 

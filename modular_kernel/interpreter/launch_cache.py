@@ -46,7 +46,7 @@ class LaunchCache:
 
     def __init__(self) -> None:
         self._outcomes: dict[Hashable, list[_Outcome]] = {}
-        self.computed, self.repeated = 0, 0
+        self.computed, self.hits = 0, 0
 
     def launch(
         self,
@@ -77,9 +77,9 @@ class LaunchCache:
             run(None)
             return
         outcomes, memory = self._outcomes.setdefault(key, []), argument_key.memory()
-        outcome = next((each for each in outcomes if each.follows(memory)), None)
+        outcome = next((each for each in outcomes if each.matches(memory)), None)
         if outcome is not None and repeat:
-            self.repeated += 1
+            self.hits += 1
             outcome.write(memory)
             return
         self.computed += 1
@@ -207,7 +207,7 @@ class Trace:
 
         place: index of the range that contains all pointers, None if there is none.
         """
-        indices = self._bounds.places_of(pointers, lanes) if place is None else (place,)
+        indices = self._bounds.range_indices(pointers, lanes) if place is None else (place,)
         for index in indices:
             lanes_in_range = (
                 lanes if len(indices) == 1 else lanes & self._bounds.within(pointers, index)
@@ -259,7 +259,7 @@ class _Outcome:
     ) -> None:
         self._read, self._written, self._where = read, written, where
 
-    def follows(self, memory: list[Array]) -> bool:
+    def matches(self, memory: list[Array]) -> bool:
         """Return whether a launch with this memory reads the same bytes, so its outcome is this."""
         if self._where is not None and self._where != tuple(map(_start, memory)):
             return False

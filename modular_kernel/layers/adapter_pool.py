@@ -77,7 +77,7 @@ class AdapterPool:
         shapes = self._shapes(self._spec.rank)
         device = available_device(device, what="pool")
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
-        values_per_slot = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
+        values_per_slot = self._spec.slot_numel(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = values_per_slot * problem.dtype.itemsize
         with (
             _memory(f"pool of {slots} slots", slots * self._slot_bytes, device),

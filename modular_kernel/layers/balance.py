@@ -60,7 +60,7 @@ def rank_loads(
         need = f"a divisor of {placement.world_size} ranks"
         raise ConfigurationError("ranks_per_host", got=host_size, need=need)
     hosts, loads = placement.world_size // host_size, [0.0] * placement.world_size
-    for amount, homes in zip(load, placement.homes, strict=True):
+    for amount, homes in zip(load, placement.locations, strict=True):
         for host in range(hosts):
             on_host = [rank for rank, _ in homes if rank // host_size == host]
             targets = on_host or [rank for rank, _ in homes]
@@ -171,7 +171,7 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
             before = old.slots[rank]
             if slot < len(before) and before[slot] == expert:
                 continue
-            homes = old.homes[expert]
+            homes = old.locations[expert]
             source = min(homes, key=lambda home: (home[0] != rank, sent[home[0]], home))
             sent[source[0]] += source[0] != rank
             transfers.append(Move(expert, source, (rank, slot)))

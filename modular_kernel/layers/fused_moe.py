@@ -211,7 +211,7 @@ class FusedMoE(ExpertParameters):
         self._sums_ep = uses_expert_map
         self._groups = parallel.groups(ep=uses_expert_map) if reduce_results else ()
         # Default experts by device, used if `experts` is None.
-        self._usual = dict[torch.device, tuple[Problem, Experts]]()
+        self._default_experts = dict[torch.device, tuple[Problem, Experts]]()
         self._own_kernel = self._kernel_over_ranks(max_tokens) if spans_ranks else None
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
@@ -367,13 +367,13 @@ class FusedMoE(ExpertParameters):
 
         Raises an InputError before any kernel is launched if a tensor does not match.
         """
-        if is_compiling() and self._untraced():
+        if is_compiling() and self._why_untraced():
             return modes.run_untraced(
-                self.forward, self._untraced(), hidden_states, routing, token_ids=token_ids
+                self.forward, self._why_untraced(), hidden_states, routing, token_ids=token_ids
             )
-        return self.forward_by(self.computed, hidden_states, routing, token_ids=token_ids)
+        return self.forward_with(self.computed, hidden_states, routing, token_ids=token_ids)
 
-    def forward_by(
+    def forward_with(
         self,
         computed: Computed,
         hidden_states: torch.Tensor,
@@ -484,7 +484,7 @@ class FusedMoE(ExpertParameters):
             y_TH = _plan_cache.run(pairing, problem, x_TH, weights, routing)
             return y_TH, None if shared is None else shared(x_TH)
         with current_device(x_TH.device):
-            out = None if kernel.prepare_finalize.makes_output else torch.empty_like(x_TH)
+            out = None if kernel.prepare_finalize.allocates_output else torch.empty_like(x_TH)
             pending = kernel.start(x_TH, weights, convert_ids(kernel, routing), out=out)
             shared_TH = None
             try:
@@ -503,7 +503,7 @@ class FusedMoE(ExpertParameters):
         self._bias_unloaded = False
         return RouterTensors(bias)
 
-    def _untraced(self) -> str:
+    def _why_untraced(self) -> str:
         """Return why torch.compile cannot trace a call as an operator, or "" if it can."""
         if self._own_kernel is not None or self._groups:
             return _NOT_TRACED_OVER_RANKS
@@ -545,11 +545,11 @@ class FusedMoE(ExpertParameters):
         experts = self.experts
         if experts is None:
             problem = problem or self.problem
-            cached = self._usual.get(device)
+            cached = self._default_experts.get(device)
             if cached is not None and cached[0] is problem:
                 return self.prepare_finalize, cached[1]
             experts = default_experts(self.prepare_finalize, problem, device)
-            self._usual[device] = problem, experts
+            self._default_experts[device] = problem, experts
         return self.prepare_finalize, experts
 
     def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
@@ -575,8 +575,8 @@ class FusedMoE(ExpertParameters):
             raise UnsupportedError("cast of a layer", got=got, need=need)
         return dtype
 
-    def _fill_made(self) -> None:
-        super()._fill_made()
+    def _reset_after_to_empty(self) -> None:
+        super()._reset_after_to_empty()
         if self.selection_bias is not None:
             self.selection_bias.fill_(torch.nan)
             self._bias_unloaded = True

@@ -411,7 +411,7 @@ class FusedMoEWithLoRA(nn.Module):
                 moe_lora_info=moe_lora_info,
                 token_ids=token_ids,
             )
-        return base.forward_by(
+        return base.forward_with(
             partial(run, moe_lora_info), hidden_states, routing, token_ids=token_ids
         )
 

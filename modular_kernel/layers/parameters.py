@@ -107,7 +107,7 @@ class ExpertParameters(nn.Module):
         Every parameter also has it as an attribute. Raises UnsupportedError if the layer was
         created with the name of a scheme instead of a checkpoint's quantization_config.
         """
-        self._of_checkpoint("weight_loader").weight_loader(
+        self._checkpoint_loader("weight_loader").weight_loader(
             param, loaded_weight, weight_name, shard_id, expert_id
         )
 
@@ -117,9 +117,11 @@ class ExpertParameters(nn.Module):
 
         Raises WeightsError, and changes nothing, if a tensor of this rank is missing.
         """
-        self.set_weights(self._of_checkpoint("process_weights_after_loading").expert_weights(self))
+        self.set_weights(
+            self._checkpoint_loader("process_weights_after_loading").expert_weights(self)
+        )
 
-    def _of_checkpoint(self, method: str) -> ExpertLoader:
+    def _checkpoint_loader(self, method: str) -> ExpertLoader:
         if self._loader is None:
             need = "quant_config: a checkpoint's quantization_config, or None"
             raise UnsupportedError(method, got=f"quant_config={self.problem.quant!r}", need=need)
@@ -201,7 +203,7 @@ class ExpertParameters(nn.Module):
         if self._ready:
             self._make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        self._let_go_if_moved()
+        self._drop_prepared_if_moved()
         if self._ready and self._unloaded:
             names = [name for name, each in self._parameters.items() if each is not None]
             self._unloaded = not state_is_loaded(names, state_dict, prefix)
@@ -329,8 +331,8 @@ class ExpertParameters(nn.Module):
             self._widen_scales()
             self._describe()
         if was_meta and not next(self.parameters(recurse=False)).is_meta:
-            self._fill_made()
-        self._let_go_if_moved()
+            self._reset_after_to_empty()
+        self._drop_prepared_if_moved()
         return self
 
     def _own_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -371,7 +373,7 @@ class ExpertParameters(nn.Module):
             if parameter is not None:
                 fill_with_sentinel(name, parameter.data)
 
-    def _fill_made(self) -> None:
+    def _reset_after_to_empty(self) -> None:
         """Set the initial values of parameters that `to_empty` has moved from the meta device."""
         if self._ready:
             self._fill_unloaded()
@@ -381,7 +383,7 @@ class ExpertParameters(nn.Module):
         if self._no_bias is not None:
             self._no_bias.zero_()
 
-    def _let_go_if_moved(self) -> None:
+    def _drop_prepared_if_moved(self) -> None:
         if self._bound is not None and self._bound[0] != _places(self._found()):
             self._bound = None
 

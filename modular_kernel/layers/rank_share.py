@@ -77,8 +77,8 @@ class Move:
     slot: int
     rows: Range
     columns: Range
-    of_rows: Range
-    of_columns: Range
+    source_rows: Range
+    source_columns: Range
 
 
 def destination(expert: int, shard: str, share: Share) -> Move | None:

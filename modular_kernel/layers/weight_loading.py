@@ -212,7 +212,7 @@ class ExpertLoader:
             elif self._kept[stored.name].dims:
                 self._copy_box(param.data[move.slot], loaded_weight, stored, move, sizes)
             else:
-                self._copy_number(param.data[move.slot], loaded_weight, stored, shard_id)
+                self._copy_scalar(param.data[move.slot], loaded_weight, stored, shard_id)
         self._loaded.add((stored.name, shard_id, move.slot))
 
     def _sizes(self, shard: str) -> tuple[int, int]:
@@ -266,7 +266,7 @@ class ExpertLoader:
         last = weight_name.rpartition(".")[2]
         name = last.removeprefix("w13_").removeprefix("w2_")
         for stored in self._stored:
-            if name in (stored.name, *stored.also):
+            if name in (stored.name, *stored.aliases):
                 return stored
         need = f"a name that ends with one of {', '.join(each.name for each in self._stored)}"
         raise ConfigurationError("weight_name", got=repr(weight_name)[:160], need=need)
@@ -280,9 +280,9 @@ class ExpertLoader:
         sizes: tuple[int, int],
     ) -> None:
         """Copy this rank's rows and columns, in the tiles of this rank's scheme."""
-        stored.check_cut(stored.name, move.of_rows, move.of_columns, sizes)
-        part = cut([stored], {stored.name: loaded}, move.of_rows, move.of_columns)
-        fine = convert_share(self.format, self._fine, part, move.of_rows, move.of_columns)
+        stored.check_cut(stored.name, move.source_rows, move.source_columns, sizes)
+        part = cut([stored], {stored.name: loaded}, move.source_rows, move.source_columns)
+        fine = convert_share(self.format, self._fine, part, move.source_rows, move.source_columns)
         if stored.role == "order":
             fine = {stored.name: target}  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
@@ -291,7 +291,7 @@ class ExpertLoader:
             target.dtype
         )
 
-    def _copy_number(
+    def _copy_scalar(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: StoredTensor, shard: str
     ) -> None:
         per_projection = stored.role in _MATRIX_SCALES and target.dim()

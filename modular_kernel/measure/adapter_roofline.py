@@ -42,7 +42,7 @@ def adapter_bytes(problem: Problem) -> int:
     if spec is None:
         return 0
     sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
-    return spec.slot_numbers(*sizes) * problem.dtype.itemsize
+    return spec.slot_numel(*sizes) * problem.dtype.itemsize
 
 
 def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, AdapterWork]:

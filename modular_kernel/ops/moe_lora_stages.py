@@ -61,7 +61,7 @@ class PairBatch:
         order_P = self.keys().flatten().argsort(stable=True)
         return PairBatch(self.ids_TK, self.slots_T, self.ranks_LE, order_P)
 
-    def of_each_key(self) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+    def iter_keys(self) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """Yield pairs, slot, expert and rank of each key present, for the torch references."""
         slots, experts = self.ranks_LE.shape
         keys_P = self.keys().flatten()
@@ -137,7 +137,7 @@ def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) 
     """Torch reference of `moe_lora_a`; x is (T, D) or (T K, D)."""
     tokens, top_k = batch.ids_TK.shape
     out_PR = x_XD.new_zeros(tokens * top_k, a_LERD.shape[2])
-    for pairs, slot, expert, rank in batch.of_each_key():
+    for pairs, slot, expert, rank in batch.iter_keys():
         rows = x_XD[pairs // (tokens * top_k // len(x_XD))]
         u = matmul(rows.float(), a_LERD[slot, expert, :rank].float().T)
         out_PR[pairs, : u.shape[1]] = u.to(out_PR.dtype)
@@ -183,7 +183,7 @@ def _moe_lora_gate_up_b_ref(
     tokens, top_k, _ = u_TKR.shape
     u_PR = u_TKR.flatten(0, 1)
     out_PI = u_TKR.new_zeros(tokens * top_k, b_LENR.shape[2] // 2)
-    for pairs, slot, expert, rank in batch.of_each_key():
+    for pairs, slot, expert, rank in batch.iter_keys():
         b = b_LENR[slot, expert, :, :rank].float()
         gate, up = matmul(u_PR[pairs, : b.shape[1]].float(), b.T).chunk(2, dim=1)
         out_PI[pairs] = (torch.nn.functional.silu(gate) * up).to(out_PI.dtype)
@@ -249,7 +249,7 @@ def _moe_lora_down_combine_ref(
     v_PR, weights_P = v_TKR.flatten(0, 1), weights_TK.flatten()
     total_TH = torch.zeros(out_TH.shape, dtype=torch.float32, device=out_TH.device)
     touched_T = torch.zeros(len(out_TH), dtype=torch.bool, device=out_TH.device)
-    for pairs, slot, expert, rank in batch.of_each_key():
+    for pairs, slot, expert, rank in batch.iter_keys():
         b = b_LEHR[slot, expert, :, :rank].float()
         part = matmul(v_PR[pairs, : b.shape[1]].float(), b.T)
         total_TH.index_add_(0, pairs // top_k, part * (weights_P[pairs, None] * scalings_L[slot]))

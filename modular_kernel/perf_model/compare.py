@@ -82,7 +82,7 @@ class Compared:
         return abs(self.error) <= WITHIN
 
     @property
-    def missed(self) -> bool:
+    def is_mispredicted(self) -> bool:
         """True if the model was not fitted to the time, and its prediction is wrong."""
         return not (self.good or self.cell.fitted or self.cell.eager)
 

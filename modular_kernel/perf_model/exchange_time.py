@@ -161,7 +161,7 @@ def row_bytes(problem: Problem, traffic: Traffic) -> float:
     Activations and their scales are counted; ids and weights are not.
     """
     scheme: QuantScheme = problem.scheme
-    if not traffic.quantized or not scheme.travels_quantized:
+    if not traffic.quantized or not scheme.dispatched_quantized:
         return problem.hidden * problem.dtype.itemsize
     groups = -(-problem.hidden // scheme.group[-1]) if scheme.group else 1
     return problem.hidden + groups * _SCALE_BYTES

@@ -229,7 +229,7 @@ class _Bench:
         inputs, weights = self.inputs, self._weights_of(_kernel_of(plan))
         if self.on_gpu:
             return plan(inputs.x_TH, weights, inputs.routing)
-        with self._as_users_run(_kernel_of(plan)):
+        with self._torch_references(_kernel_of(plan)):
             return plan(inputs.x_TH, weights, inputs.routing)
 
     def _weights_of(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
@@ -239,11 +239,11 @@ class _Bench:
         """Prepare the weights of a pairing if the job asks for it; return their bytes."""
         if not self.job.prepared:
             return 0
-        with self._as_users_run(kernel):
+        with self._torch_references(kernel):
             self.weights[kernel.pairing] = kernel.prepare_weights(self.inputs.weights)
         return sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
 
-    def _as_users_run(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
+    def _torch_references(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
         """Return a context that runs operations as torch references if no part needs Triton."""
         parts = type(kernel.prepare_finalize), type(kernel.experts)
         return prefer_torch_reference(wanted=not needs_triton(*parts))
@@ -255,7 +255,7 @@ class _Bench:
         prepared = self._prepared(kernel)
         plan, inputs = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
-        with self._as_users_run(kernel):
+        with self._torch_references(kernel):
             output = plan(x_TH, self._weights_of(kernel), inputs.routing).clone()
         for _ in range(_WARM_CALLS if self.on_gpu else 0):
             self._call(plan)

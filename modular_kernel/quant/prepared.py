@@ -52,13 +52,13 @@ class _Source(NamedTuple):
 class _Made(NamedTuple):
     """Record of a prepared tensor: its reader, its sources, and its own state once written."""
 
-    reader: str
-    sources: tuple[_Source, ...]
+    layout_key: str
+    source_tensors: tuple[_Source, ...]
     own: _Source | None = None
 
     def holds(self, weights: ExpertWeights, name: str) -> bool:
         current = _tensors(weights, SOURCE_FIELDS[name])
-        recorded = self.sources
+        recorded = self.source_tensors
         return len(current) == len(recorded) and all(map(_Source.holds, recorded, current))
 
 
@@ -140,7 +140,7 @@ def check_prepared(
         if tensor is None:
             raise WeightsError(name, got="None", need=f"{spec.shape}, beside {', '.join(present)}")
         _check_as(name, tensor, spec, device)
-        if (made_for := _made[tensor].reader) != reader:
+        if (made_for := _made[tensor].layout_key) != reader:
             raise WeightsError(name, got=f"made for {made_for}", need=f"{_AGAIN}, for {reader}")
 
 

@@ -43,7 +43,7 @@ from modular_kernel.utils.argument_checks import expect
 # Names of all schemes; of those whose activations can be dispatched as 8-bit values; and of those
 # whose activations have at least 8 bits.
 SCHEMES = frozenset(QUANT_SCHEMES)
-ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantized)
+ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].dispatched_quantized)
 UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
 
 STORAGE = {

@@ -175,7 +175,7 @@ def _rounding(
         h=partial(quantized, given=weights.a2_scale) if quantizes else _exact_rows,
         gate_up=rounded if roundings.gate_up else _exact,
         rows=rounded if roundings.rows else _exact,
-        weighted=_exact if scheme.travels_quantized else rounded,
+        weighted=_exact if scheme.dispatched_quantized else rounded,
         product=product or _product,
     )
 

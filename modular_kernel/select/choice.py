@@ -57,19 +57,21 @@ class Choice:
         return segments(self.options, self.buckets)
 
     @cached_property
-    def decided(self) -> dict[int, Pick]:
+    def picks_with_source(self) -> dict[int, Pick]:
         """The pairing at each bucket, and its source."""
         return picks(self.options, self.buckets)
 
     @property
     def picks(self) -> dict[int, Pair]:
         """The pairing at each bucket."""
-        return {tokens: pick.pair for tokens, pick in self.decided.items()}
+        return {tokens: pick.pair for tokens, pick in self.picks_with_source.items()}
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Token counts at which a pairing that may be faster than the default was not timed."""
-        return tuple(t for t, pick in self.decided.items() if pick.source is Source.DEFAULT)
+        return tuple(
+            t for t, pick in self.picks_with_source.items() if pick.source is Source.DEFAULT
+        )
 
     @property
     def measured(self) -> bool:
@@ -105,9 +107,9 @@ class Choice:
         For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
         of 5 s spent)".
         """
-        sources = [pick.source for pick in self.decided.values()]
+        sources = [pick.source for pick in self.picks_with_source.values()]
         count = {source: sources.count(source) for source in Source}
-        timed = sum(self.decided[t].source is Source.TIMED for t in self.timed_now)
+        timed = sum(self.picks_with_source[t].source is Source.TIMED for t in self.timed_now)
         parts = [
             (timed, f"timed ({self.seconds:.1f} s)"),
             (count[Source.TIMED] - timed, "from the cache"),

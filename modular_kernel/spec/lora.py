@@ -82,7 +82,7 @@ class AdapterSpec:
             "lora_b2": (slots, outer, hidden, rank),
         }
 
-    def slot_numbers(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
+    def slot_numel(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
         """Return the number of elements in one slot; arguments as in `shapes`."""
         shapes = self.shapes(experts, w1_rows, hidden, intermediate)
         return sum(prod(shape[1:]) for shape in shapes.values())

@@ -167,7 +167,7 @@ class Placement:
         if len(sizes) > 1:
             got, need = f"{sizes[0]} to {sizes[-1]} experts on a rank", "as many on each"
             raise ConfigurationError("placement for EPLB", got=got, need=need)
-        copies = [[rank * sizes[0] + slot for rank, slot in homes] for homes in self.homes]
+        copies = [[rank * sizes[0] + slot for rank, slot in homes] for homes in self.locations]
         max_copies = max(map(len, copies))
         padded = [[*numbers, *[-1] * (max_copies - len(numbers))] for numbers in copies]
         physical = [expert for slots in self.slots for expert in slots]
@@ -193,7 +193,7 @@ class Placement:
         return self == Placement.linear(self.experts, self.world_size)
 
     @cached_property
-    def homes(self) -> "tuple[Locations, ...]":
+    def locations(self) -> "tuple[Locations, ...]":
         """(rank, slot) of each copy of each expert, by rank."""
         homes: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for rank, slots in enumerate(self.slots):
@@ -224,8 +224,8 @@ class Placement:
         target = available_device(device, meta=True)
         for ranks in expect_each("near", near, Sequence):
             expect_each("near: ranks", ranks, int)
-        max_copies = max(map(len, self.homes))
-        nearest = [_nearest(homes, near) for homes in self.homes]
+        max_copies = max(map(len, self.locations))
+        nearest = [_nearest(homes, near) for homes in self.locations]
         padded = [(*homes, *[homes[0]] * (max_copies - len(homes))) for homes in nearest]
         homes_ER2 = torch.tensor(padded, dtype=torch.int32)
         copies_E = torch.tensor([len(homes) for homes in nearest], dtype=torch.int32)

@@ -55,7 +55,7 @@ class QuantScheme:
         return self.activation != "none"
 
     @cached_property
-    def travels_quantized(self) -> bool:
+    def dispatched_quantized(self) -> bool:
         """Whether rows may be quantized before dispatch; False if scales are per expert."""
         return self.quantizes_activations and not self.scales_by_expert
 

@@ -44,7 +44,7 @@ class TunedPair:
         """Return the experts' search space; raise ConfigurationError if there is none."""
         space = load_catalog().experts(self.experts).tunable(problem)
         if space is not None and self.prepared:
-            space = space.of_prepared()
+            space = space.for_prepared_weights()
         if space is None:
             with_them = " with prepared weights" if self.prepared else ""
             need = f"a part whose launches can be tuned{with_them}"

@@ -84,7 +84,7 @@ class TimedSearch(Bench):
 
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
         situation = self._situation(tokens)
-        return self._guarded(choice, lambda: self._screened(situation))
+        return self._guarded(choice, lambda: self._screen_workload(situation))
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
         situation = self._situation(tokens)
@@ -109,7 +109,7 @@ class TimedSearch(Bench):
                 torch.cuda.synchronize(self.device)
             return Refusal(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def _screened(self, situation: TuneWorkload) -> StageTimes | Refusal:
+    def _screen_workload(self, situation: TuneWorkload) -> StageTimes | Refusal:
         wrong = self._wrong(situation)
         if wrong:
             return Refusal(wrong, wrong=True)

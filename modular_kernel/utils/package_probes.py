@@ -34,7 +34,7 @@ class PackageProbe:
 
     name: str
     places: tuple[str, ...]
-    signs: tuple[tuple[str, str], ...]
+    markers: tuple[tuple[str, str], ...]
     need: str
     source: str
     version_file: str = "__init__.py"
@@ -55,7 +55,7 @@ def find(provider: PackageProbe) -> ProbeResult:
     for place in provider.places:
         for folder in _folders(place):
             missing = next(
-                filter(None, (_missing_sign(folder, *sign) for sign in provider.signs)), ""
+                filter(None, (_missing_sign(folder, *sign) for sign in provider.markers)), ""
             )
             stated = version_in(folder, provider.version_file)
             if not missing:

@@ -35,7 +35,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        max_tokens, nbytes = problem.tokens, self.rows.most_bytes()
+        max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
         return {
             **token_specs(problem, max_tokens),
             **self.rows.specs(world * max_tokens),
@@ -103,7 +103,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        group_handle, manager = self.own_handle(handle, GroupHandle), self.manager
+        group_handle, manager = self.check_handle(handle, GroupHandle), self.manager
         take, counts_W = group_handle.call.workspace.take, group_handle.agreed.tokens_W
         (tokens, hidden), world = out.shape, manager.world_size
         sum_RH = take("rows_sum", (sum(counts_W), hidden))

@@ -50,7 +50,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        most, nbytes = problem.tokens, self.rows.most_bytes()
+        most, nbytes = problem.tokens, self.rows.max_row_bytes()
         sent = min(world, problem.top_k) * most
         return {
             **token_specs(problem, most),
@@ -148,7 +148,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, All2AllHandle)
+        own_handle = self.check_handle(handle, All2AllHandle)
         take, hidden = own_handle.call.workspace.take, out.shape[1]
         to_W, from_W = _split_sizes(own_handle.agreed, self.manager.rank)
         sum_RH = take("rows_sum", (sum(from_W), hidden))

@@ -58,7 +58,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         problem, scheme = self.problem, self.problem.scheme
         e, rows, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
         specs = dict(super().workspace_shapes(tokens))
-        if scheme.travels_quantized:
+        if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
         if problem.adapters is not None:
             specs["batched_adapters"] = BufferSpec((e, rows), torch.int32)
@@ -78,7 +78,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         """Return whether each row is sent with its own scales."""
         scheme = self.problem.scheme
         shared = scheme.static or has_shared_scale(self.problem)
-        return scheme.travels_quantized and not shared
+        return scheme.dispatched_quantized and not shared
 
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle

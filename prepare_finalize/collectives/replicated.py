@@ -45,14 +45,14 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # sends no rows, but agreement takes time
-            agreed, slots_TK, weights_TK = self._agreed(x_TH, routing, call)
+            agreed, slots_TK, weights_TK = self._agree(x_TH, routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
         handle = GroupHandle(self, call, agreed, unapplied_TK)
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
         return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
-    def _agreed(
+    def _agree(
         self, x_TH: torch.Tensor, routing: Routing, call: Call
     ) -> tuple[Agreement, torch.Tensor, torch.Tensor]:
         """Return the agreement of ranks, and the int32 slots and weights of local pairs."""
@@ -84,7 +84,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, GroupHandle)
+        own_handle = self.check_handle(handle, GroupHandle)
         sum_TH = own_handle.call.workspace.take("tokens_sum", tuple(out.shape))
         weight_and_reduce(
             expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH

@@ -191,7 +191,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         )
         return ContiguousTokens(x_RH, routing, scale, plain_RH)
 
-    def own_handle(self, handle: Handle, kind: type[H]) -> H:
+    def check_handle(self, handle: Handle, kind: type[H]) -> H:
         """Raise UnsupportedError unless this part made `handle`; return it."""
         if getattr(handle, "part", None) is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
@@ -199,13 +199,13 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         assert isinstance(handle, kind)  # a part has one handle type
         return handle
 
-    def largest_is_local(self, call: Call) -> bool:
+    def has_local_scales(self, call: Call) -> bool:
         """Return whether no scale depends on other ranks' tokens."""
         return not (dispatches_quantized(self.problem, call) and has_shared_scale(self.problem))
 
     def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
         """Return this rank's largest magnitude, (1,) float32, if ranks share a scale; else None."""
-        if self.largest_is_local(call):
+        if self.has_local_scales(call):
             return None
         if x_TH.numel() == 0:
             return x_TH.new_zeros(1, dtype=torch.float32)
@@ -314,7 +314,7 @@ class RowsPart(AgreeingPart):
         Returns the row layout, `rows` packed rows of which the first T are the tokens, and the
         scales of the tokens if they were quantized. The caller writes ids and weights.
         """
-        largest = None if self.largest_is_local(call) else agreed.largest
+        largest = None if self.has_local_scales(call) else agreed.largest
         values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, largest=largest
         )
@@ -353,7 +353,7 @@ def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
     Adapters read unquantized rows.
     """
-    if problem.adapters is None or not problem.scheme.travels_quantized:
+    if problem.adapters is None or not problem.scheme.dispatched_quantized:
         return ()
     got, need = f"rows of {problem.quant}", "rows that are not quantized: adapters read those"
     return (Rejection("lora", (part, "problem"), got, need),)

@@ -55,10 +55,10 @@ class PackedRowBuffers:
             slots_T = routing.topk_ids_TK.new_full((tokens,), -1, dtype=torch.int32)
         layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
 
-    def most_bytes(self) -> int:
+    def max_row_bytes(self) -> int:
         """Return the largest size of a row in bytes, quantized or not."""
         plain = self.layout(quantized=False).nbytes
-        if not self.problem.scheme.travels_quantized:
+        if not self.problem.scheme.dispatched_quantized:
             return plain
         return max(plain, self.layout(quantized=True).nbytes)
 
@@ -74,7 +74,7 @@ class PackedRowBuffers:
             "rows_sum": BufferSpec((rows, hidden), problem.dtype),
             "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
         }
-        if problem.scheme.travels_quantized:
+        if problem.scheme.dispatched_quantized:
             scales = scale_shape(problem.scheme, rows, hidden)
             specs["rows_scale"] = BufferSpec(scales, torch.float32)
         return specs

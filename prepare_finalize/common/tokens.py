@@ -18,13 +18,13 @@ from topk_reduce import TopKWeightAndReduceContiguous
 
 def dispatches_quantized(problem: Problem, call: Call) -> bool:
     """Return whether this call dispatches quantized tokens."""
-    return problem.scheme.travels_quantized and not call.defer_quant
+    return problem.scheme.dispatched_quantized and not call.defer_quant
 
 
 def has_shared_scale(problem: Problem) -> bool:
     """Return whether all tokens of a call share one scale that is computed from them."""
     scheme = problem.scheme
-    computed = scheme.travels_quantized and not scheme.static
+    computed = scheme.dispatched_quantized and not scheme.static
     return computed and scheme.activation_granularity == "tensor"
 
 
@@ -33,7 +33,7 @@ def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
 
     There are none if the scheme does not quantize tokens before dispatch.
     """
-    if not problem.scheme.travels_quantized:
+    if not problem.scheme.dispatched_quantized:
         return {}
     return quantize_specs("x", problem.scheme, tokens, problem.hidden)
 

@@ -81,7 +81,7 @@ class TorchGroup:
         self.hosts = Hosts((0,), ("",))  # until they are found
         self._called: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._told: Exchange | None = None
-        self._under_way: WeakSet[Exchange] = WeakSet()
+        self._in_flight: WeakSet[Exchange] = WeakSet()
         self.order = 0  # digest of the sequence of exchanges so far
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
@@ -89,7 +89,7 @@ class TorchGroup:
         self._communicator = Communicator(self, device=self.device)
         # Unless the launcher serves the store, the job's first rank does.
         ranks = dist.get_process_group_ranks(process_group)
-        self._keeper = tuple(
+        self._store_rank = tuple(
             r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank
         )
         store = self._store = self._meet(process_group)
@@ -107,7 +107,7 @@ class TorchGroup:
                 need=f"an answer within {self.deadline_s:g} s",
                 rank=self.rank,
                 phase="construct",
-                peers=self._keeper,
+                peers=self._store_rank,
             ) from error
 
     def _connect(self, store: Store) -> Any:
@@ -125,7 +125,7 @@ class TorchGroup:
         try:
             return find_hosts(meeting, self.rank)
         except CommunicationError:
-            self._hang_up()
+            self._close_connections()
             raise
 
     def check_device(self, device: torch.device | str) -> None:
@@ -199,7 +199,7 @@ class TorchGroup:
         self._board.post({**record, "waited_s": 0.0, "broke_off": why}, time.monotonic())
         what, got, need = "exchange between ranks", f"this rank {why}", "calls that end"
         self._failure = self._error(what, got, need, "combine", self.step, ())
-        self._hang_up()
+        self._close_connections()
 
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
@@ -263,7 +263,7 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._failed(record, started, error) from error
         exchange = Exchange(self, work, tensors, record, started)
-        self._under_way.add(exchange)
+        self._in_flight.add(exchange)
         return exchange
 
     def _wait(self, exchange: "Exchange") -> None:
@@ -272,7 +272,7 @@ class TorchGroup:
             self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
         except RuntimeError as error:
             raise self._failed(exchange.record, exchange.started_s, error) from error
-        self._under_way.discard(exchange)
+        self._in_flight.discard(exchange)
         exchange.work = None  # a reference to the work would keep connections open
         self.last_calls.end(exchange.record)
 
@@ -289,12 +289,12 @@ class TorchGroup:
             time.sleep(_POLL_S)
         work.wait()
 
-    def _hang_up(self) -> None:
+    def _close_connections(self) -> None:
         """Close every connection, so that ranks waiting for this one fail now.
 
         gloo closes its connections once nothing refers to the communicator. Exchanges in flight do.
         """
-        for exchange in self._under_way:
+        for exchange in self._in_flight:
             exchange.work = None
             if exchange.record["ended_s"] is None:
                 self.last_calls.end(exchange.record, "failed: given up")
@@ -302,7 +302,7 @@ class TorchGroup:
         if self.device == "cuda" and group is not None:
             group.abort()
 
-    def _beyond(self, keeper: int) -> tuple[int, ...]:
+    def _unreachable_ranks(self, keeper: int) -> tuple[int, ...]:
         """Return the unreachable ranks if the rank that serves the store does not answer.
 
         These are all ranks of its host, or that rank alone if the host is this rank's or not known.
@@ -323,13 +323,13 @@ class TorchGroup:
         # Other threads raise this error until the culprits are known.
         self._failure = self._error("exchange between ranks", reason, need, *position, ())
         clear_frames(error.__traceback__)  # frames may hold references to the communicator
-        self._hang_up()
+        self._close_connections()
         until = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
-        peers = self._keeper
+        peers = self._store_rank
         cause = "the group's store, which that rank may keep, does not answer"
         if failed is None and peers and not self._board.ended:
-            peers = self._beyond(peers[0])
+            peers = self._unreachable_ranks(peers[0])
         if failed is not None:
             failed.setdefault(self.rank, record)
             peers, cause = culprits(self.rank, self.world_size, failed, self.deadline_s)

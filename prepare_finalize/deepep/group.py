@@ -249,7 +249,7 @@ class DeepEPGroup:
             raise no_queue_pairs_error("a build that turns IBGDA on, and no RDMA NIC here")
         low_latency = LowLatency(buffer, tokens, experts)
         try:
-            low_latency.try_out(hidden)
+            low_latency.self_test(hidden)
         except RuntimeError as error:
             raise no_queue_pairs_error(
                 f"a first exchange that failed: {_in_short(error)}"

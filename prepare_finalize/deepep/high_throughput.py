@@ -69,7 +69,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         return tuple(rejections)
 
     @classmethod
-    def most_slots(cls, problem: Problem) -> int:
+    def max_slots(cls, problem: Problem) -> int:
         # One thread per expert counts rows: a block has 128 threads for a rank, 512 for a host.
         return 128 if problem.parallel.hosts == 1 else 512 // PEERS
 

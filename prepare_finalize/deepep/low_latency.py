@@ -108,7 +108,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, shape = self.problem, self.dispatch_shape(tokens)
         pairs = self.pair_specs(tokens)
-        if problem.scheme.travels_quantized and not quantized_by_library(problem):
+        if problem.scheme.dispatched_quantized and not quantized_by_library(problem):
             rows = shape.experts * shape.capacity
             scheme, segments = problem.scheme, shape.experts
             specs = quantize_specs("x", scheme, rows, problem.hidden, segments=segments)
@@ -151,7 +151,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, LowLatencyHandle)
+        own_handle = self.check_handle(handle, LowLatencyHandle)
         target = out if out.is_contiguous() else out.new_empty(out.shape)
         self._buffer().combine(
             expert_output, own_handle.ids_TK, own_handle.weights, own_handle.given, target

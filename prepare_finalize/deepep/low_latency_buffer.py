@@ -85,7 +85,7 @@ class LowLatency:
         self._settle()
         self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
 
-    def try_out(self, hidden: int) -> None:
+    def self_test(self, hidden: int) -> None:
         """Run one dispatch and combine without tokens; raise RuntimeError if the library fails.
 
         Every rank must call it. The library checks some conditions only on the GPU, and a failed

@@ -65,7 +65,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
             need = "a scale of each token or group, or a static one"
             hint = "a dispatch by this library exchanges no maxima"
             rejections.append(Rejection("dispatch_quant", parties, got, need, hint))
-        slots, max_slots = slots_of(problem.placement), cls.most_slots(problem)
+        slots, max_slots = slots_of(problem.placement), cls.max_slots(problem)
         if max_slots is not None and slots > max_slots:
             need = f"<= {max_slots} experts on a rank"
             rejections.append(Rejection("max_experts", parties, f"{slots} on one", need))
@@ -80,7 +80,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         return tuple(rejections)
 
     @classmethod
-    def most_slots(cls, problem: Problem) -> int | None:
+    def max_slots(cls, problem: Problem) -> int | None:
         """Return the largest number of experts of a rank; None means no limit."""
         return None
 
@@ -104,7 +104,7 @@ class DeepEPRowsPart(DeepEPPart):
     The library also adds the sums of those ranks, in a tensor that it allocates.
     """
 
-    makes_output = True
+    allocates_output = True
 
     def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
         """Return the buffers for quantizing `tokens` tokens and summing `rows` received rows."""
@@ -128,7 +128,7 @@ class DeepEPRowsPart(DeepEPPart):
     def combined(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
-        own_handle = self.own_handle(handle, DeepEPHandle)
+        own_handle = self.check_handle(handle, DeepEPHandle)
         rows_RH = reduce_rows(
             expert_output, own_handle.weights, self.problem, own_handle.call, reduce
         )

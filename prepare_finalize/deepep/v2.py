@@ -64,7 +64,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     most_experts = 2048
 
     @classmethod
-    def most_slots(cls, problem: Problem) -> int:
+    def max_slots(cls, problem: Problem) -> int:
         parallel = problem.parallel
         if parallel.hosts == 1:
             return 256

@@ -10,7 +10,7 @@ from modular_kernel.utils.package_probes import PackageProbe, importing
 FLASHINFER_ALL2ALL = PackageProbe(
     name="flashinfer.comm",
     places=("flashinfer",),
-    signs=(
+    markers=(
         ("comm/trtllm_moe_alltoall.py", "class MoeAlltoAll"),
         ("comm/trtllm_moe_alltoall.py", "expert_id_payload_index"),
         # Since 0.6.16 memory can be shared by file descriptors too, without a fabric.

@@ -157,7 +157,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, FlashInferHandle)
+        own_handle = self.check_handle(handle, FlashInferHandle)
         exchange, shape = own_handle.exchange, self._shape
         if not exchange.busy or exchange.turn != own_handle.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
@@ -202,7 +202,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 def _shape(problem: Problem) -> AlltoAllShape:
     """Return the sizes of a workspace: rows (counted unquantized), scales, ids and weights."""
     scheme, scales = problem.scheme, 0
-    if scheme.travels_quantized and scheme.activation_granularity != "tensor":
+    if scheme.dispatched_quantized and scheme.activation_granularity != "tensor":
         scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
     row = problem.hidden * problem.dtype.itemsize
     return AlltoAllShape(

@@ -107,7 +107,7 @@ class RowCounts:
         return to_W, from_W
 
     @cached_property
-    def crosses(self) -> list[bool]:
+    def leaves_host(self) -> list[bool]:
         """Whether any row of a chunk leaves its host; the same on every rank."""
         geometry = self.at
         host_of_rank = torch.arange(geometry.hosts).repeat_interleave(geometry.ranks_per_host)
@@ -159,7 +159,7 @@ class RowCounts:
         return int(self._inside[:, :, self.at.local_rank].sum())
 
     @cached_property
-    def most_W(self) -> list[int]:
+    def max_rows_W(self) -> list[int]:
         """Rows that each rank receives: as final destination or to pass on, whichever is more."""
         geometry = self.at
         final = self._to_ranks.sum((0, 1))

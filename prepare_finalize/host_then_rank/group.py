@@ -117,7 +117,7 @@ class HostThenRankGroup(TorchGroup):
         self.inside: HostMemory | None = None  # set once the hosts are known
         super().__init__(group, deadline_s=deadline_s, device=device, history=history)
         self.ranks_per_host = self.world_size // len(self.hosts)
-        if not self.hosts.in_blocks_of(self.ranks_per_host):
+        if not self.hosts.has_consecutive_ranks(self.ranks_per_host):
             self.destroy()
             need = "as many on each, in blocks"
             raise ConfigurationError("hosts of the ranks", got=str(self.hosts), need=need)
@@ -131,7 +131,7 @@ class HostThenRankGroup(TorchGroup):
                 history=history,
             )
         except CommunicationError:
-            self._hang_up()
+            self._close_connections()
             raise
 
     @property
@@ -153,7 +153,7 @@ class HostThenRankGroup(TorchGroup):
         """Add an exchange within the hosts to the sequence that ranks must share."""
         self.order = zlib.crc32(f"{step} {phase} inside".encode(), self.order)
 
-    def check_inside(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
+    def check_host_memory(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
         """Raise CommunicationError if this manager, or a wait for ranks of this host, has failed.
 
         nbytes: size of this rank's data. started_s: start of the wait (time.monotonic).
@@ -174,8 +174,8 @@ class HostThenRankGroup(TorchGroup):
         if self.inside is not None:
             self.inside.destroy()
 
-    def _hang_up(self) -> None:
-        super()._hang_up()
+    def _close_connections(self) -> None:
+        super()._close_connections()
         if self.inside is not None:
             with suppress(RuntimeError):  # the GPU may have failed; peers then hit their deadline
                 self.inside.fail()

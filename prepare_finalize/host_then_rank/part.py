@@ -47,7 +47,7 @@ class HostThenRankHandle(GroupHandle):
     token_N: torch.Tensor
     way: RowCounts
     room: CallMemory
-    passes: tuple[SymmetricExchange | None, ...]
+    host_exchanges: tuple[SymmetricExchange | None, ...]
 
 
 class HostThenRankPrepareAndFinalize(RowsPart):
@@ -108,7 +108,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, geometry = self.problem, self._at
-        max_tokens, nbytes = problem.tokens, self.rows.most_bytes()
+        max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
         sent, forwarded = (
             min(geometry.hosts, problem.top_k) * max_tokens,
             min(geometry.hosts * max_tokens, self.most_rows),
@@ -145,7 +145,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             largest=self.largest(x_TH, call),
         )
         counts = check_counts(manager, agreed, geometry)
-        refuse_more_rows(self.layer, agreed, counts.most_W)
+        refuse_more_rows(self.layer, agreed, counts.max_rows_W)
         call.invalid_ids.add_(invalid)
         layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
         chunk_N, host_N, index_N = to_hosts.nonzero(as_tuple=True)
@@ -159,7 +159,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         layout.put(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))
         forwarded = call.workspace.take("packed_came", (sum(counts.came), layout.nbytes))
         crossing = [
-            self._cross(counts, chunk, forwarded, sent, agreed.step, "dispatch")
+            self._exchange_between_hosts(counts, chunk, forwarded, sent, agreed.step, "dispatch")
             for chunk in range(geometry.chunks)
         ]
         memory = self._slots.take(counts.received)
@@ -178,7 +178,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
 
         return receive
 
-    def _cross(
+    def _exchange_between_hosts(
         self,
         way: RowCounts,
         chunk: int,
@@ -196,7 +196,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         source = sent[_chunk(way.sent, chunk)]
         if phase == "combine":
             target, source, to_W, from_W = source, target, from_W, to_W
-        if not way.crosses[chunk]:
+        if not way.leaves_host[chunk]:
             target.copy_(source)
             return None
         return self.manager.all_to_all(
@@ -227,7 +227,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             if not way.busy[chunk]:
                 passes.append(None)
                 continue
-            self.manager.check_inside(step, "dispatch", came.nbytes, started)
+            self.manager.check_host_memory(step, "dispatch", came.nbytes, started)
             chunk_rows = _chunk(way.came, chunk)
             chunk_unpacked = unpacked.rows(chunk_rows.start, chunk_rows.stop)
             self.rows.fill(chunk_unpacked, call, [came[chunk_rows]])
@@ -258,11 +258,11 @@ class HostThenRankPrepareAndFinalize(RowsPart):
                 chunk_unpacked.x_RH, routing, tables, call, quantized=quantized, wait=chunk == last
             )
             passes.append(host_exchange)
-            self.manager.check_inside(step, "dispatch", came.nbytes, started)
+            self.manager.check_host_memory(step, "dispatch", came.nbytes, started)
         return tuple(passes)
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        return self.own_handle(handle, HostThenRankHandle).room.came.y_RH
+        return self.check_handle(handle, HostThenRankHandle).room.came.y_RH
 
     def finalize(
         self,
@@ -272,7 +272,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, HostThenRankHandle)
+        own_handle = self.check_handle(handle, HostThenRankHandle)
         counts, step, take = own_handle.way, own_handle.agreed.step, own_handle.call.workspace.take
         y_RH, manager, started = own_handle.room.came.y_RH, self.manager, time.monotonic()
         own_handle.room.give_back()
@@ -286,14 +286,16 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         with stages.stage(stages.COMBINE):
             if counts.any_rows:
                 manager.note(step, "combine")
-            for chunk, host_exchange in enumerate(own_handle.passes):
-                manager.check_inside(step, "combine", sums.nbytes, started)
+            for chunk, host_exchange in enumerate(own_handle.host_exchanges):
+                manager.check_host_memory(step, "combine", sums.nbytes, started)
                 if host_exchange is not None:
                     host_exchange.combine(sums[_chunk(counts.came, chunk)])
-                    manager.check_inside(step, "combine", sums.nbytes, started)
+                    manager.check_host_memory(step, "combine", sums.nbytes, started)
                 sum_bytes, returned_bytes = sums.view(torch.uint8), returned.view(torch.uint8)
                 crossing.append(
-                    self._cross(counts, chunk, sum_bytes, returned_bytes, step, "combine")
+                    self._exchange_between_hosts(
+                        counts, chunk, sum_bytes, returned_bytes, step, "combine"
+                    )
                 )
             for exchange in crossing:
                 if exchange is not None:

@@ -84,7 +84,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         capacity = self.rounded(tokens)
         rows, specs = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
-        if scheme.travels_quantized:
+        if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
             if _one_scale_for_all(scheme):
                 specs |= quantize_specs("x", scheme, tokens, problem.hidden)
@@ -93,7 +93,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 specs["batched_scale"] = BufferSpec(shape, torch.float32)
         if problem.adapters is not None:
             specs["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
-            if scheme.travels_quantized:
+            if scheme.dispatched_quantized:
                 specs["batched_plain_x"] = BufferSpec(rows, problem.dtype)
         return {
             **specs,
@@ -138,7 +138,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 )
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
-        if not scheme.travels_quantized:
+        if not scheme.dispatched_quantized:
             with stages.stage(stages.PERMUTE):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle

@@ -123,7 +123,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
         rows, dtype = (shape.experts, shape.capacity), problem.dtype
         specs = token_specs(problem, tokens)
-        if scheme.travels_quantized:
+        if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
         columns = self._shape.scale_bytes // 4
         if columns:
@@ -156,7 +156,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         slots_TK = pairs.numbers_TK.view(torch.uint32)
-        received = self._arriving(call)
+        received = self._receive_buffers(call)
         sent = (_dense(rows, call), self._sent_scale(scale, call))
         exchange = self.manager.take(self._shape)
         turn, arguments = exchange.turn, (*received, *sent, slots_TK, None)
@@ -185,7 +185,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, PplxHandle)
+        own_handle = self.check_handle(handle, PplxHandle)
         exchange = own_handle.exchange
         if not exchange.busy or exchange.turn != own_handle.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
@@ -199,7 +199,9 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         exchange.all_to_all.combine(out, own_handle.slots_TK, own_handle.weights_TK, all_rows, None)
         self.manager.give_back(exchange)
 
-    def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _receive_buffers(
+        self, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the library's output buffers for all slots: counts, rows and their scales."""
         take, shape = call.workspace.take, self.dispatch_shape(0)
         rows, columns = (shape.experts, shape.capacity), self._shape.scale_bytes // 4
@@ -223,7 +225,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Return the bytes of a dispatched row's activations, and of its scales in whole units."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
-    if scheme.travels_quantized:
+    if scheme.dispatched_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
         if scheme.activation_granularity != "tensor":
             scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]

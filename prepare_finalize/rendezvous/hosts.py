@@ -44,7 +44,7 @@ class Hosts:
     def name_of(self, rank: int) -> str:
         return self.names[self.index_W[rank]]
 
-    def in_blocks_of(self, ranks_per_host: int) -> bool:
+    def has_consecutive_ranks(self, ranks_per_host: int) -> bool:
         """Return whether each host has `ranks_per_host` consecutive ranks."""
         blocks = [rank // ranks_per_host for rank in range(len(self.index_W))]
         return list(self.index_W) == blocks and len(self.index_W) % ranks_per_host == 0
@@ -98,7 +98,7 @@ def check_hosts(
     """
     if requires.one_host:
         check_one_host(hosts, part)
-    if ranks_per_host is not None and not hosts.in_blocks_of(ranks_per_host):
+    if ranks_per_host is not None and not hosts.has_consecutive_ranks(ranks_per_host):
         need = f"{ranks_per_host} on each, in blocks, as Parallel.ranks_per_host says"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
     max_ranks = requires.ranks_per_host
@@ -106,7 +106,7 @@ def check_hosts(
         return
     ranks_on_each, exact = len(hosts.index_W) // len(hosts), requires.full_hosts and len(hosts) > 1
     if (
-        not hosts.in_blocks_of(ranks_on_each)
+        not hosts.has_consecutive_ranks(ranks_on_each)
         or ranks_on_each > max_ranks
         or (exact and ranks_on_each != max_ranks)
     ):

@@ -61,7 +61,7 @@ def launch_all(problem: Problem) -> None:
     )
     tables, call = problem.placement.tables(META), Call(Workspace({}, META), _empty(1))
     quantized = None
-    if problem.scheme.travels_quantized and not quantizes_in_dispatch(
+    if problem.scheme.dispatched_quantized and not quantizes_in_dispatch(
         problem.scheme, problem.hidden
     ):
         scale = _empty(1, dtype=torch.float32)

@@ -86,7 +86,7 @@ def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
     scheme, world = problem.scheme, problem.parallel.world_size
     hidden, k = problem.hidden, problem.top_k
     rows = world * problem.tokens if rows is None else rows
-    quantized = scheme.travels_quantized
+    quantized = scheme.dispatched_quantized
     layout = {
         "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantized else problem.dtype),
         "ids_RK": Section((rows, k), torch.int32),
@@ -128,18 +128,18 @@ class SymmetricExchange:
     problem: Problem
     slot: Slot
     deltas_W: torch.Tensor
-    sent_T: torch.Tensor
+    rank_bits_T: torch.Tensor
     tokens: int
-    places_WT: torch.Tensor | None = None
+    row_at_rank_WT: torch.Tensor | None = None
 
     @property
     def _capacity(self) -> int:
         """Number of tokens for which a launch writes something."""
-        return self.problem.tokens if self.places_WT is None else self.tokens
+        return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
     def _places(self) -> dict[str, object]:
-        placed = self.places_WT is not None
-        return {"places_ptr": self.places_WT if placed else self.sent_T, "PLACED": placed}
+        placed = self.row_at_rank_WT is not None
+        return {"places_ptr": self.row_at_rank_WT if placed else self.rank_bits_T, "PLACED": placed}
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
         """Return the arguments that all kernels take."""
@@ -190,7 +190,7 @@ class SymmetricExchange:
             homes_ptr=tables.homes_ER2,
             copies_ptr=tables.copies_E,
             invalid_ptr=call.invalid_ids,
-            sent_ptr=self.sent_T,
+            sent_ptr=self.rank_bits_T,
             x_there_ptr=slot.x_RH,
             ids_there_ptr=slot.ids_RK,
             weights_there_ptr=slot.weights_RK,
@@ -220,10 +220,10 @@ class SymmetricExchange:
         kind, scales = "none", 1
         if quantized is not None and scale_RG is not None:
             kind, scales = "scaled", scale_RG.shape[1]
-        elif quantized is None and scheme.travels_quantized:
+        elif quantized is None and scheme.dispatched_quantized:
             kind = scheme.activation_granularity
         return {
-            "scale_ptr": self.sent_T if quantized is None else quantized.scale,
+            "scale_ptr": self.rank_bits_T if quantized is None else quantized.scale,
             "scale_there_ptr": self.slot.weights_RK if scale_RG is None else scale_RG,
             "QUANT": kind,
             "GROUP": scheme.group[-1] if kind == "group" else _LEAST_BLOCK,
@@ -242,8 +242,8 @@ class SymmetricExchange:
         adapters_R, slots_T = self.slot.adapters_R, routing.slots_T
         mode = "nobody" if slots_T is None else "slots"
         return {
-            "adapters_ptr": self.sent_T if slots_T is None else slots_T,
-            "adapters_there_ptr": self.sent_T if adapters_R is None else adapters_R,
+            "adapters_ptr": self.rank_bits_T if slots_T is None else slots_T,
+            "adapters_there_ptr": self.rank_bits_T if adapters_R is None else adapters_R,
             "ADAPTERS": "none" if adapters_R is None else mode,
         }
 
@@ -265,7 +265,7 @@ class SymmetricExchange:
             combine_kernel,
             (_programs(items, shape, out_TH.device),),
             y_there_ptr=slot.y_RH,
-            sent_ptr=self.sent_T,
+            sent_ptr=self.rank_bits_T,
             out_ptr=out_TH,
             deltas_ptr=self.deltas_W,
             tokens=self.tokens,

@@ -122,7 +122,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def _quantizes_before(self) -> bool:
         scheme = self.problem.scheme
         on_the_way = quantizes_in_dispatch(scheme, self.problem.hidden)
-        return scheme.travels_quantized and not on_the_way
+        return scheme.dispatched_quantized and not on_the_way
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -168,7 +168,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         with stages.stage(stages.QUANTIZE_DISPATCH if on_the_way else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
         weights_RK = None if problem.apply_router_weight_on_input else slot.weights_RK
-        has_static_scale = problem.scheme.travels_quantized and problem.scheme.static
+        has_static_scale = problem.scheme.dispatched_quantized and problem.scheme.static
         scale = weights.a1_scale if has_static_scale else slot.scale_RG
         rows = slot.x_RH, scale, slot.ids_RK, slot.weights_RK, slot.adapters_R
         local_tokens = self.local_tokens(call, *rows)
@@ -191,7 +191,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return out
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        return self.own_handle(handle, SymmMemHandle).exchange.slot.y_RH
+        return self.check_handle(handle, SymmMemHandle).exchange.slot.y_RH
 
     def finalize(
         self,
@@ -201,7 +201,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.own_handle(handle, SymmMemHandle)
+        own_handle = self.check_handle(handle, SymmMemHandle)
         if own_handle.place in self._free:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         y_RH, manager = own_handle.exchange.slot.y_RH, self.manager

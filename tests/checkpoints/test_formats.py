@@ -31,7 +31,7 @@ def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projec
         for stored in format_of(CHECKPOINT_FORMATS[kind].config, depth=192).stored:
             each = [
                 tensors.get(f"{AT}.{e}.{name}.{alias}")
-                for alias in (stored.name, *stored.also)
+                for alias in (stored.name, *stored.aliases)
                 for e in range(4)
             ]
             given = [tensor for tensor in each if tensor is not None]

@@ -189,7 +189,7 @@ def test_calls_in_flight_finish_in_any_order(pair: tuple[Any, Any]) -> None:
 
 def test_a_part_makes_the_output_unless_somebody_names_one() -> None:
     class Maker(MoEPrepareAndFinalizeNoEP):
-        makes_output = True
+        allocates_output = True
         made: list[torch.Tensor] = []  # noqa: RUF012 (one list for one test)
 
         def combined(self, expert_output: torch.Tensor, **rest: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def test_round_robin_deals_one_by_one() -> None:
 def test_a_table_of_rank_and_slot() -> None:
     placement = Placement.of_table([(1, 1), (0, 0), (1, 0)], 2)
     assert placement.slots == ((1,), (2, 0))
-    assert placement.homes == (((1, 1),), ((0, 0),), ((1, 0),))
+    assert placement.locations == (((1, 1),), ((0, 0),), ((1, 0),))
     assert placement.expert_map(1).tolist() == [1, -1, 0]
     assert placement.expert_map(1).dtype is torch.int32
 
@@ -35,7 +35,7 @@ def test_a_table_of_rank_and_slot() -> None:
 def test_copies_lie_behind_what_is_there() -> None:
     placement = Placement.linear(4, 2).with_copies({3: (0,), 0: (1,)})
     assert placement.slots == ((0, 1, 3), (2, 3, 0))
-    assert placement.homes[3] == ((0, 2), (1, 1))
+    assert placement.locations[3] == ((0, 2), (1, 1))
     assert placement.experts == 4
 
 
@@ -133,7 +133,7 @@ def test_every_pair_goes_to_one_copy_of_its_expert(data: st.DataObject) -> None:
         if not 0 <= expert < experts:
             assert place == (-1, -1)
             continue
-        homes = placement.homes[expert]
+        homes = placement.locations[expert]
         assert place == homes[(token + 5) % len(homes)]
         assert placement.slots[place[0]][place[1]] == expert
 

@@ -70,9 +70,9 @@ class CutlassBlock(CutlassExpertsFP8):
     def takes_unquantized(self, shape):
         return False
 
-    def _kinds_of_calls(self, tokens):
+    def _call_groups(self, tokens):
         path = self._paths[grouped_tma.NAME]
-        return (*super()._kinds_of_calls(tokens), _CallGroup(path, TILE_M, tokens, prepared=False))
+        return (*super()._call_groups(tokens), _CallGroup(path, TILE_M, tokens, prepared=False))
 
     def _config(self, x_TH, weights):
         if self._paths[grouped_tma.NAME].takes(weights, x_TH):
@@ -102,12 +102,12 @@ class BatchedDeepGemm(BatchedDeepGemmExperts):
 
 class TritonOrDeepGemm(TritonOrDeepGemmExperts):
     requires = here(TritonOrDeepGemmExperts.requires)
-    with_library = DeepGemm
+    deepgemm_part = DeepGemm
 
 
 class BatchedTritonOrDeepGemm(BatchedTritonOrDeepGemmExperts):
     requires = here(BatchedTritonOrDeepGemmExperts.requires)
-    with_library = BatchedDeepGemm
+    deepgemm_part = BatchedDeepGemm
 
 
 class TritonKernels(TritonKernelsExperts):

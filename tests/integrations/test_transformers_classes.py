@@ -14,7 +14,7 @@ if find_spec("transformers") is None:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from hf_suites.classes import Config, E, H, K, decorated, made
+from hf_suites.classes import Config, E, H, K, decorated, make_experts
 
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
@@ -32,7 +32,7 @@ def test_the_classes_are_found() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_computes_what_transformers_computes_or_is_refused(name) -> None:
     cls = getattr(import_module(CLASSES[name]), name)
-    experts, generator = made(cls), torch.Generator().manual_seed(1)
+    experts, generator = make_experts(cls), torch.Generator().manual_seed(1)
     x = torch.randn(11, H, generator=generator)
     values, ids = torch.randn(11, E, generator=generator).topk(K)
     scores, ours = values.softmax(-1), register("MoEPrepareAndFinalizeNoEP", "TorchExperts")

@@ -49,7 +49,7 @@ def test_an_equal_launch_elsewhere_is_repeated_to_the_bit(dtype):
         whole = torch.full((64,), 9.0).to(dtype)  # what lies around, and unwritten lanes, stay
         y = whole[16:24]
         assert torch.equal(gathered(x, at, y)[0::2][:3].float(), want[0::2][:3].float())
-    assert (known.computed, known.repeated) == (1, 1)
+    assert (known.computed, known.hits) == (1, 1)
     untouched = torch.ones(64, dtype=torch.bool)
     untouched[16:22:2] = False
     assert bool((whole[untouched].float() == 9).all())
@@ -61,13 +61,13 @@ def test_what_is_not_read_may_change_and_what_is_read_may_not():
         x, at, y = arguments()
         x[2], at[6] = 77.0, 1  # no lane that is on reads them
         gathered(x, at, y)
-        assert (known.computed, known.repeated) == (1, 1)
+        assert (known.computed, known.hits) == (1, 1)
         x[9] = 77.0  # lane 5 reads it, and writes nothing
         gathered(x, at, y)
-        assert (known.computed, known.repeated) == (2, 1)
+        assert (known.computed, known.hits) == (2, 1)
         x[7] = 8.0
         assert gathered(x, at, y)[2] == 16.0
-        assert (known.computed, known.repeated) == (3, 1)
+        assert (known.computed, known.hits) == (3, 1)
 
 
 def test_other_arguments_are_another_launch():
@@ -77,7 +77,7 @@ def test_other_arguments_are_another_launch():
         assert gathered(x, at, y, scale=3.0)[0] == 9.0
         gathered(x, at, y, count=7)
         assert gathered(x, at, y.clone())[0] == 6.0
-        assert known.repeated == 1
+        assert known.hits == 1
         gathered(x.double(), at, y)  # other types, other room, another place in the same memory
         gathered(x[:19], at, y)
         both = torch.zeros(40)
@@ -85,7 +85,7 @@ def test_other_arguments_are_another_launch():
         gathered(both[:20], at, both[20:28])
         gather_kernel[(1,)](x, at, y, 6, 2.0, BLOCK=16)
         gather_kernel[(2,)](x, at, y, 6, 2.0, BLOCK=8)
-    assert (known.computed, known.repeated) == (9, 1)
+    assert (known.computed, known.hits) == (9, 1)
 
 
 @triton.jit
@@ -99,17 +99,17 @@ def test_what_a_launch_changes_counts_as_it_was_before():
     with noted_launches() as known:
         for _ in range(3):
             in_place_kernel[(2,)](y, count)
-        assert (known.computed, known.repeated) == (3, 0)
+        assert (known.computed, known.hits) == (3, 0)
         assert (float(y), int(count)) == (6.0, 6)
         y.zero_()
         count.zero_()
         in_place_kernel[(2,)](y, count)
-        assert (known.computed, known.repeated) == (3, 1)
+        assert (known.computed, known.hits) == (3, 1)
         assert (float(y), int(count)) == (2.0, 2)
         y.zero_()
         count.fill_(5)
         in_place_kernel[(2,)](y, count)
-    assert (known.computed, known.repeated) == (4, 1)
+    assert (known.computed, known.hits) == (4, 1)
     assert int(count) == 7
 
 
@@ -131,7 +131,7 @@ def test_lanes_in_several_tensors_and_elements_of_unlike_sizes():
         a[4:], b[:4] = 7, 7
         y.zero_()
         scattered_kernel[(1,)](a, b, y)
-        assert (known.computed, known.repeated) == (1, 1)
+        assert (known.computed, known.hits) == (1, 1)
         assert torch.equal(y, want)
         a[3] = 8
         y.zero_()
@@ -157,7 +157,7 @@ def test_descriptors():
         x[1] = 2
         described_kernel[(1,)](TensorDescriptor(x[:2], [2, 16], [16, 1], [4, 16]), y)
         assert bool((y == 3).all())
-    assert (known.computed, known.repeated) == (3, 1)
+    assert (known.computed, known.hits) == (3, 1)
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def test_addresses_that_are_numbers_are_good_for_their_own_place_alone():
     with noted_launches() as known:
         for _ in range(2):
             table_kernel[(1,)](addresses, x[:4], y)
-        assert (known.computed, known.repeated) == (1, 1)
+        assert (known.computed, known.hits) == (1, 1)
         with pytest.raises(Exception, match="got bytes -192 to -189 of x_ptr"):
             table_kernel[(1,)](addresses, x[48:52], y)
         told = torch.zeros(1, dtype=torch.int64)
@@ -201,7 +201,7 @@ def test_numbers_of_other_bits_are_others(numbers):
             marking_kernel[(1,)](got, numbers[0])
             marking_kernel[(1,)](got, number)
         assert int(got) == int(want)
-    assert known.repeated == 0
+    assert known.hits == 0
 
 
 def test_a_grid_is_its_numbers():
@@ -242,7 +242,7 @@ def test_what_a_kernel_finds_in_its_module_is_compared(monkeypatch):
             monkeypatch.setitem(globals(), "STEP", step)
             stepping_kernel[(1,)](x, y)
             assert float(y) == getattr(step, "value", step)
-        assert (known.computed, known.repeated) == (3, 1)
+        assert (known.computed, known.hits) == (3, 1)
         monkeypatch.setitem(globals(), "stepped", doubled)
         stepping_kernel[(1,)](x, y)
     assert float(y) == 8
@@ -263,7 +263,7 @@ def test_tensors_that_are_constexprs_are_told_by_their_shapes(held):
         for rows in (2, 3, 3):
             sized_kernel[(1,)](y, held(x.view(rows, -1)))
             assert float(y) == rows
-    assert known.repeated == (held(x) is x)  # no launch may touch what is in a list
+    assert known.hits == (held(x) is x)  # no launch may touch what is in a list
 
 
 def test_a_launch_that_fails_is_not_known():
@@ -273,7 +273,7 @@ def test_a_launch_that_fails_is_not_known():
         for _ in range(2):
             with pytest.raises(Exception, match="got bytes 80 to 83 of x_ptr"):
                 gathered(x, at, y)
-    assert (known.computed, known.repeated) == (2, 0)
+    assert (known.computed, known.hits) == (2, 0)
 
 
 def test_races_and_shared_memory_are_computed():
@@ -282,13 +282,13 @@ def test_races_and_shared_memory_are_computed():
         with watch.races():
             gathered(*arguments())
         gathered(*arguments())
-        assert (known.computed, known.repeated) == (2, 1)
+        assert (known.computed, known.hits) == (2, 1)
         shared = torch.zeros(8)
         make_reachable(shared)
         gathered(*arguments())
         del shared
         gc.collect()
-    assert (known.computed, known.repeated) == (3, 1)
+    assert (known.computed, known.hits) == (3, 1)
 
 
 def test_outside_of_it_every_launch_is_computed():
@@ -308,4 +308,4 @@ def test_a_proof_computes_each_launch_once(machine, monkeypatch):
     assert prove(case, machine).passed
     (known,) = kept
     assert known.computed > 0
-    assert known.repeated >= known.computed
+    assert known.hits >= known.computed

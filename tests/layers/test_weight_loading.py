@@ -80,7 +80,7 @@ def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
 
 def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gate and up of every expert as one matrix, which engines call w13."""
-    names = {alias: each for each in format.stored for alias in (each.name, *each.also)}
+    names = {alias: each for each in format.stored for alias in (each.name, *each.aliases)}
     found = dict(tensors)
     for name in [name for name in tensors if ".w1." in name]:
         up, gate = found.pop(name.replace(".w1.", ".w3.")), found.pop(name)

@@ -75,7 +75,7 @@ def test_every_pair_goes_where_its_expert_is(placement: Placement, dtype: torch.
                 assert (number, weights[token][k]) == (-1, 0.0)
                 continue
             rank, slot = divmod(number, slots)
-            homes = placement.homes[expert]
+            homes = placement.locations[expert]
             assert (rank, slot) == homes[(token + 1) % len(homes)]
             assert weights[token][k] == 2 * given[token][k]
             seen.add((expert, rank))

@@ -45,7 +45,7 @@ def by_a_loop(ids_TK, weights_TK, placement, sinks, *, rank, factor):
             if valid and expert in first:
                 carried[first[expert]] += weight * factor
             if valid and expert not in first:
-                homes = placement.homes[expert]
+                homes = placement.locations[expert]
                 home, slot = homes[(token + rank) % len(homes)]
                 first[expert] = len(row)
                 row.append(home * each + slot)

@@ -62,7 +62,7 @@ def crossings(
 
     trial = RankTrial(case, rank, CPU, build)
     problems = trial.first.compare(trial.eager).problems
-    homes = {e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.homes)}
+    homes = {e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.locations)}
     per_host = ids.count("a")
     wanted = 0
     for ids_K in trial.first.inputs.routing.topk_ids_TK.tolist():
@@ -219,11 +219,11 @@ def test_what_counts_say() -> None:
     way = check_counts(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
     assert (way.sent, way.came, way.received) == ([6, 4], [6, 4], 0)
     assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
-    assert (way.crosses, way.busy) == ([True, True], [True, True])
+    assert (way.leaves_host, way.busy) == ([True, True], [True, True])
     # Rank 0 gets 6 and 6 rows of the first chunk, from itself and from this rank.
     assert way.room[:, 0].tolist() == [[6, 0], [12, 0]]
     assert way.room[:, 1].tolist() == [[16, 0], [20, 0]]
-    assert way.most_W == [20, 10, 20, 10]
+    assert way.max_rows_W == [20, 10, 20, 10]
 
 
 @pytest.mark.parametrize("at", [0, 2, 4, 8])

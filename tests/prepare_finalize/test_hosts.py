@@ -235,9 +235,9 @@ def test_a_silent_store_stands_for_its_host_from_outside(four: RankPool) -> None
 
 def test_hosts_in_words() -> None:
     hosts = Hosts((0, 0, 1, 1), ("a", "b"))
-    assert hosts.in_blocks_of(2)
-    assert not hosts.in_blocks_of(4)
-    assert not hosts.in_blocks_of(3)
+    assert hosts.has_consecutive_ranks(2)
+    assert not hosts.has_consecutive_ranks(4)
+    assert not hosts.has_consecutive_ranks(3)
     assert hosts.ranks_on(1) == (2, 3)
     assert hosts.name_of(2) == "b"
     with pytest.raises(ConfigurationError, match="need one host, whose memory X shares"):

@@ -87,7 +87,7 @@ def test_a_suite_of_which_nothing_could_be_used_is_bad() -> None:
 
 
 def _experts_class(name: str) -> type[torch.nn.Module]:
-    return next(cls for cls in classes.found() if cls.__name__ == name)
+    return next(cls for cls in classes.import_classes() if cls.__name__ == name)
 
 
 def test_a_class_agrees_is_refused_or_runs_without_ours() -> None:

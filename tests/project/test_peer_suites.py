@@ -160,28 +160,28 @@ def test_no_case_vanishes(
 ) -> None:
     from peer_suites_lib.endings import (
         ENDINGS,
-        Ending,
+        CaseOutcome,
         MissingError,
         SkippedError,
         Suite,
         theirs,
     )
 
-    def check(p: Any) -> Ending:
+    def check(p: Any) -> CaseOutcome:
         return p["what"]()
 
     def raising(error: Exception) -> Any:
-        def what() -> Ending:
+        def what() -> CaseOutcome:
             raise error
 
         return what
 
-    def reference() -> Ending:
+    def reference() -> CaseOutcome:
         theirs(raising(ZeroDivisionError("theirs")))
         raise AssertionError
 
     kinds = [
-        lambda: Ending("agree", key=1), lambda: Ending("agree", key=1),
+        lambda: CaseOutcome("agree", key=1), lambda: CaseOutcome("agree", key=1),
         raising(ShapeError("x", got="(1,)", need="(2,)")), raising(MissingError("a thing")),
         raising(SkippedError("too large")), reference, raising(IndexError("ours")),
     ]  # fmt: skip
@@ -236,9 +236,9 @@ def test_memory_that_a_part_spoils_is_no_refusal(
 
 
 def test_a_failure_is_told_though_its_case_was_seen(tool: ModuleType) -> None:
-    from peer_suites_lib.endings import Ending, Suite
+    from peer_suites_lib.endings import CaseOutcome, Suite
 
-    ends = [Ending(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
+    ends = [CaseOutcome(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
     grid = [{"what": end} for end in ends]
     suite = Suite("fake", "again", lambda: iter(grid), lambda p: p["what"])
     tally = tool.run_suite(suite, 100)

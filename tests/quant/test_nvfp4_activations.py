@@ -57,7 +57,7 @@ def test_its_name_says_all_of_it() -> None:
     assert str(scheme) == "nvfp4_w4a4"
     assert scheme.static
     assert scheme.scales_by_expert
-    assert not scheme.travels_quantized
+    assert not scheme.dispatched_quantized
     assert scheme.activation_granularity == "group"
     for text in ("nvfp4_w4a4:static=false", "nvfp4_w4a4:group=32", "nvfp4_w4a16:static=true"):
         with pytest.raises(ConfigurationError):

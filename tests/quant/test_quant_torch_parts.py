@@ -52,7 +52,7 @@ TEXTS = (
     "nvfp4_w4a16",
     "nvfp4_w4a4",
 )
-FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).travels_quantized)
+FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).dispatched_quantized)
 each_scheme = pytest.mark.parametrize("text", TEXTS)
 each_full = pytest.mark.parametrize("text", FULL)
 each_pair = pytest.mark.parametrize("pair", [NO_EP, BATCHED], ids=lambda pair: pair[1])

@@ -95,7 +95,7 @@ def test_pairs_that_no_living_row_holds_are_told() -> None:
     """Nothing is computed where a lid meets three feet, though no value alone is the reason."""
     space = Space(AXES[1:], free, lambda row: not (row[2] == 1 and row[3] == 1), even)
     array = covering_array(space)
-    lifeless = {(space.words(a), space.words(b)) for a, b in array.lifeless}
+    lifeless = {(space.words(a), space.words(b)) for a, b in array.idle_pairs}
     assert lifeless == {("lid=True", "feet=3")}
     assert array.missing() == ()
 
@@ -104,7 +104,7 @@ def test_missing_pairs_are_noticed() -> None:
     array = covering_array(CONSTRAINED)
     for lost in range(len(array.rows)):
         rows = array.rows[:lost] + array.rows[lost + 1 :]
-        assert type(array)(CONSTRAINED, rows, array.impossible, array.lifeless).missing() != ()
+        assert type(array)(CONSTRAINED, rows, array.impossible, array.idle_pairs).missing() != ()
 
 
 def test_equal_spaces_give_equal_rows() -> None:

@@ -48,7 +48,7 @@ def test_every_two_values_meet(
     """All pairs of values of two axes: proven in a case, or impossible with a reason."""
     array, cases = draw(*pairing, MACHINE)
     assert array.missing() == ()
-    assert array.lifeless == frozenset()
+    assert array.idle_pairs == frozenset()
     assert len(array.met) + len(array.impossible) == len(list(array.space.pairs()))
     assert len(set(cases)) == len(cases)
     assert len(cases) <= 420  # three minutes on two processors

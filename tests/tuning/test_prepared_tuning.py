@@ -44,7 +44,7 @@ ON_H200 = ("--device-name", "NVIDIA H200", "--explain", "--prepared", "--model",
 def space(problem: Problem = LAYER) -> ConfigSpace:
     plain = TritonExperts.tunable(problem)
     assert plain is not None
-    found = plain.of_prepared()
+    found = plain.for_prepared_weights()
     assert isinstance(found, ConfigSpace)
     return found
 
@@ -56,7 +56,7 @@ def rows(number: int) -> int:
 
 def preparing(problem: Problem) -> set[str]:
     """Paths that prepare weights of `problem` here."""
-    return {name for name in supported_paths(problem) if BY_NAME[name].turns_of_prepared(problem)}
+    return {name for name in supported_paths(problem) if BY_NAME[name].prepared_configs(problem)}
 
 
 # ---------------------------------------------------------------------------- kept and found again
@@ -163,7 +163,7 @@ def test_what_prepares_nothing_has_nothing_to_tune() -> None:
     for problem in (replace(LAYER, quant="none"), replace(LAYER, dtype=torch.float16)):
         plain = TritonExperts.tunable(problem)
         assert plain is not None
-        assert plain.of_prepared() is None
+        assert plain.for_prepared_weights() is None
     with pytest.raises(ConfigurationError, match="can be tuned with prepared weights"):
         TunedPair(*PAIR, this_machine(), prepared=True).space(replace(LAYER, quant="none"))
 

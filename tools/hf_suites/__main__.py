@@ -67,10 +67,10 @@ def _classes(asked: argparse.Namespace) -> Iterator[Case]:
 
 def _packers(asked: argparse.Namespace) -> Iterator[Case]:
     os.environ |= QUIET  # noqa: TID251 (packers read it when they are imported)
-    sys.path += map(str, asked.sources.glob("gptqmodel-*"))
+    sys.path += map(str, asked.source_tensors.glob("gptqmodel-*"))
     from hf_suites import pack_floats, pack_integers, packed  # noqa: PLC0415 (read those)
 
-    yield from packed.cases(pack_integers.packers(asked.sources))
+    yield from packed.cases(pack_integers.packers(asked.source_tensors))
     yield from packed.cases(pack_floats.packers())
 
 
@@ -89,7 +89,7 @@ def _upstream(asked: argparse.Namespace) -> Iterator[Case]:
                 list(pool.map(run, upstream.SIDES, map(lines.of, upstream.SIDES)))
             lines.finish(batch)
         for case in lines.judged():
-            yield upstream.nearer(case, asked.checkout, site)
+            yield upstream.reevaluate(case, asked.checkout, site)
 
 
 def _keep(asked: argparse.Namespace, found: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_suites.pack_integers import compressed_config, scheme_of
-from hf_suites.packed import Packed, Packer, loaded
+from hf_suites.packed import Packed, Packer, import_packer
 
 FP8 = torch.float8_e4m3fn
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -52,11 +52,11 @@ def _whole(
     padded = torch.zeros(tile_rows * high, tile_columns * wide)
     padded[:rows, :depth] = weight
     tiles = padded.reshape(tile_rows, high, tile_columns, wide)
-    helpers = loaded("compressed_tensors.quantization.utils")
+    helpers = import_packer("compressed_tensors.quantization.utils")
     scale, _ = helpers.calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
     scale = scale.to(dtype).reshape(()) if args.strategy == "tensor" else scale.to(dtype)
     name = "IntQuantizationCompressor" if args.type == "int" else "FloatQuantizationCompressor"
-    compressor = getattr(loaded("compressed_tensors.compressors"), name)
+    compressor = getattr(import_packer("compressed_tensors.compressors"), name)
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
     scales = expand_tiles(scale.double().reshape(tile_rows, tile_columns), rows, depth, high, wide)
@@ -96,13 +96,13 @@ def _whole_packers() -> Iterator[Packer]:
 
 
 def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    helpers = loaded("compressed_tensors.quantization.utils")
+    helpers = import_packer("compressed_tensors.quantization.utils")
     groups = weight.reshape(len(weight), -1, 16)
     global_scale = helpers.generate_gparam(weight.amin(), weight.amax())
     scale, _ = helpers.calculate_qparams(
         groups.amin(2), groups.amax(2), scheme.weights, global_scale
     )
-    compressor = loaded("compressed_tensors.compressors").NVFP4PackedCompressor
+    compressor = import_packer("compressed_tensors.compressors").NVFP4PackedCompressor
     inputs = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale}
     tensors = compressor.compress(inputs, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
@@ -114,10 +114,10 @@ def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
 
 
 def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    helpers = loaded("compressed_tensors.quantization.utils")
+    helpers = import_packer("compressed_tensors.quantization.utils")
     groups = weight.reshape(len(weight), -1, 32)
     scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
-    compressor = loaded("compressed_tensors.compressors").MXFP4PackedCompressor
+    compressor = import_packer("compressed_tensors.compressors").MXFP4PackedCompressor
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
     scales = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
@@ -145,7 +145,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
     """Pack with torchao; transformers' reader of gpt-oss checkpoints is a second dequantizer."""
-    module = loaded("torchao.prototype.mx_formats.mx_tensor")
+    module = import_packer("torchao.prototype.mx_formats.mx_tensor")
     cast = weight.to(dtype)
     packed = module.MXTensor.to_mx(
         cast, torch.float4_e2m1fn_x2, 32, scaling_mode=getattr(module.ScaleCalculationMode, mode)
@@ -155,7 +155,7 @@ def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Ge
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
     theirs = packed.dequantize(torch.float32)
     blocks = codes.reshape(rows, depth // 32, 16)
-    read = loaded("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    read = import_packer("transformers.integrations.mxfp4").convert_moe_packed_tensors
     read_back = read(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
     if not torch.equal(read_back.double(), truth):
         theirs = read_back
@@ -163,7 +163,7 @@ def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Ge
 
 
 def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    module = loaded("torchao.prototype.mx_formats.nvfp4_tensor")
+    module = import_packer("torchao.prototype.mx_formats.nvfp4_tensor")
     cast = weight.to(dtype)
     global_scale = module.per_tensor_amax_to_scale(cast.abs().amax())
     packed = module.NVFP4Tensor.to_nvfp4(cast, per_tensor_scale=global_scale)
@@ -178,7 +178,7 @@ def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) ->
 
 
 def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    cls = loaded("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    cls = import_packer("modelopt.torch.quantization.qtensor").NVFP4QTensor
     cast = weight.to(dtype)
     packed, scale, global_scale = cls.quantize(cast, 16)
     codes = packed._quantized_data
@@ -195,7 +195,7 @@ def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
 
 
 def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    cls = loaded("modelopt.torch.quantization.qtensor").MXFP4QTensor
+    cls = import_packer("modelopt.torch.quantization.qtensor").MXFP4QTensor
     cast, (rows, depth) = weight.to(dtype), weight.shape
     packed, scale = cls.quantize(cast, 32)
     codes, scale = packed._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
@@ -206,7 +206,7 @@ def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
 
 
 def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    cls = loaded("modelopt.torch.quantization.qtensor").FP8QTensor
+    cls = import_packer("modelopt.torch.quantization.qtensor").FP8QTensor
     cast = weight.to(dtype)
     packed, scale = cls.quantize(cast)
     theirs = packed.dequantize(dtype=torch.float32, scale=scale)
@@ -219,7 +219,7 @@ def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) 
 def _transformers_fp8(
     block: tuple[int, int], ue8m0: bool, weight: torch.Tensor, g: torch.Generator
 ) -> Packed:
-    module = loaded("transformers.integrations.finegrained_fp8")
+    module = import_packer("transformers.integrations.finegrained_fp8")
     config = SimpleNamespace(weight_block_size=block, scale_fmt="ue8m0" if ue8m0 else "float")
     packer = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
     tensors = packer.convert({"weight": weight})

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_suites.packed import Packed, Packer, grid, library, loaded
+from hf_suites.packed import Packed, Packer, grid, import_packer, library
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ def _auto_gptq(which: str, options: Any, weight: torch.Tensor, g: torch.Generato
     """Pack with AutoGPTQ in float16; its forward on the identity matrix is its dequantizer."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
-    cls = loaded(f"auto_gptq.nn_modules.qlinear.{which}").QuantLinear
+    cls = import_packer(f"auto_gptq.nn_modules.qlinear.{which}").QuantLinear
     layer = cls(options["bits"], options["group"], depth, rows, bias=False)
     zeros = drawn.zeros.float()
     layer.pack(_linear(drawn, torch.float16), drawn.scales.clone(), zeros, drawn.order.int())
     tensors = {name: getattr(layer, name) for name in ("qweight", "scales", "qzeros", "g_idx")}
-    reader_cls = loaded("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
+    reader_cls = import_packer("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
     reader = reader_cls(options["bits"], options["group"], depth, rows, bias=False)
     for name, tensor in tensors.items():
         setattr(reader, name, tensor)
@@ -100,7 +100,7 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
     """Pack with GPTQModel's layer in plain torch."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
-    cls = loaded("gptqmodel.nn_modules.qlinear.torch").TorchLinear
+    cls = import_packer("gptqmodel.nn_modules.qlinear.torch").TorchLinear
     layer = cls(
         bits=options["bits"],
         group_size=options["group"],
@@ -127,7 +127,7 @@ def _auto_round(which: str, options: Any, weight: torch.Tensor, g: torch.Generat
     """Pack with AutoRound; its forward on the identity matrix is its dequantizer."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
-    cls = loaded(f"auto_round_extension.torch.{which}").QuantLinear
+    cls = import_packer(f"auto_round_extension.torch.{which}").QuantLinear
     layer = cls(options["bits"], options["group"], depth, rows, bias=False)
     linear, zeros = _linear(drawn, torch.float32), drawn.zeros.float()
     layer.device = "cpu"  # as set by its exporter
@@ -173,12 +173,12 @@ def _gptq_packers() -> Iterator[Packer]:
 def _auto_awq(options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     drawn = draw(weight, g, dtype=torch.float16, **options)
     group = weight.shape[1] if options["group"] == -1 else options["group"]
-    cls = loaded("awq.modules.linear.gemm").WQLinear_GEMM
+    cls = import_packer("awq.modules.linear.gemm").WQLinear_GEMM
     scales, zeros = drawn.scales.T.contiguous(), drawn.zeros.T.contiguous().float()
     linear = _linear(drawn, torch.float32)
     layer = cls.from_linear(linear, options["bits"], group, scales=scales.float(), zeros=zeros)
     tensors = {name: getattr(layer, name) for name in ("qweight", "scales", "qzeros")}
-    unpack = loaded("awq.utils.packing_utils").dequantize_gemm
+    unpack = import_packer("awq.utils.packing_utils").dequantize_gemm
     theirs = unpack(layer.qweight, layer.qzeros, layer.scales, options["bits"], group).T
     return Packed(tensors, drawn.values, theirs, drawn.values)
 
@@ -188,7 +188,7 @@ def _compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Genera
     half = 1 << (options["bits"] - 1)
     inputs = {"weight": drawn.values.float(), "weight_scale": drawn.scales}
     inputs["weight_zero_point"] = (drawn.zeros - half).to(torch.int8)
-    compressor = loaded("compressed_tensors.compressors").PackedQuantizationCompressor
+    compressor = import_packer("compressed_tensors.compressors").PackedQuantizationCompressor
     tensors = compressor.compress(inputs, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
     return Packed(tensors, drawn.values, theirs, drawn.values)
@@ -196,8 +196,8 @@ def _compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Genera
 
 def compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors for a scheme."""
-    cls = loaded("compressed_tensors.quantization").QuantizationConfig
-    status = loaded("compressed_tensors.quantization").QuantizationStatus.COMPRESSED
+    cls = import_packer("compressed_tensors.quantization").QuantizationConfig
+    status = import_packer("compressed_tensors.quantization").QuantizationStatus.COMPRESSED
     config = cls(config_groups={"group_0": scheme}, format=packing, quantization_status=status)
     serialized: dict[str, Any] = json.loads(
         json.dumps(config.to_dict(), default=str)
@@ -207,7 +207,7 @@ def compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
 
 def scheme_of(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
     """Build a QuantizationScheme of compressed-tensors."""
-    module = loaded("compressed_tensors.quantization")
+    module = import_packer("compressed_tensors.quantization")
     args = [
         None if options is None else module.QuantizationArgs(**options)
         for options in (weights, inputs)

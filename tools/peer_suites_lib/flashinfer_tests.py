@@ -10,23 +10,23 @@ import torch
 
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.quant.quantized_weights import dequantized_weights
-from peer_suites_lib.checkout import Params, Source, Words
+from peer_suites_lib.checkout import EnumStandIn, Params, Source
 from peer_suites_lib.endings import (
     AGREE,
     OURS,
     THEIRS,
-    Ending,
+    CaseOutcome,
     MissingError,
     SkippedError,
     Suite,
     Tolerance,
     theirs,
 )
-from peer_suites_lib.layers import Given, Layer, LayerCheck
+from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.routers import TWIN_TOKENS, Chosen, Router, check_router, spec_of
 
 _GIVEN: dict[str, object] = {
-    "ActivationType": Words(), "RoutingMethodType": Words(), "zlib": zlib,
+    "ActivationType": EnumStandIn(), "RoutingMethodType": EnumStandIn(), "zlib": zlib,
     "DEFAULT_SITU_BETA": 4.0, "DEFAULT_SITU_LINEAR_BETA": 25.0, "FP8_DTYPE": torch.float8_e4m3fn,
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def suites(root: Path) -> list[Suite]:
     return [*_layers(root), *_routers(root)]
 
 
-def _suite(source: Source, test: str, check: Callable[[Params], Ending], *apart: str) -> Suite:
+def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *apart: str) -> Suite:
     """Return the suite of a test. apart: parameters to ignore; cases equal without them merge."""
 
     def cases() -> Iterator[Params]:
@@ -86,7 +86,7 @@ def _layers(root: Path) -> list[Suite]:
     ]
 
 
-def _missing(what: str, p: Any) -> Ending:
+def _missing(what: str, p: Any) -> CaseOutcome:
     raise MissingError(what)
 
 
@@ -101,7 +101,7 @@ class _Cutlass:
         self._tolerance, self._gelu = tolerance, gelu
         self._checks: dict[str, LayerCheck] = {}
 
-    def __call__(self, p: Any) -> Ending:
+    def __call__(self, p: Any) -> CaseOutcome:
         """Compare one case."""
         if p["top_k"] > p["num_experts"]:
             raise SkippedError("topk > experts")
@@ -144,7 +144,7 @@ def _activation(p: Any) -> tuple[str, dict[str, object]]:
 
 
 def _experts(
-    source: Source, options: dict[str, object], layer: Layer, given: Given
+    source: Source, options: dict[str, object], layer: Layer, given: LayerInputs
 ) -> torch.Tensor:
     w1, w2 = _up_first(_plain(given, "w1")), _plain(given, "w2")
     name = "compute_with_experts"
@@ -164,7 +164,7 @@ def _up_first(w1: torch.Tensor) -> torch.Tensor:
     return torch.cat([up, gate], 1)
 
 
-def _plain(given: Given, name: str) -> torch.Tensor:
+def _plain(given: LayerInputs, name: str) -> torch.Tensor:
     """Return the dequantized weights in the dtype of x."""
     if given.problem.quant == "none":
         stored: torch.Tensor = getattr(given.weights, name)
@@ -172,12 +172,12 @@ def _plain(given: Given, name: str) -> torch.Tensor:
     return dequantized_weights(given.weights, name, given.problem).to(given.x.dtype)
 
 
-def _shared(source: Source, p: Any) -> Ending:
+def _shared(source: Source, p: Any) -> CaseOutcome:
     layer = Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["num_experts"],
                   p["top_k"], torch.float16, activation="silu", ep_size=2,
                   renormalize=True, scale=(0.2, 0.2, 0.2))  # fmt: skip
 
-    def reference(layer: Layer, given: Given) -> torch.Tensor:
+    def reference(layer: Layer, given: LayerInputs) -> torch.Tensor:
         assert given.weights.expert_map is not None
         ids = given.weights.expert_map[given.routing.topk_ids_TK.long()]
         function: Any = source.space["compute_with_experts"]
@@ -190,10 +190,10 @@ def _shared(source: Source, p: Any) -> Ending:
     return LayerCheck(reference, Tolerance(1e-1, 1e-1))(layer)
 
 
-def _mono_reference(source: Source) -> Callable[[Layer, Given], torch.Tensor]:
+def _mono_reference(source: Source) -> Callable[[Layer, LayerInputs], torch.Tensor]:
     function: Any = source.space["_python_reference_fp8"]
 
-    def reference(layer: Layer, given: Given) -> torch.Tensor:
+    def reference(layer: Layer, given: LayerInputs) -> torch.Tensor:
         w, routing = given.weights, given.routing
         output: torch.Tensor = function(
             given.x, w.w1, w.w1_scale, w.w2, w.w2_scale, routing.topk_weights_TK,
@@ -204,7 +204,7 @@ def _mono_reference(source: Source) -> Callable[[Layer, Given], torch.Tensor]:
     return reference
 
 
-def _mono(check: LayerCheck, p: Any) -> Ending:
+def _mono(check: LayerCheck, p: Any) -> CaseOutcome:
     return check(Layer(p["m"], 2048, 512, 256, p["top_k"], quant="fp8_w8a8_block:block=128x128",
                        renormalize=True, multiple=128, scale=(1.0, 0.1, 0.1)))  # fmt: skip
 
@@ -241,7 +241,7 @@ _METHODS = {
 }  # fmt: skip
 
 
-def _custom(p: Any) -> Ending:
+def _custom(p: Any) -> CaseOutcome:
     method = str(p["routing_method"])
     if method not in _METHODS:
         raise MissingError(f"router: {method}, logits as weights")
@@ -266,7 +266,7 @@ def _noaux(noaux: Any, groups: int, best: int, top_k: int, factor: float) -> Any
     return reference
 
 
-def _deepseek(noaux: Any, p: Any) -> Ending:
+def _deepseek(noaux: Any, p: Any) -> CaseOutcome:
     if p["num_experts"] > 256 and p["logits_dtype"] is torch.bfloat16:
         raise SkippedError("logits of bfloat16 for more than 256 experts")
     spec = spec_of(p["top_k"], score="sigmoid", groups=p["n_group"], topk_groups=p["topk_group"],
@@ -276,7 +276,7 @@ def _deepseek(noaux: Any, p: Any) -> Ending:
     return check_router(case, _noaux(noaux, p["n_group"], p["topk_group"], p["top_k"], 2.5))
 
 
-def _minimax(reference: Any, p: Any) -> Ending:
+def _minimax(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["top_k"], score="sigmoid", selection_bias=True, renormalize=True, eps=1e-20)
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], torch.bfloat16,
                   atol=1e-2, rtol=2e-2)  # fmt: skip
@@ -289,7 +289,7 @@ def _minimax(reference: Any, p: Any) -> Ending:
     return check_router(case, chosen)
 
 
-def _dsv3(noaux: Any, p: Any) -> Ending:
+def _dsv3(noaux: Any, p: Any) -> CaseOutcome:
     groups, best, top_k, experts = p["n_group"], p["topk_group"], p["topk"], p["num_experts"]
     if best * groups < top_k or best > groups:
         raise SkippedError("topk_group * n_group < topk or topk_group > n_group")
@@ -304,7 +304,7 @@ def _dsv3(noaux: Any, p: Any) -> Ending:
     return check_router(case, _noaux(noaux, groups, best, top_k, 1.0))
 
 
-def _hashed(reference: Any, p: Any) -> Ending:
+def _hashed(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
         raise MissingError("router: shared experts as routed ones")
     tokens, experts, top_k = min(p["num_tokens"], TWIN_TOKENS), p["num_experts"], p["topk"]
@@ -323,11 +323,11 @@ def _hashed(reference: Any, p: Any) -> Ending:
     exact = score / score.sum(1, keepdim=True)
     done = f"tokens to {TWIN_TOKENS}" if tokens < p["num_tokens"] else ""
     if not torch.equal(routing.topk_ids_TK, table[words[kernel_rows]]):
-        return Ending(OURS, "other experts than the table's", done)
+        return CaseOutcome(OURS, "other experts than the table's", done)
     if not float((routing.topk_weights_TK.double() - exact[kernel_rows]).abs().max()) <= 1e-5:
-        return Ending(OURS, "weights", done)
+        return CaseOutcome(OURS, "weights", done)
     agrees = float((other[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
         other[1], table[words]
     )
     outcome, why = (AGREE, "") if agrees else (THEIRS, "weights or ids")
-    return Ending(outcome, why, done, ("router's kernel",), (tokens, experts, top_k))
+    return CaseOutcome(outcome, why, done, ("router's kernel",), (tokens, experts, top_k))

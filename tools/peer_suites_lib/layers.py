@@ -12,7 +12,7 @@ from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from peer_suites_lib.endings import (
-    Ending,
+    CaseOutcome,
     Refusal,
     Tolerance,
     error_of,
@@ -182,9 +182,9 @@ class LayerCheck:
         self, reference: Reference, tolerance: Tolerance, stored: Weights | None = None
     ) -> None:
         self._reference, self._tolerance, self._stored = reference, tolerance, stored
-        self._known: dict[Layer, dict[str, Ending]] = {}
+        self._known: dict[Layer, dict[str, CaseOutcome]] = {}
 
-    def __call__(self, layer: Layer) -> Ending:
+    def __call__(self, layer: Layer) -> CaseOutcome:
         """Return the worst outcome of all parts on a layer."""
         whole, small = layer.shrunk(WHOLE), layer.shrunk(INTERPRETED)
         endings = self._parts(whole, TORCH) | self._parts(small, TRITON)
@@ -193,7 +193,7 @@ class LayerCheck:
             shrunk = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
         return worst(endings, shrunk, whole)
 
-    def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, Ending]:
+    def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, CaseOutcome]:
         known = self._known.setdefault(layer, {})
         todo = [pair for pair in pairs if pair[1] not in known]
         if todo:
@@ -210,7 +210,7 @@ class LayerCheck:
     def _part(
         self, pair: tuple[str, str], given: LayerInputs, other: torch.Tensor, exact: torch.Tensor,
         limit: float,
-    ) -> Ending:  # fmt: skip
+    ) -> CaseOutcome:  # fmt: skip
         try:
             kernel = make_kernel(*pair, given.problem)
             ours = kernel(given.x, given.weights, given.routing)

@@ -8,7 +8,7 @@ import torch
 from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
 from modular_kernel.spec.router import MAX_TOP_K, RouterSpec
 from modular_kernel.tensors import Routing
-from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, MissingError, theirs, worst
+from peer_suites_lib.endings import AGREE, OURS, THEIRS, CaseOutcome, MissingError, theirs, worst
 
 # Maximum numbers of tokens for the interpreted kernel and for the torch reference.
 KERNEL_TOKENS, TWIN_TOKENS = 4, 256
@@ -45,7 +45,7 @@ def spec_of(top_k: int, **fields: object) -> RouterSpec:
     return RouterSpec(top_k, **fields)  # type: ignore[arg-type]
 
 
-def check_router(case: Router, reference: Reference) -> Ending:
+def check_router(case: Router, reference: Reference) -> CaseOutcome:
     """Compare the torch reference on many tokens, and the kernel on a few, with `reference`."""
     tokens = min(case.tokens, TWIN_TOKENS)
     g = torch.Generator().manual_seed(0)
@@ -72,20 +72,24 @@ def check_router(case: Router, reference: Reference) -> Ending:
     return worst(endings, shrunk, replace(case, tokens=tokens))
 
 
-def _judged(routing: Routing, other: Chosen, case: Router, exact: "Exact", rows: slice) -> Ending:
+def _judged(
+    routing: Routing, other: Chosen, case: Router, exact: "Exact", rows: slice
+) -> CaseOutcome:
     our_choice = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
     their_choice = _by_id(other[0][rows].float(), other[1][rows])
     bad = exact.wrong(*our_choice, rows, case.scaling)
     if bad:
-        return Ending(OURS, f"against float64: {bad}")
+        return CaseOutcome(OURS, f"against float64: {bad}")
     same = torch.equal(our_choice[1], their_choice[1])
     close = (our_choice[0] - their_choice[0]).abs() <= case.atol + case.rtol * their_choice[0].abs()
     if same and bool(close.all()):
-        return Ending(AGREE)
+        return CaseOutcome(AGREE)
     blame = exact.wrong(*their_choice, rows, case.scaling, case.atol + case.rtol)
     if not same and not blame:  # a tie between experts
-        return Ending(AGREE, "ids differ where two scores are equal")
-    return Ending(THEIRS, f"against float64 theirs: {blame or 'weights outside their tolerance'}")
+        return CaseOutcome(AGREE, "ids differ where two scores are equal")
+    return CaseOutcome(
+        THEIRS, f"against float64 theirs: {blame or 'weights outside their tolerance'}"
+    )
 
 
 def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> Chosen:

@@ -11,7 +11,16 @@ from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.spec.quantization import QuantScheme
-from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, Tolerance, judged, theirs, worst
+from peer_suites_lib.endings import (
+    AGREE,
+    OURS,
+    THEIRS,
+    CaseOutcome,
+    Tolerance,
+    judged,
+    theirs,
+    worst,
+)
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
 ALIGNED_TOKENS = 256
@@ -35,7 +44,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def check_quantizer(
     x: torch.Tensor, quant: str, reference: Quantizer, shrunk: str, rtol: float = 1e-5
-) -> Ending:
+) -> CaseOutcome:
     """Compare quantized rows of the torch reference, and a few of the kernel, with `reference`.
 
     For a value between two adjacent codes both codes are accepted.
@@ -68,7 +77,7 @@ def _codes(
     other: tuple[torch.Tensor, torch.Tensor],
     scheme: QuantScheme,
     rtol: float,
-) -> Ending:
+) -> CaseOutcome:
     (q, scale), (their_q, their_scale) = mine, other
     their_scale = their_scale.float().view_as(scale)
     exact = x.double()
@@ -79,19 +88,19 @@ def _codes(
     codes_close = bool((distance <= step * 1.01).all())
     worst_step = _error(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
     if not worst_step <= 0.501:
-        return Ending(OURS, f"{worst_step:.3f} steps from the value")
+        return CaseOutcome(OURS, f"{worst_step:.3f} steps from the value")
     expected_scale = _scale(exact, scale.shape, scheme)
     if not bool(
         ((scale - expected_scale).abs() <= 1e-5 * expected_scale).all()
     ):  # errors in steps do not compare
-        return Ending(OURS, "another scale than the largest value's")
+        return CaseOutcome(OURS, "another scale than the largest value's")
     their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
     their_step = _error(their_numbers, exact, their_scale, q.dtype)
     if scales_close and codes_close:
         cause = "ties" if their_step < 0.501 else "truncation of theirs"
-        return Ending(AGREE, f"codes one apart: {cause}" if bool(distance.any()) else "")
+        return CaseOutcome(AGREE, f"codes one apart: {cause}" if bool(distance.any()) else "")
     outcome = THEIRS if their_step >= worst_step else OURS
-    return Ending(
+    return CaseOutcome(
         outcome, f"largest error in steps: ours {worst_step:.2f}, theirs {their_step:.2f}"
     )
 
@@ -134,7 +143,7 @@ def check_activation(
     reference: Callable[[torch.Tensor], torch.Tensor],
     tolerance: Tolerance,
     shrunk: str,
-) -> Ending:
+) -> CaseOutcome:
     """Compare an activation of (R, N) rows: torch reference on all rows, kernel on a few."""
     endings = {}
     limit = _ROUNDING[x.dtype]
@@ -169,7 +178,7 @@ def check_align(
     reference: Callable[[torch.Tensor], Aligned],
     shrunk: str,
     expert_map: torch.Tensor | None = None,
-) -> Ending:
+) -> CaseOutcome:
     """Compare the pairs in the blocks of each expert; their order within an expert is free."""
     ours = moe_align_block_size(ids, block, experts, expert_map=expert_map, ignore_invalid=True)
     other = theirs(reference, ids.clone())
@@ -181,14 +190,14 @@ def check_align(
             expected.setdefault(local, []).append(pair)
     our_blocks, their_blocks = (_blocks(aligned, block, ids.numel()) for aligned in (ours, other))
     if our_blocks != expected:
-        return Ending(OURS, "pairs in other blocks than those of their experts")
+        return CaseOutcome(OURS, "pairs in other blocks than those of their experts")
     if their_blocks != expected:
-        return Ending(THEIRS, "pairs in other blocks than those of their experts")
+        return CaseOutcome(THEIRS, "pairs in other blocks than those of their experts")
     if int(ours[2]) != int(other[2]):
         padded = sum(-(-len(pairs) // block) * block for pairs in expected.values())
-        return Ending(OURS if int(ours[2]) != padded else THEIRS, "another padded length")
+        return CaseOutcome(OURS if int(ours[2]) != padded else THEIRS, "another padded length")
     key = (ids.shape, block, experts, expert_map is None)
-    return Ending(AGREE, "", shrunk, ("align",), key)
+    return CaseOutcome(AGREE, "", shrunk, ("align",), key)
 
 
 def _blocks(aligned: Aligned, block: int, padding: int) -> dict[int, list[int]]:

@@ -10,8 +10,8 @@ import torch
 
 from modular_kernel.spec.problem import ActivationSpec
 from peer_suites_lib.checkout import Params, Source
-from peer_suites_lib.endings import Ending, MissingError, Suite, Tolerance
-from peer_suites_lib.layers import Given, Layer, LayerCheck
+from peer_suites_lib.endings import CaseOutcome, MissingError, Suite, Tolerance
+from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.routers import Router, check_router, spec_of
 from peer_suites_lib.rows import check_activation, check_quantizer, numbers, shrink_rows
 
@@ -23,7 +23,7 @@ def suites(root: Path) -> list[Suite]:
     return [*_layers(root), *_routers(root), *_rows(root)]
 
 
-def _suite(source: Source, test: str, check: Callable[[Params], Ending], *names: str) -> Suite:
+def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *names: str) -> Suite:
     """Return the suite of a test.
 
     names: names of lists in a test class that form the grid; without them the grid comes from the
@@ -99,11 +99,13 @@ def _layers(root: Path) -> list[Suite]:
 
 
 _NAMES = ("M", "N", "K", "E", "TOP_KS", "BLOCK_SIZE", "DTYPES")
-_Arguments = Callable[[Layer, Given], tuple[object, ...]]
+_Arguments = Callable[[Layer, LayerInputs], tuple[object, ...]]
 
 
-def _of(source: Source, name: str, arguments: _Arguments) -> Callable[[Layer, Given], torch.Tensor]:
-    def reference(layer: Layer, given: Given) -> torch.Tensor:
+def _of(
+    source: Source, name: str, arguments: _Arguments
+) -> Callable[[Layer, LayerInputs], torch.Tensor]:
+    def reference(layer: Layer, given: LayerInputs) -> torch.Tensor:
         w = given.weights
         function: Any = source.function(name)
         output: torch.Tensor = function(given.x, w.w1, w.w2, w.w1_scale, w.w2_scale,
@@ -117,21 +119,21 @@ def _side(layer: Layer) -> list[int]:
     return [int(side) for side in layer.quant.partition("=")[2].split("x")]
 
 
-def _blocks(layer: Layer, given: Given) -> tuple[object, ...]:
+def _blocks(layer: Layer, given: LayerInputs) -> tuple[object, ...]:
     return given.score, layer.top_k, _side(layer)
 
 
-def _chosen(layer: Layer, given: Given) -> tuple[object, ...]:
+def _chosen(layer: Layer, given: LayerInputs) -> tuple[object, ...]:
     routing = given.routing
     chosen = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
     return chosen, layer.top_k, _side(layer)
 
 
-def _scores(layer: Layer, given: Given) -> tuple[object, ...]:
+def _scores(layer: Layer, given: LayerInputs) -> tuple[object, ...]:
     return given.score, layer.top_k
 
 
-def _block(check: LayerCheck, quant: str, p: Any) -> Ending:
+def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     rows, columns = p["BLOCK_SIZE"]
     return check(
         Layer(p["M"], p["K"], p["N"], p["E"], p["TOP_KS"], p["DTYPES"],
@@ -139,7 +141,7 @@ def _block(check: LayerCheck, quant: str, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _channel(check: LayerCheck, quant: str, p: Any) -> Ending:
+def _channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     return check(
         Layer(p["M"], p["K"], p["N"], p["E"], p["TOP_KS"], p["DTYPES"], quant, stored="codes")
     )
@@ -156,7 +158,7 @@ def _cpu(root: Path, utils: Source) -> list[Suite]:
         tolerance,
     )  # fmt: skip
 
-    def case(p: Any) -> Ending:
+    def case(p: Any) -> CaseOutcome:
         return check(Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], renormalize=p["renormalize"]))
 
     names = ("M", "N", "K", "E", "topk", "renormalize")
@@ -171,7 +173,7 @@ def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
     naive: Any = source.method("TestFusedMOE", "torch_naive_moe")
     tolerances: Any = source.method("TestFusedMOE", "get_tolerance")
 
-    def plain(layer: Layer, given: Given) -> torch.Tensor:
+    def plain(layer: Layer, given: LayerInputs) -> torch.Tensor:
         output: torch.Tensor = naive(None, given.x, given.weights.w1, given.weights.w2, given.score,
                                     layer.top_k)  # fmt: skip
         return output
@@ -181,7 +183,7 @@ def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
         rtol, atol = tolerances(None, dtype)
         checks[dtype] = LayerCheck(plain, Tolerance(atol, rtol))
 
-    def case(p: Any) -> Ending:
+    def case(p: Any) -> CaseOutcome:
         if p["fp8_modes"]:
             raise MissingError("fp8 tensors whose activations are not quantized but scaled")
         # Values are about 0.01, as in their test. Their tolerance is too wide for them, so the
@@ -229,14 +231,14 @@ def _routers(root: Path) -> list[Suite]:
 
 def _plain(
     native: Any, score: str, p: Any, *, renormalize: bool = False, bias: bool = False
-) -> Ending:
+) -> CaseOutcome:
     spec = spec_of(p["topk"], score=score, renormalize=renormalize, selection_bias=bias)
     case = Router(spec, p["num_experts"], p["num_tokens"], p.get("dtype", torch.float32),
                   atol=1e-3, rtol=1e-3)  # fmt: skip
     return check_router(case, lambda x, b: native(x, x, p["topk"], renormalize, b, score))
 
 
-def _gate(reference: Any, p: Any) -> Ending:
+def _gate(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
         raise MissingError("router: shared experts as routed ones")
     experts, groups, best, top_k = p["params"]
@@ -253,7 +255,7 @@ def _gate(reference: Any, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _kimi(reference: Any, p: Any) -> Ending:
+def _kimi(reference: Any, p: Any) -> CaseOutcome:
     on_output = p["apply_routed_scaling_factor_on_output"]
     spec = spec_of(p["topk"], score="sigmoid", selection_bias=True, renormalize=True)
     case = Router(spec, 384, p["seq_length"], p["dtype"], scaling=2.872 if on_output else 1.0,
@@ -294,7 +296,7 @@ def _rows(root: Path) -> list[Suite]:
     ]  # fmt: skip
 
 
-def _by_group(reference: Any, p: Any) -> Ending:
+def _by_group(reference: Any, p: Any) -> CaseOutcome:
     group = p["GROUP_SIZE"]
     rows, columns, shrunk = shrink_rows(p["NUM_TOKENS"], p["D"], group)
     x = numbers(rows, columns, p["DTYPES"])
@@ -302,7 +304,7 @@ def _by_group(reference: Any, p: Any) -> Ending:
     return check_quantizer(x, quant, lambda part: reference(part, group), shrunk)
 
 
-def _by_row(reference: Any, p: Any) -> Ending:
+def _by_row(reference: Any, p: Any) -> CaseOutcome:
     """Compare row quantization; the scale for their reference is computed as in their kernel."""
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_dim"])
     x = numbers(rows, columns, torch.float16)
@@ -314,7 +316,7 @@ def _by_row(reference: Any, p: Any) -> Ending:
     return check_quantizer(x, "fp8_w8a8_channel", quantize, shrunk)
 
 
-def _act(reference: Any, kind: str, p: Any) -> Ending:
+def _act(reference: Any, kind: str, p: Any) -> CaseOutcome:
     tokens = p["NUM_TOKENS"] if "NUM_TOKENS" in p else p["batch_size"] * p["seq_len"]
     dtype = p.get("DTYPES", torch.float16)
     rows, inner, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
@@ -323,5 +325,5 @@ def _act(reference: Any, kind: str, p: Any) -> Ending:
     return check_activation(x, ActivationSpec(kind), reference, tolerance, shrunk)
 
 
-def _quick(p: Any) -> Ending:
+def _quick(p: Any) -> CaseOutcome:
     raise MissingError("activation quick_gelu, ungated")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from modular_kernel.tensors import ExpertWeights
-from peer_suites_lib.checkout import Source, Words
-from peer_suites_lib.layers import Given, Layer
+from peer_suites_lib.checkout import EnumStandIn, Source
+from peer_suites_lib.layers import Layer, LayerInputs
 
 _FP8 = torch.float8_e4m3fn
 _FP8_LIMITS = torch.finfo(_FP8).min, torch.finfo(_FP8).max
@@ -39,7 +39,8 @@ class VllmReferences:
         )  # fmt: skip
         silu = _Layer(self.activations["silu_and_mul"])
         given: dict[str, object] = {
-            "SiluAndMul": lambda: silu, "MoEActivation": Words(), "current_platform": platform,
+            "SiluAndMul": lambda: silu, "MoEActivation": EnumStandIn(),
+            "current_platform": platform,
             "op_registry": {"SILU": lambda: silu}, "moe_kernel_quantize_input": self._input,
             "native_w8a8_block_matmul": self._of("native_w8a8_block_matmul"),
             "native_per_token_group_quant_int8": self._of("native_per_token_group_quant_int8"),
@@ -58,7 +59,7 @@ class VllmReferences:
         self._rowsi.take("native_w8a8_per_token_matmul")
         self._packing = Source(
             root, "vllm/model_executor/layers/quantization/utils/quant_utils.py",
-            {"scalar_types": Words()},
+            {"scalar_types": EnumStandIn()},
         )  # fmt: skip
         self._packing.take("quantize_weights")
 
@@ -130,13 +131,13 @@ class VllmReferences:
 
     # -------------------------------------------------------------------------------- layers
 
-    def torch_moe(self, layer: Layer, given: Given) -> torch.Tensor:
+    def torch_moe(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
         """Compute a layer with the weights that their quantizer dequantized."""
         w1, w2 = self._dequantized[layer]
         return self._call(self._utils, "torch_moe", given.x, w1, w2, given.score, layer.top_k,
                           expert_map=given.weights.expert_map)  # fmt: skip
 
-    def torch_experts(self, layer: Layer, given: Given) -> torch.Tensor:
+    def torch_experts(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
         """Compute a layer with activations quantized in the layer's scheme."""
         w, unquantized = given.weights, layer.quant == "none"
         scales = {}
@@ -154,20 +155,20 @@ class VllmReferences:
             per_act_token_quant=by_row, block_shape=block, **scales,
         )  # fmt: skip
 
-    def fp8_block(self, layer: Layer, given: Given) -> torch.Tensor:
+    def fp8_block(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
         """Compute a layer in fp8 with block scales."""
         w, block = given.weights, _block(layer)
         return self._call(self._block8, "torch_w8a8_block_fp8_moe", given.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, given.routing.topk_weights_TK,
                           given.routing.topk_ids_TK, block)  # fmt: skip
 
-    def int8_block(self, layer: Layer, given: Given) -> torch.Tensor:
+    def int8_block(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
         """Compute a layer in int8 with block scales."""
         w, block = given.weights, _block(layer)
         return self._call(self._blocki, "torch_w8a8_block_int8_moe", given.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, given.score, layer.top_k, block)  # fmt: skip
 
-    def fp8_channel(self, layer: Layer, given: Given) -> torch.Tensor:
+    def fp8_channel(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
         """Compute a layer in fp8 with channel scales."""
         w = given.weights
         self._rows8.space["fp8_mask"] = lambda a, mask: (
@@ -176,7 +177,7 @@ class VllmReferences:
         return self._call(self._rows8, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, given.score, layer.top_k)  # fmt: skip
 
-    def int8_channel(self, layer: Layer, given: Given) -> torch.Tensor:
+    def int8_channel(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
         """Compute a layer in int8 with channel scales."""
         w = given.weights
         return self._call(self._rowsi, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from modular_kernel.spec.problem import ActivationSpec
-from peer_suites_lib.checkout import Params, Source, Words
-from peer_suites_lib.endings import Ending, MissingError, SkippedError, Suite, Tolerance
+from peer_suites_lib.checkout import EnumStandIn, Params, Source
+from peer_suites_lib.endings import CaseOutcome, MissingError, SkippedError, Suite, Tolerance
 from peer_suites_lib.layers import Layer, LayerCheck
 from peer_suites_lib.routers import Router, check_router, spec_of
 from peer_suites_lib.rows import (
@@ -23,7 +23,7 @@ from peer_suites_lib.rows import (
 )
 from peer_suites_lib.vllm_given import VllmReferences
 
-Check = Callable[[Params], Ending]
+Check = Callable[[Params], CaseOutcome]
 _TESTS = "tests/kernels/"
 _FP8 = torch.float8_e4m3fn
 
@@ -39,7 +39,7 @@ class VllmTestFile:
 
     def __init__(self, root: Path, file: str, given: dict[str, object] | None = None) -> None:
         platform = SimpleNamespace(is_fp8_fnuz=lambda: False, is_rocm=lambda: False)
-        known: dict[str, object] = {"MoEActivation": Words(), "current_platform": platform}
+        known: dict[str, object] = {"MoEActivation": EnumStandIn(), "current_platform": platform}
         self.file = file
         self.source = Source(root, _TESTS + file, known | (given or {}))
 
@@ -117,13 +117,13 @@ def _act(layer: Layer) -> str:
     return next(name for name, ours in _ACTS.items() if ours == kind)
 
 
-def _plain(check: LayerCheck, p: Any) -> Ending:
+def _plain(check: LayerCheck, p: Any) -> CaseOutcome:
     layer = Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], p["dtype"],
                   ep_size=p.get("ep_size", 1), padded=p["padding"])  # fmt: skip
     return check(layer)
 
 
-def _groups(check: LayerCheck, p: Any) -> Ending:
+def _groups(check: LayerCheck, p: Any) -> CaseOutcome:
     bits, group = p["weight_bits"], p["group_size"]
     quant = f"int{bits}_w{bits}a16_group:group={group}" + ",zero_points=true" * p["has_zp"]
     return check(
@@ -132,7 +132,7 @@ def _groups(check: LayerCheck, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _batched(check: LayerCheck, p: Any) -> Ending:
+def _batched(check: LayerCheck, p: Any) -> CaseOutcome:
     by_row, block, quantized = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
     if (by_row or block) and not quantized:
         raise SkippedError("a block or a row of what is not quantized")
@@ -146,7 +146,7 @@ def _batched(check: LayerCheck, p: Any) -> Ending:
     )
 
 
-def _cpu(check: LayerCheck, p: Any) -> Ending:
+def _cpu(check: LayerCheck, p: Any) -> CaseOutcome:
     return check(
         Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["expert_num"],
               max(p["expert_num"] // 2, 1), p["dtype"], activation=_ACTS[p["act"]],
@@ -155,7 +155,7 @@ def _cpu(check: LayerCheck, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _block(check: LayerCheck, quant: str, p: Any) -> Ending:
+def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     if p["topk"] > p["E"]:
         raise SkippedError("topk > E")
     rows, columns = p["block_size"]
@@ -165,7 +165,7 @@ def _block(check: LayerCheck, quant: str, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _channel(check: LayerCheck, quant: str, p: Any) -> Ending:
+def _channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     return check(
         Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], p["dtype"], quant, stored="codes")
     )
@@ -212,7 +212,7 @@ def _routers(root: Path) -> list[Suite]:
     ]  # fmt: skip
 
 
-def _topk(reference: Any, p: Any, *, bias: bool) -> Ending:
+def _topk(reference: Any, p: Any, *, bias: bool) -> CaseOutcome:
     spec = spec_of(p["topk"], score=p["scoring_func"], renormalize=p["renormalize"],
                    selection_bias=bias)  # fmt: skip
     case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"])
@@ -221,7 +221,7 @@ def _topk(reference: Any, p: Any, *, bias: bool) -> Ending:
     )
 
 
-def _grouped(reference: Any, p: Any) -> Ending:
+def _grouped(reference: Any, p: Any) -> CaseOutcome:
     k = p.get("topk", p.get("top_k"))
     experts = p.get("n_expert", p.get("global_num_experts"))
     spec = spec_of(k, score=p["scoring_func"], groups=p["num_expert_group"],
@@ -236,7 +236,7 @@ def _grouped(reference: Any, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _single(reference: Any, p: Any) -> Ending:
+def _single(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["topk"], score=p["scoring_func"], selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     case = Router(spec, p["num_experts"], 33, p["input_dtype"], p["bias_dtype"],
@@ -249,26 +249,26 @@ def _single(reference: Any, p: Any) -> Ending:
     )  # fmt: skip
 
 
-def _baseline(reference: Any, p: Any) -> Ending:
+def _baseline(reference: Any, p: Any) -> CaseOutcome:
     case = Router(spec_of(p["top_k"], renormalize=p["renormalize"]), p["global_num_experts"],
                   p["m"], atol=1e-3, rtol=1e-3)  # fmt: skip
     return check_router(case, lambda x, _: reference(x, p["top_k"], p["renormalize"]))
 
 
-def _biased(reference: Any, p: Any) -> Ending:
+def _biased(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["top_k"], renormalize=p["renormalize"], selection_bias=True)
     factor = p["routed_scaling_factor"]
     case = Router(spec, p["global_num_experts"], p["m"], scaling=factor, atol=1e-3, rtol=1e-3)
     return check_router(case, lambda x, b: reference(x, p["top_k"], p["renormalize"], b, factor))
 
 
-def _llama4(reference: Any, p: Any) -> Ending:
+def _llama4(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["top_k"], score="sigmoid", order="topk_first")
     case = Router(spec, p["global_num_experts"], p["m"], atol=1e-3, rtol=1e-3)
     return check_router(case, lambda x, _: reference(x, p["top_k"]))
 
 
-def _root(reference: Any, p: Any) -> Ending:
+def _root(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["topk"], score="sqrtsoftplus", selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     factor = p["routed_scaling_factor"]
@@ -312,20 +312,20 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
 class _TorchWithOps:
     """A stand-in for torch in which custom operations are names instead of functions."""
 
-    ops = SimpleNamespace(_C=Words())
+    ops = SimpleNamespace(_C=EnumStandIn())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
-def _quantizer(quant: str, reference: Any, p: Any) -> Ending:
+def _quantizer(quant: str, reference: Any, p: Any) -> CaseOutcome:
     if p.get("do_scale_ub"):
         raise MissingError("an upper bound of computed activation scales")
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_size"])
     return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
 
 
-def _by_group(kind: str, reference: Any, p: Any) -> Ending:
+def _by_group(kind: str, reference: Any, p: Any) -> CaseOutcome:
     if p.get("scale_ue8m0"):
         raise MissingError("activation scales that are powers of two")
     group, (rows, columns) = p["group_size"], p["shape"]
@@ -352,7 +352,7 @@ def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
     return Tolerance(atol, rtol)
 
 
-def _gated(references: Any, p: Any) -> Ending:
+def _gated(references: Any, p: Any) -> CaseOutcome:
     name = p["activation"]
     if name not in _GATED:
         raise MissingError(f"activation {name}")
@@ -362,7 +362,7 @@ def _gated(references: Any, p: Any) -> Ending:
     return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), shrunk)
 
 
-def _clamped(references: VllmReferences, p: Any) -> Ending:
+def _clamped(references: VllmReferences, p: Any) -> CaseOutcome:
     alpha, beta, limit = p["alpha"], p["beta"], p["swiglu_limit"]
     if (alpha, beta) == (1.0, 0.0):
         spec = ActivationSpec("swiglu_clamp_before", limit=limit)
@@ -381,7 +381,7 @@ def _ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return torch.rand(tokens, experts, generator=g).topk(top_k)[1].int()
 
 
-def _aligned(golden: Any, p: Any) -> Ending:
+def _aligned(golden: Any, p: Any) -> CaseOutcome:
     if p["topk"] > p["num_experts"]:
         raise SkippedError("topk > experts")
     tokens = min(p["m"], ALIGNED_TOKENS)
@@ -391,7 +391,7 @@ def _aligned(golden: Any, p: Any) -> Ending:
     return check_align(ids, block, experts, lambda x: golden(x, block, experts), shrunk)
 
 
-def _mapped(golden: Any, p: Any) -> Ending:
+def _mapped(golden: Any, p: Any) -> CaseOutcome:
     tokens, experts, block = min(p["m"], ALIGNED_TOKENS), p["num_experts"], p["block_size"]
     shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     expert_map = torch.full((experts,), -1, dtype=torch.int32)

@@ -28,7 +28,7 @@ class AlignedW4Path(AlignedPath):
     refuses = True
     replaces = AlignedPath.name
     launch = AlignedW4Config
-    lends = False
+    transferable = False
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
@@ -64,7 +64,7 @@ class AlignedW4Path(AlignedPath):
         return aligned_w4_config.candidates(problem, tokens)
 
     @classmethod
-    def in_place_of(
+    def translate_v1_config(
         cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
         """Return the default configuration for small tiles, which version 1 stored as "aligned"."""

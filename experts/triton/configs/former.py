@@ -45,7 +45,7 @@ def apply_newer_paths(
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
-        if path.younger:
+        if path.overrides_v1_files:
             steps = overlay_path(steps, path, problem, device)
         if path.replaces is None:
             continue
@@ -53,7 +53,7 @@ def apply_newer_paths(
         def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
             if config.path != path.replaces:
                 return config
-            return path.in_place_of(config, last, problem, device)
+            return path.translate_v1_config(config, last, problem, device)
 
         steps = steps.changed(path.turns(problem), change)
     return steps

@@ -115,7 +115,7 @@ def with_prepared(
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
-        turns = path.turns_of_prepared(problem)
+        turns = path.prepared_configs(problem)
 
         def change(
             last: int, config: MoEConfig, turns: Sequence[tuple[int, MoEConfig]] = turns

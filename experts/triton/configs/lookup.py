@@ -84,7 +84,7 @@ class Source:
     whose: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
-    former: bool = False
+    is_v1: bool = False
     prepared: bool = False
 
     def launched(
@@ -95,7 +95,7 @@ class Source:
         prepared: for calls with prepared weights.
         """
         steps = self.steps
-        if self.former:
+        if self.is_v1:
             steps = apply_newer_paths(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
             own = heuristics(problem, device, paths, prepared=prepared)
@@ -143,7 +143,7 @@ class ConfigLookup:
                 looked_in.append(f"{title} {path}: {mismatch}")
                 continue
             fitted = fit_to_problem(recipe, problem, self.device, prepared=prepared)
-            notes = (*self._foreign_triton(path, recipe), *fitted.notes)
+            notes = (*self._triton_mismatch(path, recipe), *fitted.notes)
             if notes:
                 _warn(f"{path}: {'; '.join(notes)}")
             if recipe.tuned_for is not None:
@@ -165,7 +165,7 @@ class ConfigLookup:
             NEAREST,
             whose=lenders,
             looked_in=tuple(looked_in),
-            former=True,
+            is_v1=True,
         )
 
     def _known(self, problem: Problem) -> list[TunedLayer]:
@@ -204,7 +204,7 @@ class ConfigLookup:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
-    def _foreign_triton(self, path: Path, recipe: TunedConfigs) -> Iterator[str]:
+    def _triton_mismatch(self, path: Path, recipe: TunedConfigs) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
         tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
         tuned_with = triton_subfolder(recipe.triton) or tuned_with
@@ -288,7 +288,7 @@ def fit_to_problem(
     former = recipe.version < VERSION
     steps = ConfigSteps(tuple(boundaries), tuple(configs))
     return Source(
-        steps, recipe.origin, keys, notes=_few(list(notes)), former=former, prepared=prepared
+        steps, recipe.origin, keys, notes=_few(list(notes)), is_v1=former, prepared=prepared
     )
 
 
@@ -306,7 +306,7 @@ def _top(
     """
     former = recipe.version < VERSION
     path = path_from_v1(name, problem, device) if former else BY_NAME[name]
-    if prepared and path.turns_of_prepared(problem):
+    if prepared and path.prepared_configs(problem):
         return UNBOUNDED_TOKENS
     max_tokens = path.most_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)

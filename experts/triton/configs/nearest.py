@@ -154,13 +154,13 @@ def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
 
 
 def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
-    """Adapt a borrowed configuration: for paths with `lends` False, only the path is kept.
+    """Adapt a borrowed configuration: for paths with `transferable` False, only the path is kept.
 
     The ring length of a path can depend on the K of the problem, and launches for 4-bit weights
     on the number of programs.
     """
     path = BY_NAME[config.path]
-    if path.lends or not path.serves(problem, device):
+    if path.transferable or not path.serves(problem, device):
         return config
     return path.default_config(problem, tokens, device)
 

@@ -73,13 +73,13 @@ class DequantizedPath(GroupedTmaPath):
     def __init__(self, problem: Problem) -> None:
         super().__init__(dequantized_config.without_quant(problem))
         self._scheme = problem.scheme
-        self._at_once = dequantized_config.experts_at_once(problem)
+        self._chunk_size = dequantized_config.experts_at_once(problem)
         self._values = dequantized_config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of the GEMMs, the dequantized weights and the tiles of a chunk."""
         specs = super().specs(tokens, block_m) | self.weight_buffers()
-        if self._at_once < self.problem.e:
+        if self._chunk_size < self.problem.e:
             tiles = most_tiles(tokens * self.problem.top_k, block_m, self.problem.e)
             specs["dequantized_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
         return specs
@@ -105,8 +105,8 @@ class DequantizedPath(GroupedTmaPath):
     ) -> None:
         """Run one GEMM, a chunk of experts at a time."""
         quantized = replace(product, scheme=self._scheme)
-        for first in range(0, self.problem.e, self._at_once):
-            count = min(self._at_once, self.problem.e - first)
+        for first in range(0, self.problem.e, self._chunk_size):
+            count = min(self._chunk_size, self.problem.e - first)
             bias = None if product.bias is None else product.bias[first : first + count]
             chunk = self.ready(replace(quantized, bias=bias), first, count, order, call.workspace)
             tiles = self._tiles_of(first, count, order, tile.block_m, call.workspace)

@@ -49,7 +49,7 @@ class GemvTmaPath(Path):
     name = gemv_tma_config.NAME
     former_names = ("streamed",)
     quantizes_input = True
-    lends = False
+    transferable = False
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:

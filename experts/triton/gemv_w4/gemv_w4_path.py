@@ -34,7 +34,7 @@ class GemvW4Path(Path):
     name = gemv_w4_config.NAME
     former_names = ("single",)
     launch = GemvW4Config
-    lends = False
+    transferable = False
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:

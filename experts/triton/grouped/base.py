@@ -56,7 +56,7 @@ class ExpertSortedGemms(ABC):
     """
 
     skips_unused = True
-    moves_tokens = True
+    permutes_tokens = True
     adapters_class: ClassVar[type[SegmentShrink]] = SegmentShrink
 
     def __init__(self, problem: Problem) -> None:
@@ -91,7 +91,7 @@ class ExpertSortedGemms(ABC):
         scheme = problem.scheme
         dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         # The output of GEMM 2 overlays the input of GEMM 1, and its output once that is quantized.
-        over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.moves_tokens else ()
+        over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
         if scheme.quantizes_activations:
             over += ("workspace13",)
         specs = {
@@ -103,7 +103,7 @@ class ExpertSortedGemms(ABC):
             specs["permuted_weights"] = BufferSpec((pairs, 1), torch.float32)
         if scheme.quantizes_activations:
             specs |= quantize_specs("h", scheme, pairs, problem.intermediate)
-        if self.moves_tokens:
+        if self.permutes_tokens:
             specs["permuted_x"] = BufferSpec((pairs, problem.hidden), dtype)
             if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
                 shape = scale_shape(scheme, pairs, problem.hidden)
@@ -119,7 +119,7 @@ class ExpertSortedGemms(ABC):
             block_m = one.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
         x = GemmRows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
-        if self.moves_tokens:
+        if self.permutes_tokens:
             with stages.stage(stages.PERMUTE):
                 x = self._permuted(call, order)
         h = self.hidden_rows(x, one, order, call)
@@ -138,7 +138,7 @@ class ExpertSortedGemms(ABC):
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
         adapters = self._adapters(tile, order, call)
-        with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
+        with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
             if adapters is not None:
                 x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
             product = gemm1_operands(call.weights, self.problem)

@@ -85,7 +85,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._mode = MODES[problem.scheme.name]
-        self.moves_tokens = not gathers_tokens(problem)
+        self.permutes_tokens = not gathers_tokens(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of grouped GEMMs, with u of adapters in the layout for TMA."""
@@ -99,7 +99,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = [t for t in all_tensors if t is not None]
         starts = [t.data_ptr() for t in tma_tensors if t is not None]
-        if not self.moves_tokens:
+        if not self.permutes_tokens:
             starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
         return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
 

@@ -36,7 +36,7 @@ class GroupedW4Path(DequantizedPath):
 
     name = grouped_w4_config.NAME
     former_names = ()
-    younger = True
+    overrides_v1_files = True
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
@@ -77,13 +77,13 @@ class GroupedW4Path(DequantizedPath):
         return grouped_w4_config.candidates(problem, tokens)
 
     @classmethod
-    def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
+    def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return launches for every block_m; with prepared weights the path pays off earlier."""
         return grouped_w4_config.prepared_configs(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self.moves_tokens = True
+        self.permutes_tokens = True
         # NVFP4 weights are exact in bf16 without the global scale, which is applied to the results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.prepared_configs(problem))
@@ -91,9 +91,9 @@ class GroupedW4Path(DequantizedPath):
         self._most_prepared = {
             scale: grouped_w4_config.max_prepared_tokens(problem, scale) for scale in floats
         }
-        self._at_once = grouped_w4_config.chunk_size(problem)
+        self._chunk_size = grouped_w4_config.chunk_size(problem)
         self._forms = grouped_w4_config.forms(problem)
-        self._boxes = max(grouped_w4_config.boxes_per_expert(problem)) * self._at_once
+        self._boxes = max(grouped_w4_config.boxes_per_expert(problem)) * self._chunk_size
         self._lines = max(form.lines for form in self._forms)
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
@@ -140,8 +140,8 @@ class GroupedW4Path(DequantizedPath):
             zero = None if zero is None else zero.contiguous()
             product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
-            for first in range(0, self.problem.e, self._at_once):
-                chunk = Tiled(*(part[first : first + self._at_once] for part in tiled))
+            for first in range(0, self.problem.e, self._chunk_size):
+                chunk = Tiled(*(part[first : first + self._chunk_size] for part in tiled))
                 tile_experts(product, starts, chunk, first)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:

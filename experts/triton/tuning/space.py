@@ -74,10 +74,10 @@ class ConfigSpace(Tunable):
     def _serving(self, device: Device) -> tuple[str, ...]:
         return tuple(path.name for path in self._all if path.serves(self.problem, device))
 
-    def of_prepared(self, device_name: str | None = None) -> "ConfigSpace | None":
+    def for_prepared_weights(self, device_name: str | None = None) -> "ConfigSpace | None":
         device = self._device if device_name is None else Device.named(device_name)
         serving = (BY_NAME[name] for name in self._serving(device))
-        if not any(path.turns_of_prepared(self.problem) for path in serving):
+        if not any(path.prepared_configs(self.problem) for path in serving):
             return None
         return ConfigSpace(self.problem, self.experts_part, self._all, prepared=True)
 
@@ -98,10 +98,10 @@ class ConfigSpace(Tunable):
         """Return choices that cover every launch of each GEMM; the GEMMs are timed separately."""
         # The current configuration, from a file if there is one.
         current = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
-        choices = [current] if self._sound_both(current) else []
+        choices = [current] if self._is_valid_config(current) else []
         for path in self.paths:
             for block_m, (first, second) in BY_NAME[path].candidates(self.problem, tokens).items():
-                choices += self._diagonal(path, block_m, (first, second))
+                choices += self._paired_choices(path, block_m, (first, second))
         return list(dict.fromkeys(choices))
 
     def _untuned_of(self, path: str, block_m: int) -> list[MoEConfig]:
@@ -109,7 +109,7 @@ class ConfigSpace(Tunable):
             c for c in self._untuned_steps.configs if c.path == path and c.gemm1.block_m == block_m
         ]
 
-    def _diagonal(
+    def _paired_choices(
         self, path: str, block_m: int, tried: tuple[Sequence[Launch], Sequence[Launch]]
     ) -> list[MoEConfig]:
         """Pair the launches of both GEMMs with this block_m into as few choices as possible."""
@@ -133,7 +133,7 @@ class ConfigSpace(Tunable):
         violations = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
         return not too_deep and next(violations, None) is None
 
-    def _sound_both(self, config: MoEConfig) -> bool:
+    def _is_valid_config(self, config: MoEConfig) -> bool:
         launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
         launchable = config.path in self.paths and is_launchable(config, self.problem, self._device)
         return launchable and all(self._sound(*item, config.path) for item in launches)

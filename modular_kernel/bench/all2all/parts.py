@@ -124,7 +124,7 @@ class PartTransport(Transport):
     def combine(self) -> torch.Tensor:
         part, handle = self._part, self.arrived[1]
         assert part is not None
-        if part.makes_output:  # the part allocates the output, as for a caller without `out`
+        if part.allocates_output:  # the part allocates the output, as for a caller without `out`
             return part.combined(self._output, handle=handle, reduce=self._reduce)
         part.finalize(self._output, handle=handle, reduce=self._reduce, out=self._out)
         return self._out

@@ -45,5 +45,5 @@ def package(p: Pairing) -> Violations:
                 others = dict(p.machine.others)
                 needs = {provider.name: provider.need for provider in req.providers}
                 got, need = others.get(package, "not importable"), needs.get(package, package)
-                hint = req.how_to_get(package)
+                hint = req.install_hint(package)
                 yield Rejection("package", (name, "machine"), got, need, hint)

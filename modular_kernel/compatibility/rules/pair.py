@@ -22,7 +22,7 @@ def dispatch_quant(p: Pairing) -> Violations:
 
     With per-expert scales the experts always do, from unquantized rows.
     """
-    if not p.problem.scheme.travels_quantized:
+    if not p.problem.scheme.dispatched_quantized:
         return
     if p.ex.quantizes_input and not p.pf.can_defer_quant:
         got = f"{p.pf_name} always quantizes before dispatch"
@@ -35,7 +35,7 @@ def dispatch_quant(p: Pairing) -> Violations:
 
 
 def scale_layout(p: Pairing) -> Violations:
-    quantized = p.problem.scheme.travels_quantized and not p.ex.quantizes_input
+    quantized = p.problem.scheme.dispatched_quantized and not p.ex.quantizes_input
     if quantized and p.pf.scale_layout != p.ex.scale_layout:
         yield Rejection("scale_layout", p.both, p.pf.scale_layout, p.ex.scale_layout)
 

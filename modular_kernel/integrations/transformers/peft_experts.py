@@ -58,7 +58,7 @@ class Adapted:
     factors: dict[str, Factors]
 
     @property
-    def every_tensor(self) -> tuple[torch.Tensor, ...]:
+    def all_tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that a call reads and may be differentiated by."""
         added = (each for one in self.factors.values() for each in (one.lhs, one.rhs))
         return (*self.tensors, *added)
@@ -121,10 +121,10 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
         return None
     experts = read_adapted(wrapper)
     in_training = module.training and registration.gradients == "fallback"
-    if experts is None or in_training or needs_gradients((*call[::2], *experts.every_tensor)):
+    if experts is None or in_training or needs_gradients((*call[::2], *experts.all_tensors)):
         return None
     x_TH, ids_TK, weights_TK = normalize_call(module, call, experts.tensors[0].shape[0])
-    check_tensors({f"tensor {at} of experts": t for at, t in enumerate(experts.every_tensor)})
+    check_tensors({f"tensor {at} of experts": t for at, t in enumerate(experts.all_tensors)})
     with torch.no_grad():
         spec, weights = experts.with_adapters()
     problem = problem_of(module, experts.tensors, experts.layout)(

@@ -244,7 +244,7 @@ def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dic
             continue
         keys = {weight.name: name}
         for stored in others:
-            candidates = [f"{base}.{each}" for each in (stored.name, *stored.also)]
+            candidates = [f"{base}.{each}" for each in (stored.name, *stored.aliases)]
             present = [key for key in candidates if key in names]
             if present:
                 keys[stored.name] = present[0]

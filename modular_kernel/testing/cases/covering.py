@@ -117,7 +117,7 @@ class Array:
     space: Space
     rows: tuple[Row, ...]
     impossible: Mapping[Pair, str]
-    lifeless: frozenset[Pair]
+    idle_pairs: frozenset[Pair]
 
     @cached_property
     def met(self) -> frozenset[Pair]:
@@ -126,7 +126,7 @@ class Array:
 
     def missing(self) -> tuple[Pair, ...]:
         """Return the possible pairs that no row covers."""
-        out = self.met | self.impossible.keys() | self.lifeless
+        out = self.met | self.impossible.keys() | self.idle_pairs
         return tuple(pair for pair in self.space.pairs() if pair not in out)
 
 

@@ -173,7 +173,7 @@ def nan_problems() -> Iterator[Chosen]:
         for nan in groups(problem):
             yield many(problem, nan)
         yield few(problem)
-        if problem.scheme.travels_quantized:
+        if problem.scheme.dispatched_quantized:
             yield two_tokens(problem)
     for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
         problem = replace(_BASE, activation=activation)

@@ -85,7 +85,7 @@ def layout_of(w_eNK: torch.Tensor) -> str:
 def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
     """Return every cell that a call of the pairing can enter on `machine`, with the cheapest probe.
 
-    The part's `path_of` selects the path of a call. {} for a part with one path.
+    The part's `path_name` selects the path of a call. {} for a part with one path.
     """
     probes: dict[PathCell, Probe] = {}
     part = load_catalog().experts(experts)
@@ -95,7 +95,7 @@ def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> di
         instance = part(problem)
         inputs = make_inputs(problem, "uniform", torch.device("cpu"), manner=manner)
         for tokens in _TOKENS:
-            path = instance.path_of(inputs.x_TH[:tokens], inputs.weights)
+            path = instance.path_name(inputs.x_TH[:tokens], inputs.weights)
             if not path:
                 return {}
             for cell in cells_of(path, problem, inputs.weights):
@@ -138,7 +138,7 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     scale dtypes and the order of gate and up vary along with the layout.
     """
     part = load_catalog().experts(experts)
-    if part.path_of is PermuteExpertsUnpermute.path_of:
+    if part.path_name is PermuteExpertsUnpermute.path_name:
         return
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     silu, interleaved = "silu", "silu:interleaved=true"
@@ -187,6 +187,6 @@ def predict_cells(case: Case) -> frozenset[PathCell]:
         chunk = min(count, problem.chunk_tokens or count)
         remainder = count % chunk if chunk else 0
         for rows in {chunk, remainder} - {0}:
-            path = instance.path_of(inputs.x_TH[:rows], inputs.weights)
+            path = instance.path_name(inputs.x_TH[:rows], inputs.weights)
             cells |= cells_of(path, case.problem, inputs.weights)
     return frozenset(cells)
