@@ -78,7 +78,7 @@ def test_channel_scales_stand_behind_their_rows(peers: ModuleType) -> None:
 
 def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
     rows = torch.arange(12).reshape(1, 6, 2)
-    assert peers.in_turns(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
+    assert peers.interleave_gate_up(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
 
 
 def test_the_file_is_one_that_bench_takes() -> None:

@@ -53,7 +53,7 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(demo, "_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0})
     monkeypatch.setattr(compiled, "compile_all", lambda *_, **__: compiled_kernels())
     monkeypatch.setattr(call_defects, "run_input_mutations", lambda *_: kills())
-    monkeypatch.setattr(mutate, "put_into_calls", lambda *_: kills())
+    monkeypatch.setattr(mutate, "run_input_mutations", lambda *_: kills())
     return partial(run_mk, capsys)
 
 

@@ -164,7 +164,7 @@ def test_no_room_for_what_is_compiled(source: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(build, "keep", full)
+    monkeypatch.setattr(build, "build_cached", full)
     with pytest.raises(BuildError, match=r"mk_answer could not be written: .*No space left"):
         module_of(source, "mk_answer", ())
 

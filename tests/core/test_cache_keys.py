@@ -278,7 +278,7 @@ def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyP
     from modular_kernel.replay.launch import build, cuda_replay
 
     names: list[str] = []
-    monkeypatch.setattr(build, "find", lambda name, _: names.append(name) or Path("kept"))
+    monkeypatch.setattr(build, "find_cached", lambda name, _: names.append(name) or Path("kept"))
     monkeypatch.setattr(build, "_loaded", lambda name, path: name)
     monkeypatch.setattr(cuda_replay, "_built", cuda_replay._built.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):

@@ -288,10 +288,10 @@ def test_a_folder_of_built_files_goes_with_the_process_that_made_it(tmp_path: Pa
     done = run_python("""
 import os, sys
 from modular_kernel.replay.launch import compiled_files
-folder = compiled_files._of_this_process()
+folder = compiled_files._own_process_folder()
 pid = os.fork()
 if pid == 0:
-    assert compiled_files._of_this_process() != folder
+    assert compiled_files._own_process_folder() != folder
     sys.exit(0)
 os.waitpid(pid, 0)
 assert folder.is_dir()

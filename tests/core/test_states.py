@@ -27,14 +27,14 @@ log = logging.getLogger("modular_kernel.process_status")
 log.addHandler(Lines())
 log.setLevel(logging.INFO)
 import modular_kernel as mk
-from modular_kernel.process_status import states
+from modular_kernel.process_status import all_states
 problem = mk.Problem(tokens=2, hidden=32, intermediate=32, experts=2, top_k=1)
 for _ in range(2):
     try:
         mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
     except mk.ModularKernelError as error:
         lines.append(f"refused: {error}")
-print(json.dumps([{s.name: str(s) for s in states()}, lines]))
+print(json.dumps([{s.name: str(s) for s in all_states()}, lines]))
 """
 
 
@@ -173,11 +173,11 @@ def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
     monkeypatch.setattr(launch.triton_versions, "RELEASE", "3.5")
     monkeypatch.setattr(launch, "JITFunction", Kernel)
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    launch._say.cache_clear()
+    launch._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "modular_kernel"):
         kernel, compiled = Kernel(), Compiled()
-        reasons = {launch._unknown(kernel, compiled) for _ in range(3)}
-    launch._say.cache_clear()
+        reasons = {launch._why_not_replayable(kernel, compiled) for _ in range(3)}
+    launch._warn_once.cache_clear()
     (reason,) = reasons
     (record,) = caplog.records
     assert "are unknown" in record.getMessage()

@@ -116,7 +116,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import oracle
-from modular_kernel.contracts import Best
+from modular_kernel.contracts import TunedChoice
 from modular_kernel.spec.problem import Problem
 
 def called(problem):
@@ -146,7 +146,7 @@ with on_device(Device("A GPU")):
     space = TritonExperts.tunable(layer)
     assert MoEConfig(ToyConfig(4), ToyConfig(5), "toy") in space.candidates(3)
     folder = Path("tuned")
-    best = {3: Best(mine, 1e-5, 2e-5)}
+    best = {3: TunedChoice(mine, 1e-5, 2e-5)}
     space.save(best, folder)
     assert space.saved(folder) == best
     text = space.explain(3)

@@ -37,7 +37,7 @@ MODULES = (
 NAMES = (
     "modular_kernel.ops.align: moe_align_block_size, batched_moe_align_block_size",
     "modular_kernel.ops.reduce: moe_sum_reduce",
-    "modular_kernel.quant.repacking: repack, as_nibbles",
+    "modular_kernel.quant.repacking: repack, unrepack",
     "modular_kernel.quant.scale_tiles: from_e8m0",
 )
 PACKAGES = ("modular_kernel.layers",)

@@ -104,7 +104,7 @@ def test_a_layer_prepares_where_its_weights_are(monkeypatch: pytest.MonkeyPatch)
         inside.append(manager.__enter__.call_count - manager.__exit__.call_count)
         right(*given)
 
-    monkeypatch.setattr(fused_moe, "current", current)
+    monkeypatch.setattr(fused_moe, "current_device", current)
     monkeypatch.setattr(GroupedW4Path, "prepare", prepare)
     made_layer()[0].prepare_weights()
     assert inside == [1]

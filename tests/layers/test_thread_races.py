@@ -116,14 +116,14 @@ def test_the_interpreter_is_not_called_ready_before_it_is(monkeypatch: pytest.Mo
     if not patch.active():
         pytest.skip("kernels are compiled here")
     patch.install()
-    ready, options = [], patch.honest_options
+    ready, options = [], patch.gpu_options
 
     def looking(builder: object) -> object:
-        ready.append(upstream.InterpreterBuilder is patch.HonestBuilder)
+        ready.append(upstream.InterpreterBuilder is patch.GpuNumericsBuilder)
         return options(builder)
 
-    monkeypatch.setattr(patch, "honest_options", looking)
+    monkeypatch.setattr(patch, "gpu_options", looking)
     monkeypatch.setattr(upstream, "InterpreterBuilder", object)
     patch.install()
     assert ready == [False]
-    assert upstream.InterpreterBuilder is patch.HonestBuilder
+    assert upstream.InterpreterBuilder is patch.GpuNumericsBuilder

@@ -204,7 +204,7 @@ def test_hosts_without_a_network_are_refused_on_every_rank_and_nothing_is_made(
 
 
 def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
-    deepep.many_tokens = lambda *given: SimpleNamespace(
+    deepep.high_throughput_arguments = lambda *given: SimpleNamespace(
         arguments=stand_in.BufferArguments(128, 128, False, 10), dispatch=None, combine=None
     )
     deepep.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))

@@ -286,9 +286,9 @@ def test_quantizers(tool: ModuleType, checkout: Path, monkeypatch: pytest.Monkey
 
     found = rows.check_quantizer(x, "fp8_w8a8_channel", twice, "")
     assert found.outcome == "mismatch: theirs"
-    sound = rows.quantized
+    sound = rows.quantize_values
     monkeypatch.setattr(
-        rows, "quantized", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
+        rows, "quantize_values", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
     )
     found = rows.check_quantizer(x, "fp8_w8a8_channel", per_row, "")
     assert found.outcome == "mismatch: ours"
@@ -301,7 +301,7 @@ def test_a_scale_that_is_too_large_is_ours(
     """Its codes are as near to their values as any, in steps that are too large."""
     from peer_suites_lib import rows
 
-    sound = rows.quantized
+    sound = rows.quantize_values
 
     def reference(part: torch.Tensor) -> Any:
         return sound(part.float(), rows.QuantScheme.parse(quant))
@@ -309,7 +309,7 @@ def test_a_scale_that_is_too_large_is_ours(
     x = rows.numbers(3, 40, torch.bfloat16)
     assert rows.check_quantizer(x, quant, reference, "").outcome == "agree"
     monkeypatch.setattr(
-        rows, "quantized", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
+        rows, "quantize_values", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
     )
     assert rows.check_quantizer(x, quant, reference, "").outcome == "mismatch: ours"
 

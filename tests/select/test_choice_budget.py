@@ -165,13 +165,13 @@ def test_making_weights_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_drawing_inputs_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = costly(monkeypatch, clock, 1)
-    draw = search.situation
+    draw = search.make_workload
 
     def slow(*arguments, **options):
         clock.now += 3
         return draw(*arguments, **options)
 
-    monkeypatch.setattr(search, "situation", slow)
+    monkeypatch.setattr(search, "make_workload", slow)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=8))
     assert (begun, clock.now, choice.timed) == ([], 3, 0)  # 2 x 3 s are not left
     choice = choose(PROBLEM, CPU, terms=Terms(budget=9))

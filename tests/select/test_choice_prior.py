@@ -165,7 +165,7 @@ def test_what_the_record_is_sure_of_runs_without_timing(
     )
     cells = [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
     cells += [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)]
-    monkeypatch.setattr(autotune, "shipped", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
+    monkeypatch.setattr(autotune, "load_shipped_record", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
     problem = replace(PROBLEM, tokens=128, quant="none")
     kernel = compose(problem, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
     found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]

@@ -108,7 +108,7 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (calls.changed_call, validate, "check_strided", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_routing", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
-    (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),
+    (calls.changed_call, validate, "check_no_overlap", _nothing, (ACCEPTED,)),
     (specs.problem_fields, problem, "check_fields", _nothing, (RAW, ACCEPTED)),
     (
         files.stored_files,

@@ -103,7 +103,7 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
         coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
         return Survey(name, (pair,), "smoke", (mutant,), coverage)
 
-    monkeypatch.setattr("modular_kernel.testing.mutation.score.attempt", kill)
+    monkeypatch.setattr("modular_kernel.testing.mutation.score.run_mutant", kill)
     known: dict[str, MutantOutcome] = {}
     scores = [
         mutation_score(part(name, case), known=known)
@@ -133,7 +133,7 @@ def test_a_run_that_is_stopped_leaves_what_it_knew(
     coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
     found = Survey("One", (), "smoke", mutants, coverage)
     monkeypatch.setattr(
-        "modular_kernel.testing.mutation.score.attempt",
+        "modular_kernel.testing.mutation.score.run_mutant",
         lambda mutant, *_, **__: MutantOutcome(mutant, "killed", "numeric: far off", case),
     )
     order = [fate.mutant for fate in mutation_score(found, count=3).fates]

@@ -78,7 +78,7 @@ def test_a_kill_of_an_earlier_run_is_no_result_of_this_one(
     monkeypatch.setattr(tool, "pairings", lambda *_: [("P", "E"), ("P", "Other")])
     nothing = Coverage({}, (), "")
     monkeypatch.setattr(tool, "cover", lambda *_: nothing)
-    monkeypatch.setattr(tool, "attempt", lambda mutant, *_: MutantOutcome(mutant, "survived"))
+    monkeypatch.setattr(tool, "run_mutant", lambda mutant, *_: MutantOutcome(mutant, "survived"))
     record = {defect.what: {"smoke": "survived", "full": "killed by x in P x E"}}
     tool.before_cases([defect], record, "full", names)
     assert record[defect.what] == {"smoke": "survived", "full": ends}

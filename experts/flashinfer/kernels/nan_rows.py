@@ -24,5 +24,5 @@ def nan_rows_kernel(
     pair, mask = token * TOP_K + k, k < TOP_K
     live = tl.load(ids_ptr + pair, mask=mask, other=-1) >= 0
     nan = tl.full((BLOCK_K,), float("nan"), tl.float32)
-    # The maximum is over integer flags, so it cannot lose a NaN.
+    # NaN-free: the maximum is over integer flags
     tl.store(weights_ptr + pair, nan, mask=mask & live & (tl.max(is_nan, 0) > 0))

@@ -95,7 +95,7 @@ _THEIRS = {tokens: _launch(m) for tokens, m in (("1", 16), ("64", 32), ("512", 6
 
 
 def _tiles(text: str) -> Any:
-    return import_name("experts.triton.configs.files:parse_recipe")(text, "a file")
+    return import_name("experts.triton.configs.files:parse_config_file")(text, "a file")
 
 
 def _tiles_fault(recipe: Any) -> str:
@@ -175,7 +175,7 @@ def _model(text: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        return import_name("modular_kernel.models.config_file:facts_of_file")(str(path))
+        return import_name("modular_kernel.models.config_file:problem_fields_of_file")(str(path))
 
 
 def _model_fault(facts: dict[str, Any]) -> str:
