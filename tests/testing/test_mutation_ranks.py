@@ -68,7 +68,9 @@ def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Pat
 def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
     coverage: Coverage, tmp_path: Path
 ) -> None:
-    found = fate("        if longest:\n", "        if longest and manager.rank:\n", coverage, tmp_path)
+    found = fate(
+        "        if longest:\n", "        if longest and manager.rank:\n", coverage, tmp_path
+    )
     assert found.how == "hang", found
     assert found.seconds < 25
 
@@ -93,7 +95,9 @@ def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
 
 
 def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
-    found = fate("longest = max(agreed.tokens_W)", "longest = max(*agreed.tokens_W)", coverage, tmp_path)
+    found = fate(
+        "longest = max(agreed.tokens_W)", "longest = max(*agreed.tokens_W)", coverage, tmp_path
+    )
     assert (found.how, found.ran, found.differing) == ("survived", 3, 0)
     mutant = changed("longest = max(agreed.tokens_W)", "longest = max(*agreed.tokens_W)", tmp_path)
     assert compare_bits([mutant], coverage, 4, where=WHERE).problems >= 4
