@@ -489,13 +489,13 @@ def held_bytes() -> dict[_Stream, int]:
 
 
 class CallPlans:
-    """Plans for one kernel's calls of up to `most_tokens` tokens; 0 disables planning.
+    """Plans for one kernel's calls of up to `max_tokens` tokens; 0 disables planning.
 
     A copy starts without plans.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        self._most_tokens = min(most_tokens, MAX_PLANNED_TOKENS)
+    def __init__(self, max_tokens: int) -> None:
+        self._most_tokens = min(max_tokens, MAX_PLANNED_TOKENS)
         self._plans: OrderedDict[tuple[int, int, int], _CallPlan] = OrderedDict()
         self._lock = threading.RLock()
         forks.on_fork(self)

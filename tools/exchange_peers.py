@@ -69,7 +69,7 @@ class TransportPeer(Transport):
         self.ids = given.routing.topk_ids_TK.to(torch.int64)
         self.weights = given.routing.topk_weights_TK
 
-    def rows_given(self):
+    def rows_to_send(self):
         """Return the rows to pass to the library, quantizing them if `quantizing`."""
         if self.quantizing:
             quantize_rows(self.x, self.cell.scheme, out=self.made)
@@ -216,7 +216,7 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
         layout = self.buffer.get_dispatch_layout(self.ids, self.cell.experts)
         per_rank, _, per_expert, in_rank, _ = layout
         self.arrived = self.buffer.dispatch(
-            self.rows_given(),
+            self.rows_to_send(),
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
@@ -295,7 +295,7 @@ class DeepEPV2(DeepEPOfTokens):
 
     def dispatch(self):
         self.arrived = self.buffer.dispatch(
-            self.rows_given(),
+            self.rows_to_send(),
             topk_idx=self.ids,
             topk_weights=self.weights,
             num_experts=self.cell.experts,

@@ -12,7 +12,7 @@ from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
 
-def most_aligned(pairs: int, experts: int, tile: int) -> int:
+def max_aligned_rows(pairs: int, experts: int, tile: int) -> int:
     """Return the maximum number of rows, in whole tiles, of `pairs` pairs of `experts` experts."""
     tiles = min(pairs, experts + pairs // tile)
     return tiles * tile

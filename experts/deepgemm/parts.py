@@ -8,7 +8,7 @@ import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
-from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
+from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, max_aligned_rows
 from experts.deepgemm.library import (
     BLOCK,
     DEEP_GEMM,
@@ -58,7 +58,7 @@ class DeepGemmExperts(SortedRowsExperts):
         return {"aligned rows": _align_meta_tensors}
 
     def most_rows(self, pairs: int) -> int:
-        return most_aligned(pairs, self.problem.e, TILE_M)
+        return max_aligned_rows(pairs, self.problem.e, TILE_M)
 
     def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
         return aligned_specs(tokens, top_k, self.problem.e)

@@ -53,7 +53,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     triton_part: ClassVar[type[PermuteExpertsUnpermute]]
     deepgemm_part: ClassVar[type[PermuteExpertsUnpermute]]
-    least_rows: ClassVar[int]  # mean rows per expert from which DeepGEMM is used
+    min_rows: ClassVar[int]  # mean rows per expert from which DeepGEMM is used
     # Text of `explained`; {least} is the size from which DeepGEMM is used.
     few: ClassVar[str] = "calls of fewer than {least} tokens"
     many: ClassVar[str] = "calls of {least} tokens or more"
@@ -81,7 +81,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         triton, library = cls.triton_part.__name__, cls.deepgemm_part.__name__
         if not deepgemm_supports(problem):
             return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
-        min_size = min_tokens(problem, cls.least_rows)
+        min_size = min_tokens(problem, cls.min_rows)
         few, many = (calls.format(least=min_size) for calls in (cls.few, cls.many))
         return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
 
@@ -90,7 +90,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     def _part(self, size: int) -> PermuteExpertsUnpermute:
         """Return the part for `size`: tokens of a call, or the capacity of an expert in a batch."""
-        enough = size >= min_tokens(self.problem, self.least_rows)
+        enough = size >= min_tokens(self.problem, self.min_rows)
         return self._few if self._many is None or not enough else self._many
 
     def _room(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
@@ -110,7 +110,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     triton_part = TritonExperts
     deepgemm_part: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
-    least_rows = MIN_ROWS
+    min_rows = MIN_ROWS
     if_many = ", if weights lie row by row"
     requires = replace(
         DeepGemmExperts.requires,
@@ -175,7 +175,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     triton_part = BatchedTritonExperts
     deepgemm_part: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
-    least_rows = MIN_BATCHED_ROWS
+    min_rows = MIN_BATCHED_ROWS
     few = "experts with room for fewer than {least} rows"
     many = "experts with room for {least} rows or more"
     requires = replace(

@@ -150,7 +150,7 @@ class Gemm:
     index: 1 or 2. depth: K. sides: 2 if gate and up columns are computed together, else 1.
     a_bits, b_bits: bits per stored element of the left (rows) and right (weights) operand.
     widened: bits of a dequantized weight, 0 if weights are multiplied as stored. scaled: there
-    are scales. group_k: K elements per weight scale, 0 for all of K. least_block_n: the minimum
+    are scales. group_k: K elements per weight scale, 0 for all of K. min_block_n: the minimum
     block_n.
     """
 
@@ -164,7 +164,7 @@ class Gemm:
     group_k: int
     out_bits: int
     tensor_cores: bool
-    least_block_n: int = 16
+    min_block_n: int = 16
 
     @property
     def min_block_k(self) -> int:
@@ -255,7 +255,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
 def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     blocks = (
         ("block_m", 16),
-        ("block_n", gemm.least_block_n),
+        ("block_n", gemm.min_block_n),
         ("block_k", gemm.min_block_k),
     )
     for name, least in blocks:
@@ -296,7 +296,7 @@ def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif tile.block_k > least:
             tile = replace(tile, block_k=tile.block_k // 2)
-        elif tile.block_n > gemm.least_block_n:
+        elif tile.block_n > gemm.min_block_n:
             tile = replace(tile, block_n=tile.block_n // 2)
         else:
             break

@@ -68,12 +68,12 @@ class Path(ABC):
         """Return whether the kernels support `problem` on `device`."""
 
     @classmethod
-    def least_tokens(cls, problem: Problem) -> int:
+    def min_tokens(cls, problem: Problem) -> int:
         """Return the minimum number of tokens for the path to be chosen without a tuned file."""
         return 0
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         """Return the maximum number of tokens for the path to be chosen without a tuned file.
 
         None means unbounded. Tuned launches are not extrapolated beyond this number either.
@@ -88,7 +88,7 @@ class Path(ABC):
         """Return the configuration of a call of `tokens` tokens without a tuned file."""
 
     @classmethod
-    def turns(cls, problem: Problem) -> Iterable[int]:
+    def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return the token counts, ascending, after which `default_config` may change."""
         return ()
 

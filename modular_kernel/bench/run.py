@@ -99,7 +99,7 @@ class _WeightSets:
         return self.sets[index]
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         return max(cell.problem.tokens for cell in self.cells)
 
 
@@ -127,7 +127,7 @@ class _OfferLayers:
                 raise SetupError(self.failure)
             try:
                 layer = self.offer.make() if self.ready else self.first
-                problem = self.stock.cells[0].problem.with_tokens(self.stock.most_tokens)
+                problem = self.stock.cells[0].problem.with_tokens(self.stock.max_tokens)
                 layer.setup(problem, self.stock.weights(len(self.ready)))
             except Exception as error:
                 self.failure = f"setup: {_short(error)}"

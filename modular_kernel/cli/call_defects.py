@@ -42,7 +42,9 @@ def print_kills(found: "Sequence[Kill]") -> None:
     for kill in found:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
         groups.setdefault(key, []).append(kill)
-    rows = [(*key, len(kills), _checks(kills), _fate(kills)) for key, kills in groups.items()]
+    rows = [
+        (*key, len(kills), _checks(kills), _make_outcome(kills)) for key, kills in groups.items()
+    ]
     columns = ("defect", "pairing", "cases", "found by", "verdict")
     output.table(columns, rows)
     for kill in found:
@@ -61,7 +63,7 @@ def _checks(kills: "Sequence[Kill]") -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _fate(kills: "Sequence[Kill]") -> str:
+def _make_outcome(kills: "Sequence[Kill]") -> str:
     if any(kill.unsound is not None for kill in kills):
         return "fails without it"
     if not all(kill.ok for kill in kills):

@@ -44,7 +44,7 @@ class ComposeOptions:
         bool, typer.Option("--fresh", help="Time again what the cache already has.")
     ] = False
 
-    def most_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
+    def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
         """Return the maximum number of tokens per call; None means the problem's default.
 
         In this order: --tokens, the maximum of --tokens-list, 8192 on a GPU.
@@ -105,7 +105,7 @@ def compose(
     terms = choosing.terms()
     with host_of(options.world_size, backend) as host:
         gpu = host.machine.device == "cuda"
-        options = replace(options, tokens=choosing.most_tokens(options, gpu=gpu))
+        options = replace(options, tokens=choosing.max_tokens(options, gpu=gpu))
         problem = options.problem()
         if host.pool is None:
             if as_json != output.STDOUT:

@@ -34,11 +34,11 @@ def _parameters(find: Callable[..., list[Any]], context: Any) -> list[Any]:
     parameters = find(context)
     for parameter in parameters:
         if "process_value" not in vars(parameter):
-            parameter.process_value = partial(_as_given, parameter, parameter.process_value)
+            parameter.process_value = partial(_as_typed, parameter, parameter.process_value)
     return parameters
 
 
-def _as_given(parameter: Any, process: Callable[..., Any], context: Any, value: Any) -> Any:
+def _as_typed(parameter: Any, process: Callable[..., Any], context: Any, value: Any) -> Any:
     if not isinstance(value, str | int | float | Path | list | tuple | None):
         return process(context, value)  # the parser's sentinel for an option that was not given
     if value is None and parameter.multiple:

@@ -74,14 +74,14 @@ def _name(part: PrepareFinalize | Experts) -> str:
 
 
 class KernelCache:
-    """LRU cache of kernels by pairing, problem and device, with at most `most_kernels` entries.
+    """LRU cache of kernels by pairing, problem and device, with at most `max_kernels` entries.
 
     Evicting a kernel also drops the plans of its calls.
     """
 
-    def __init__(self, *, most_kernels: int = 256) -> None:
+    def __init__(self, *, max_kernels: int = 256) -> None:
         self.kernels: OrderedDict[_Key, FusedMoEModularKernel] = OrderedDict()
-        self._most_kernels = most_kernels
+        self._most_kernels = max_kernels
         self._turn = threading.RLock()
         forks.on_fork(self)
 

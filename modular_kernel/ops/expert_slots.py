@@ -134,7 +134,7 @@ def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
         "world_size": numbering.placement.world_size,
         "slots": numbering.slots,
         "each": numbering.each,
-        "most_copies": homes_ER2.shape[1],
+        "max_copies": homes_ER2.shape[1],
         "factor": float(pairs.factor),
         "stride_ids": routing.topk_ids_TK.stride(0),
         "stride_weights": routing.topk_weights_TK.stride(0),

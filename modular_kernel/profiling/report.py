@@ -100,7 +100,7 @@ class RankProfile:
         return max(rows, key=lambda row: row.lost_us or 0.0, default=None)
 
     @property
-    def least_percent(self) -> StageRow | None:
+    def min_percent(self) -> StageRow | None:
         """The stage with the lowest percentage of roofline; None if kernels were interpreted."""
         rows = [row for row in self.rows if row.percent is not None and self.is_timed]
         return min(rows, key=lambda row: row.percent or 0.0, default=None)
@@ -298,7 +298,7 @@ def _pair_record(pair: PairProfile) -> dict[str, Any]:
 
 
 def _rank_record(rank: RankProfile) -> dict[str, Any]:
-    furthest, lowest = rank.furthest, rank.least_percent
+    furthest, lowest = rank.furthest, rank.min_percent
     return {
         "rank": rank.rank,
         "trace": str(rank.trace),

@@ -133,7 +133,7 @@ def _eager(rank: RankProfile) -> str:
 
 
 def _furthest(rank: RankProfile) -> str:
-    furthest, lowest = rank.furthest, rank.least_percent
+    furthest, lowest = rank.furthest, rank.min_percent
     if furthest is None or furthest.floor is None:
         return ""
     text = (

@@ -37,7 +37,7 @@ class ComposedKernel:
     """Kernels by number of tokens, according to `choice`; created by `compose`.
 
     With several ranks all must run the same pairing, but each has only its own number of tokens. So
-    a call uses the pairing for problem.tokens, unless all ranks pass the same `most_tokens`, the
+    a call uses the pairing for problem.tokens, unless all ranks pass the same `max_tokens`, the
     maximum over ranks in this call. With replicated input the numbers are equal anyway.
     """
 
@@ -74,10 +74,10 @@ class ComposedKernel:
         routing: Routing,
         *,
         out: torch.Tensor | None = None,
-        most_tokens: int | None = None,
+        max_tokens: int | None = None,
     ) -> torch.Tensor:
         """Run the kernel for x's number of tokens, with the arguments of FusedMoEModularKernel."""
-        stretch = self.stretches[self._switch.place(rows_of(x_TH), most_tokens)]
+        stretch = self.stretches[self._switch.place(rows_of(x_TH), max_tokens)]
         return stretch.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
@@ -135,10 +135,10 @@ class ComposedPlan:
         routing: Routing,
         *,
         out: torch.Tensor | None = None,
-        most_tokens: int | None = None,
+        max_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run a call like Plan.__call__. most_tokens: see ComposedKernel."""
-        plan = self.plans[self._switch.place(rows_of(x_TH), most_tokens)]
+        """Run a call like Plan.__call__. max_tokens: see ComposedKernel."""
+        plan = self.plans[self._switch.place(rows_of(x_TH), max_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
@@ -159,7 +159,7 @@ class ComposedPlan:
             shape = (number, self.problem.hidden)
             x_TH = torch.randn(shape, device=device, generator=generator).to(self.problem.dtype)
             routing = draw(self.problem.with_tokens(number), RoutingKind("uniform"), generator)
-            self(x_TH, weights, routing, most_tokens=number)
+            self(x_TH, weights, routing, max_tokens=number)
         return len(numbers)
 
 
@@ -171,15 +171,15 @@ class KernelLookup:
         self._most = min(choice.problem.tokens, self._lasts[-1])  # above, no pairing is valid
         self._alike = choice.problem.parallel.world_size == 1 or choice.replicated
 
-    def place(self, tokens: int, most_tokens: int | None) -> int:
+    def place(self, tokens: int, max_tokens: int | None) -> int:
         """Return the index of the stretch; raise CapacityError beyond the problem's tokens."""
-        if most_tokens is None:
-            most_tokens = tokens if self._alike else self._most
-        elif type(most_tokens) is not int or most_tokens < tokens:
-            raise ConfigurationError("most_tokens", got=most_tokens, need=f">= {tokens}, x's")
-        if most_tokens > self._most:
-            raise CapacityError("tokens", got=most_tokens, need=f"<= {self._most}, the kernel's")
-        return bisect_left(self._lasts, most_tokens)
+        if max_tokens is None:
+            max_tokens = tokens if self._alike else self._most
+        elif type(max_tokens) is not int or max_tokens < tokens:
+            raise ConfigurationError("max_tokens", got=max_tokens, need=f">= {tokens}, x's")
+        if max_tokens > self._most:
+            raise CapacityError("tokens", got=max_tokens, need=f"<= {self._most}, the kernel's")
+        return bisect_left(self._lasts, max_tokens)
 
 
 def warm_tokens(most: int) -> tuple[int, ...]:

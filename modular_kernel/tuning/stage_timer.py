@@ -51,7 +51,7 @@ class StageClock:
             if self._device.type != "cuda" or host < pause:
                 break
             self._pause = _SPARE * host / len(calls)  # the GPU may have waited for the host
-        return [self._took(*mark) for mark in marks]
+        return [self._stage_times(*mark) for mark in marks]
 
     def _marked(self, call: Call, wipe: Wiper) -> tuple[Any, Any, Spans]:
         spans: Spans = {}
@@ -76,7 +76,7 @@ class StageClock:
             end = clock.mark()
         return start, end, spans
 
-    def _took(self, start: Any, end: Any, spans: Spans) -> StageTimes:
+    def _stage_times(self, start: Any, end: Any, spans: Spans) -> StageTimes:
         ms = self._clock.ms
         inside = {name: sum(ms(*mark) for mark in marks) / 1e3 for name, marks in spans.items()}
         return StageTimes(ms(start, end) / 1e3, inside)

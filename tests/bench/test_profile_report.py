@@ -79,8 +79,8 @@ def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
     rank = replace(rank, rows=rows)
     assert rank.furthest is not None
     assert rank.furthest.stage == stages.GATHER_GEMM1
-    assert rank.least_percent is not None
-    assert rank.least_percent.stage == stages.SORT
+    assert rank.min_percent is not None
+    assert rank.min_percent.stage == stages.SORT
     text = "\n".join(summary.sentences(replace(fast.pairs[0], ranks=(rank,))))
     assert "Furthest from its floor: permute+gemm1_activation, 1100 us where 1000" in text
     assert "Lowest share of its floor: sort, 2 %" in text

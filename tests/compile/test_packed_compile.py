@@ -77,7 +77,7 @@ def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     problem = replace(QWEN3, quant=quant)
-    most = range(1, gemv_w4_config.most_tokens(problem) + 1)
+    most = range(1, gemv_w4_config.max_tokens(problem) + 1)
     last = {gemv_w4_config.default(problem, tokens): tokens for tokens in most}
     assert len(last) > 1
     for pair, tokens in last.items():

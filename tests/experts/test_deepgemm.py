@@ -20,7 +20,7 @@ from vendor_stand_in import (
 )
 
 from experts.deepgemm import library
-from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
+from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, max_aligned_rows
 from experts.deepgemm.triton_or_deepgemm import (
     MIN_ROWS,
     BatchedTritonOrDeepGemmExperts,
@@ -266,8 +266,8 @@ def test_aligned_rows_and_their_twin(space: IdSpace) -> None:
         want = torch.arange(first, first + counts[expert], dtype=torch.int32)
         assert torch.equal(rows_TK[ids == expert], want)
     assert bool((rows_TK[(ids < 0) | (ids > 5)] == -1).all())
-    assert most_aligned(258, 6, 128) == 8 * 128
-    assert most_aligned(3, 6, 128) == 3 * 128
+    assert max_aligned_rows(258, 6, 128) == 8 * 128
+    assert max_aligned_rows(3, 6, 128) == 3 * 128
 
 
 def aligned_in_torch(*given: Any, **named: Any) -> Any:

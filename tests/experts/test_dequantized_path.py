@@ -145,7 +145,7 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
 def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
-    least = dequantized_config.least_rows(layer) * 8 // 2
+    least = dequantized_config.min_rows(layer) * 8 // 2
     steps = heuristics(layer, H200, ("aligned", "dequantized"))
     assert steps.choose(least - 1).path != "dequantized"
     pair = steps.choose(least)

@@ -178,7 +178,7 @@ def test_few_tokens_take_it() -> None:
     for quant in (_INT4, f"{_INT4}:{_ZEROS}", _MXFP4):
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
-            most = gemv_w4_config.most_tokens(problem)
+            most = gemv_w4_config.max_tokens(problem)
             steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
             assert steps.choose(most + 1).path == "aligned"
             for tokens in range(1, most + 1):
@@ -253,7 +253,7 @@ def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: i
 def test_how_many_tokens_are_few(experts: int, top_k: int, most: int) -> None:
     for quant in (_INT4, _MXFP4):
         problem = replace(_BASE, experts=experts, top_k=top_k, quant=quant)
-        assert gemv_w4_config.most_tokens(problem) == most
+        assert gemv_w4_config.max_tokens(problem) == most
 
 
 def test_a_block_has_no_more_slots_than_the_product_columns() -> None:

@@ -59,7 +59,7 @@ class ToyPath(Path):
         return plain and not problem.scheme.quantized and not problem.batch_invariant
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         return 3
 
     @classmethod

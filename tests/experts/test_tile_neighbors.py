@@ -113,7 +113,7 @@ def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.Monkey
     recipe = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
     lender = TunedLayer(8, 2, 4096, 14336, recipe)
     paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, NOTHING)}
-    few = gemv_config.most_tokens(MIXTRAL)
+    few = gemv_config.max_tokens(MIXTRAL)
     assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
     own = fit_to_problem(recipe, MIXTRAL, H200)
     assert own.steps.choose(few) == single
@@ -121,7 +121,7 @@ def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.Monkey
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
         last = fit_to_problem(recipe, problem, H200).steps.lasts[0]
-        assert last == min(32, max(1, gemv_config.most_tokens(problem)))
+        assert last == min(32, max(1, gemv_config.max_tokens(problem)))
 
 
 def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
@@ -136,7 +136,7 @@ def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
         "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
     )
     lender = TunedLayer(128, 4, 2880, 2880, recipe)
-    most = gemv_w4_config.most_tokens(mine)
+    most = gemv_w4_config.max_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])
         assert found.config == gemv_w4_config.default(mine, number) != lent

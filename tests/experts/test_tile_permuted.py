@@ -25,7 +25,7 @@ SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
     steps = heuristics(problem, H200)
-    least = grouped_tma_config.least_tokens(problem)
+    least = grouped_tma_config.min_tokens(problem)
     narrow = grouped_tma_config.narrow_tokens(problem)
     assert 0 < least < narrow
     assert steps.choose(least - 1).path != "grouped_tma"

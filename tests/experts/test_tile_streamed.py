@@ -27,7 +27,7 @@ PAIR = gemv_tma_config.default(QWEN, H200)
 
 @pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
 def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> None:
-    assert gemv_tma_config.most_tokens(problem) == most
+    assert gemv_tma_config.max_tokens(problem) == most
     steps = heuristics(problem, H200)
     pair = steps.choose(1)
     assert pair.path == "gemv_tma"

@@ -284,7 +284,7 @@ def test_layers_of_one_shape_share_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = KernelCache(most_kernels=2)
+    shared = KernelCache(max_kernels=2)
     monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=2049)
     layer = layer_of(sample)

@@ -256,7 +256,7 @@ def test_the_default_launches_change_where_turns_say(zeros: str, experts: int, t
     for quant in (f"{_INT4}{zeros}", "mxfp4_w4a16"):
         problem = replace(_BASE, quant=quant, **layer)
         turns = set(aligned_w4_config.turns(problem))
-        most = min(aligned_w4_config.most_tokens(problem), 2000)
+        most = min(aligned_w4_config.max_tokens(problem), 2000)
         for tokens in range(1, most):
             here, next_ = (aligned_w4_config.default(problem, t) for t in (tokens, tokens + 1))
             assert here == next_ or tokens in turns, tokens

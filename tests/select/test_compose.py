@@ -303,8 +303,8 @@ def test_a_composed_layer_computes_what_its_pairings_do(folder: Path, clock: dic
         kernel.kernel(9)
     with pytest.raises(CapacityError):
         plan(torch.cat([x_TH, x_TH]), weights, routing)
-    with pytest.raises(ConfigurationError, match="most_tokens: got 1, need >= 8"):
-        plan(x_TH, weights, routing, most_tokens=1)
+    with pytest.raises(ConfigurationError, match="max_tokens: got 1, need >= 8"):
+        plan(x_TH, weights, routing, max_tokens=1)
 
 
 def test_a_plan_builds_and_times_nothing_when_called(

@@ -29,7 +29,7 @@ def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
     if not terms.replicated:  # ranks with unlike numbers of tokens
         x_TH, _, routing = random_inputs(problem.with_tokens(8 if rank else 1), torch.device("cpu"))
         plan(x_TH, weights, routing)
-        plan(x_TH, weights, routing, most_tokens=8)
+        plan(x_TH, weights, routing, max_tokens=8)
     choice = kernel.choice
     kernel.destroy()
     return choice.buckets, choice.segments, choice.timed, calls

@@ -135,12 +135,12 @@ def test_copies_of_a_call_are_calls_of_their_own(quant: str) -> None:
     i = make_inputs(problem, "skips", torch.device("cpu"))
     given = i.x_TH, i.weights, i.routing, problem, Roundings()
 
-    def twins_of(*seeds: int) -> list[torch.Tensor]:
+    def perturbed_references(*seeds: int) -> list[torch.Tensor]:
         jitters = [torch.Generator().manual_seed(seed) if seed else None for seed in seeds]
         return list(reference.bitwise_references(*given, input_weighted=False, jitters=jitters))
 
-    apart = [each for seed in (0, 1, 2) for each in twins_of(seed)]
-    assert torch.equal(torch.stack(twins_of(0, 1, 2)), torch.stack(apart))
+    apart = [each for seed in (0, 1, 2) for each in perturbed_references(seed)]
+    assert torch.equal(torch.stack(perturbed_references(0, 1, 2)), torch.stack(apart))
     assert not torch.equal(apart[1], apart[2])
 
 
@@ -170,7 +170,7 @@ def _told_of_weights(trial: Trial, change: float) -> bool:
         weights.copy_(kept)
         live = bitwise_reference.live_rows(sample, right)
         shares.append(bitwise_reference.share_of_differing_values(raised, right)[live])
-        moved = bitwise_reference.twins_of(sample, way, 3)[1:]
+        moved = bitwise_reference.perturbed_references(sample, way, 3)[1:]
         own += [bitwise_reference.share_of_differing_values(each, right)[live] for each in moved]
     return bool(list(bitwise_reference.check_shares(torch.cat(shares), torch.cat(own), [])))
 

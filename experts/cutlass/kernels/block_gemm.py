@@ -176,13 +176,13 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load(
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-        up_rows, num_m, pairs, turns, steps, rank,
+        up_rows, num_m, pairs, schedule, steps, rank,
     ):  # fmt: skip
         """Fill ring slots with values. One warp.
 
         A slot is reused once the multiplying warps of both blocks have read it.
         """
-        index, stride, total = turns
+        index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         one_cta = cute.make_layout(1)
         while index < total:
@@ -221,12 +221,12 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load_scales(
         self, a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b, up_rows,
-        num_m, pairs, turns, steps, rank, lane,
+        num_m, pairs, schedule, steps, rank, lane,
     ):  # fmt: skip
         """Fill ring slots with scales, which are read one step ahead. One warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
         blocks_b = (rows_b + WIDTH - 1) // WIDTH
-        index, stride, total = turns
+        index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
@@ -262,7 +262,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def multiply(
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
-        out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread,
+        out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group, thread,
     ):  # fmt: skip
         """Multiply 64 rows, from row group * 64, of every tile of this block. One warpgroup."""
         warp = thread // 32
@@ -275,7 +275,7 @@ class BlockGemm(Epilogue):
         sums = cute.make_rmem_tensor(cute.make_layout((VALUES, PARTS)), F32)
         row_in_tile = group * ROWS + warp * 16 + lane // 4  # the first of this thread's two rows
         releases_slot = lane < CLUSTER  # one lane for each block of the cluster
-        index, stride, total = turns
+        index, stride, total = schedule
         slot, phase = I32(0), I32(0)
         ready = cutlass.Boolean(False)
         while index < total:

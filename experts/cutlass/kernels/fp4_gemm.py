@@ -173,13 +173,13 @@ class Fp4Gemm:
     @cute.jit
     def load(
         self, tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, sfa, sfb, a_scale, b_scale, full,
-        empty, tiles, max_tiles, rows_b, num_m, num_n, turns, steps,
+        empty, tiles, max_tiles, rows_b, num_m, num_n, schedule, steps,
     ):  # fmt: skip
         """Fill ring slots once the MMAs that read them have finished. One warp."""
         thr_mma = tiled_mma.get_slice(0)
         cta_layout = cute.make_layout(1)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
-        index, stride, total = turns
+        index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
             m, n = tile_at(index, num_m, num_n, self.group_m)
@@ -215,7 +215,7 @@ class Fp4Gemm:
     @cute.jit
     def multiply(
         self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
-        stored, turns, steps,
+        stored, schedule, steps,
     ):  # fmt: skip
         """Issue every MMA of this block's tiles, with sums in tensor memory. One warp."""
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
@@ -236,7 +236,7 @@ class Fp4Gemm:
         )
         copy_a, from_sfa, to_sfa = scales_to_tensor_memory(s_sfa, t_sfa)
         copy_b, from_sfb, to_sfb = scales_to_tensor_memory(s_sfb, t_sfb)
-        index, stride, total = turns
+        index, stride, total = schedule
         slot, phase = I32(0), I32(0)
         acc_index, acc_phase = I32(0), I32(1)
         while index < total:
@@ -263,7 +263,7 @@ class Fp4Gemm:
     @cute.jit
     def store(
         self, sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m, num_n,
-        turns, thread,
+        schedule, thread,
     ):  # fmt: skip
         """Scale and store the sums; each thread has one row of the tile. Four warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
@@ -274,7 +274,7 @@ class Fp4Gemm:
         shape = cute.make_identity_tensor((TILE_M, STORE_COLUMNS))
         piece = cute.make_rmem_tensor(thr_copy.partition_D(shape).shape, F32)
         words = cute.make_rmem_tensor((STORE_COLUMNS // 2,), I32)
-        index, stride, total = turns
+        index, stride, total = schedule
         acc_index, phase = I32(0), I32(0)
         while index < total:
             m, n = tile_at(index, num_m, num_n, self.group_m)

@@ -52,7 +52,7 @@ class AlignedPath(Path):
         return aligned_config.default_config(problem, tokens, device)
 
     @classmethod
-    def turns(cls, problem: Problem) -> Iterable[int]:
+    def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return the token counts at which the table row changes."""
         return aligned_config.breakpoints(problem)
 

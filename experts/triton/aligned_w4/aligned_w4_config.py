@@ -178,7 +178,7 @@ def serves(problem: Problem) -> bool:
     return not problem.batch_invariant or _REPLACED_V1_TILES[problem.scheme.weight][1] == math.inf
 
 
-def most_tokens(problem: Problem) -> int:
+def max_tokens(problem: Problem) -> int:
     """Return the maximum number of tokens for this path to be chosen without a tuned file."""
     if problem.batch_invariant:
         return _UNBOUNDED
@@ -244,7 +244,7 @@ def default(problem: Problem, tokens: int) -> MoEConfig:
     return MoEConfig(first, second, NAME)
 
 
-def turns(problem: Problem) -> Iterator[int]:
+def breakpoints(problem: Problem) -> Iterator[int]:
     """Yield the last token count of each of the default configurations, ascending.
 
     The configuration changes as more experts become active, until block_m is 16. If it is equal at
@@ -257,7 +257,7 @@ def turns(problem: Problem) -> Iterator[int]:
     if last_small:
         yield from _changes(problem, 1, last_small)
         yield last_small
-    yield most_tokens(problem)
+    yield max_tokens(problem)
 
 
 def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:

@@ -36,9 +36,9 @@ class AlignedW4Path(AlignedPath):
         return problem.adapters is None and aligned_w4_config.serves(problem)
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         """Return the token count up to which repeated unpacking of weights is cheap enough."""
-        return aligned_w4_config.most_tokens(problem)
+        return aligned_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
@@ -46,9 +46,9 @@ class AlignedW4Path(AlignedPath):
         return aligned_w4_config.default(problem, tokens)
 
     @classmethod
-    def turns(cls, problem: Problem) -> Iterable[int]:
+    def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return the token counts after which the default configuration changes."""
-        return aligned_w4_config.turns(problem)
+        return aligned_w4_config.breakpoints(problem)
 
     @classmethod
     def violations(

@@ -55,7 +55,7 @@ def apply_newer_paths(
                 return config
             return path.translate_v1_config(config, last, problem, device)
 
-        steps = steps.changed(path.turns(problem), change)
+        steps = steps.changed(path.breakpoints(problem), change)
     return steps
 
 

@@ -28,7 +28,7 @@ class ConfigSteps:
     def choose(self, tokens: int) -> MoEConfig:
         return self.configs[self.index(tokens)]
 
-    def most_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
+    def max_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
         """Return, by (path, block_m), the largest call that uses it, up to `tokens` tokens."""
         result: dict[tuple[str, int], int] = {}
         for last in self.lasts:
@@ -115,17 +115,17 @@ def with_prepared(
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
-        turns = path.prepared_configs(problem)
+        breakpoints = path.prepared_configs(problem)
 
         def change(
-            last: int, config: MoEConfig, turns: Sequence[tuple[int, MoEConfig]] = turns
+            last: int, config: MoEConfig, breakpoints: Sequence[tuple[int, MoEConfig]] = breakpoints
         ) -> MoEConfig:
             return next(
-                (path_config for least, path_config in reversed(turns) if least <= last),
+                (path_config for least, path_config in reversed(breakpoints) if least <= last),
                 config,
             )
 
-        steps = steps.changed((least - 1 for least, _ in turns), change)
+        steps = steps.changed((least - 1 for least, _ in breakpoints), change)
     return steps
 
 
@@ -133,7 +133,7 @@ def overlay_path(
     steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
 ) -> ConfigSteps:
     """Overlay `steps` with the defaults of `path` over its range of token counts."""
-    min_tokens, max_tokens = path.least_tokens(problem), path.most_tokens(problem)
+    min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
     if max_tokens == 0:
         return steps
     top = UNBOUNDED_TOKENS if max_tokens is None else max_tokens
@@ -141,4 +141,4 @@ def overlay_path(
     def change(last: int, config: MoEConfig) -> MoEConfig:
         return path.default_config(problem, last, device) if min_tokens <= last <= top else config
 
-    return steps.changed((min_tokens - 1, *path.turns(problem), top), change)
+    return steps.changed((min_tokens - 1, *path.breakpoints(problem), top), change)

@@ -302,13 +302,13 @@ def _top(
     """Return the largest call for which a configuration tuned for `tokens` on this path applies.
 
     Small-M paths read weights once per pair, so their launches are not extended beyond
-    `most_tokens`. With prepared weights there is no limit.
+    `max_tokens`. With prepared weights there is no limit.
     """
     former = recipe.version < VERSION
     path = path_from_v1(name, problem, device) if former else BY_NAME[name]
     if prepared and path.prepared_configs(problem):
         return UNBOUNDED_TOKENS
-    max_tokens = path.most_tokens(problem)
+    max_tokens = path.max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
 
 

@@ -149,7 +149,7 @@ def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
 
     It is limited on small-M paths.
     """
-    max_tokens = BY_NAME[config.path].most_tokens(problem)
+    max_tokens = BY_NAME[config.path].max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
 
 

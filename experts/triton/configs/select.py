@@ -253,5 +253,5 @@ def _chosen(problem: Problem, tokens: int, where: _Context) -> MoEConfig:
 
 @lru_cache(maxsize=1 << 12)
 def _kinds(problem: Problem, tokens: int, where: _Context) -> tuple[tuple[int, str, int], ...]:
-    limits = _steps(problem.with_tokens(0), where).most_tokens(tokens)
+    limits = _steps(problem.with_tokens(0), where).max_tokens(tokens)
     return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

@@ -67,16 +67,16 @@ def violations(
         )
 
 
-def least_rows(problem: Problem) -> int:
+def min_rows(problem: Problem) -> int:
     """Return the min mean rows per expert for this path to be chosen without a tuned file."""
     scheme = problem.scheme
     option = ":zero_points" if scheme.zero_points else ":repacked" if scheme.repacked else ""
     return _LEAST_ROWS.get(scheme.name + option, _LEAST_ROWS[scheme.name])
 
 
-def least_tokens(problem: Problem) -> int:
+def min_tokens(problem: Problem) -> int:
     """Return the minimum number of tokens for this path to be chosen without a tuned file."""
-    return least_rows(problem) * problem.experts // problem.top_k
+    return min_rows(problem) * problem.experts // problem.top_k
 
 
 def experts_at_once(problem: Problem) -> int:

@@ -48,9 +48,9 @@ class DequantizedPath(GroupedTmaPath):
         return problem.adapters is None and dequantized_config.serves(problem, device)
 
     @classmethod
-    def least_tokens(cls, problem: Problem) -> int:
+    def min_tokens(cls, problem: Problem) -> int:
         """Return the token count from which experts have enough rows."""
-        return dequantized_config.least_tokens(problem)
+        return dequantized_config.min_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:

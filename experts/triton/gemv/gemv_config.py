@@ -50,7 +50,7 @@ def serves(problem: Problem) -> bool:
     return group & (group - 1) == 0 or group >= max(problem.hidden, problem.intermediate)
 
 
-def most_tokens(problem: Problem) -> int:
+def max_tokens(problem: Problem) -> int:
     """Return the most tokens of a call that takes this path without a tuned file.
 
     Each token reads the weights of its experts separately, so the path pays off while few tokens
@@ -103,6 +103,6 @@ _ENTRIES: tuple[ByBlock, ByBlock] = (
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * most_tokens(problem):
+    if tokens > SMALL_M_MARGIN * max_tokens(problem):
         return {}
     return launches_by_block(blocks_worth_timing(_ROWS, problem, tokens), _ENTRIES, problem)

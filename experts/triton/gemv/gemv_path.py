@@ -66,9 +66,9 @@ class GemvPath(Path):
         return gemv_config.serves(problem)
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         """Return the token count up to which tokens rarely share an expert."""
-        return gemv_config.most_tokens(problem)
+        return gemv_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:

@@ -52,7 +52,7 @@ def _halves_share_scales(problem: Problem) -> bool:
     return problem.scheme.group == _BLOCK and aligned
 
 
-def most_tokens(problem: Problem) -> int:
+def max_tokens(problem: Problem) -> int:
     """Return the most tokens of a call that takes this path without a tuned file.
 
     Return 0 if no call should.
@@ -124,7 +124,7 @@ _ENTRIES: ByBlock = {
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * most_tokens(problem):
+    if tokens > SMALL_M_MARGIN * max_tokens(problem):
         return {}
     return launches_by_block(
         blocks_worth_timing(_ROWS, problem, tokens), (_ENTRIES, _ENTRIES), problem

@@ -57,9 +57,9 @@ class GemvTmaPath(Path):
         return problem.adapters is None and gemv_tma_config.serves(problem, device)
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         """Return the token count up to which tokens rarely share an expert."""
-        return gemv_tma_config.most_tokens(problem)
+        return gemv_tma_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:

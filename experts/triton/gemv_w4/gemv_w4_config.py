@@ -56,7 +56,7 @@ def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Vio
     the scale groups.
     """
     tile = LaunchConfig(16, config.block_n, config.block_k, 1, config.num_warps, config.num_stages)
-    return bounds(tile, replace(gemm, group_k=0, least_block_n=least_block_n(gemm)), device)
+    return bounds(tile, replace(gemm, group_k=0, min_block_n=min_block_n(gemm)), device)
 
 
 def chunks(tile: GemvW4Config, group: int) -> int:
@@ -65,7 +65,7 @@ def chunks(tile: GemvW4Config, group: int) -> int:
     return max(1, min(tile.block_k // CHUNK, SLOTS // slots))
 
 
-def least_block_n(gemm: Gemm) -> int:
+def min_block_n(gemm: Gemm) -> int:
     """Return the minimum block_n: an MMA has 16 rows, of gate and up, or 8 rows twice."""
     return ROWS // 2 if gemm.index == 2 else ROWS // gemm.sides
 
@@ -94,7 +94,7 @@ def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
     return 80 if tile.block_k * tile.num_stages <= _MAX_STAGED_WEIGHTS else 128
 
 
-def most_tokens(problem: Problem) -> int:
+def max_tokens(problem: Problem) -> int:
     """Return the most tokens of a call that takes this path without a tuned file.
 
     Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22,
@@ -111,7 +111,7 @@ _NUM_SMS = 132  # one per SM
 def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the launches of a call of `tokens` tokens without a tuned file.
 
-    Measured as in `most_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B: within 4 % of the
+    Measured as in `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B: within 4 % of the
     fastest, and none spills 16 bytes or more.
     """
     first, second = _first(problem, tokens), _second(problem, tokens)
@@ -186,7 +186,7 @@ _ENTRIES: tuple[tuple[Entry, ...], ...] = (
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * most_tokens(problem) or not blocks_worth_timing(
+    if tokens > SMALL_M_MARGIN * max_tokens(problem) or not blocks_worth_timing(
         _ROWS, problem, tokens
     ):
         return {}

@@ -42,9 +42,9 @@ class GemvW4Path(Path):
         return problem.adapters is None and gemv_w4_config.serves(problem)
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         """Return the token count up to which tokens rarely share an expert."""
-        return gemv_w4_config.most_tokens(problem)
+        return gemv_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
@@ -52,9 +52,9 @@ class GemvW4Path(Path):
         return gemv_w4_config.default(problem, tokens)
 
     @classmethod
-    def turns(cls, problem: Problem) -> Iterable[int]:
+    def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return every token count for which this path is chosen untuned."""
-        return range(1, gemv_w4_config.most_tokens(problem) + 1)
+        return range(1, gemv_w4_config.max_tokens(problem) + 1)
 
     @classmethod
     def violations(

@@ -50,7 +50,7 @@ def supports(problem: Problem, device: Device) -> bool:
     )
 
 
-def least_tokens(problem: Problem) -> int:
+def min_tokens(problem: Problem) -> int:
     """Return the minimum number of tokens for this path to be chosen without a tuned file."""
     return _LEAST_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
 

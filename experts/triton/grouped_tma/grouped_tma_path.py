@@ -51,9 +51,9 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return grouped_tma_config.supports(problem, device)
 
     @classmethod
-    def least_tokens(cls, problem: Problem) -> int:
+    def min_tokens(cls, problem: Problem) -> int:
         """Return the token count from which experts have enough rows."""
-        return grouped_tma_config.least_tokens(problem)
+        return grouped_tma_config.min_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
@@ -61,7 +61,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return grouped_tma_config.default_config(problem, tokens)
 
     @classmethod
-    def turns(cls, problem: Problem) -> Iterable[int]:
+    def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return the token count after which tiles become wider."""
         return (grouped_tma_config.narrow_tokens(problem),)
 

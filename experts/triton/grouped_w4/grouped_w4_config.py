@@ -142,13 +142,13 @@ def chunk_size(problem: Problem) -> int:
     return -(-problem.e // parts)
 
 
-def least_tokens(problem: Problem) -> int:
+def min_tokens(problem: Problem) -> int:
     """Return the minimum number of tokens for this path to be chosen without a tuned file."""
     rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
     return -(-rows * problem.experts // problem.top_k)
 
 
-def most_tokens(problem: Problem) -> int:
+def max_tokens(problem: Problem) -> int:
     """Return the maximum number of tokens for this path to be chosen without a tuned file."""
     return _MOST_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
@@ -163,10 +163,10 @@ def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
     return None if max_rows is None else max_rows * problem.experts // problem.top_k
 
 
-def turns(problem: Problem) -> tuple[int, ...]:
+def breakpoints(problem: Problem) -> tuple[int, ...]:
     """Return the last token counts before the path, with tiles of 64 rows, and with the path."""
     last_short = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
-    return least_tokens(problem) - 1, last_short, most_tokens(problem)
+    return min_tokens(problem) - 1, last_short, max_tokens(problem)
 
 
 def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:

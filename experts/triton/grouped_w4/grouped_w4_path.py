@@ -44,14 +44,14 @@ class GroupedW4Path(DequantizedPath):
         return problem.adapters is None and grouped_w4_config.serves(problem, device)
 
     @classmethod
-    def least_tokens(cls, problem: Problem) -> int:
+    def min_tokens(cls, problem: Problem) -> int:
         """Return the token count from which experts have enough rows."""
-        return grouped_w4_config.least_tokens(problem)
+        return grouped_w4_config.min_tokens(problem)
 
     @classmethod
-    def most_tokens(cls, problem: Problem) -> int | None:
+    def max_tokens(cls, problem: Problem) -> int | None:
         """Return the token count up to which repeated unpacking is cheap enough."""
-        return grouped_w4_config.most_tokens(problem)
+        return grouped_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
@@ -59,9 +59,9 @@ class GroupedW4Path(DequantizedPath):
         return grouped_w4_config.default(problem, grouped_w4_config.block_m_for(problem, tokens))
 
     @classmethod
-    def turns(cls, problem: Problem) -> Iterable[int]:
+    def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return the token counts where tiles grow and where the path begins and ends."""
-        return grouped_w4_config.turns(problem)
+        return grouped_w4_config.breakpoints(problem)
 
     @classmethod
     def violations(

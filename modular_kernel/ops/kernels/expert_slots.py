@@ -30,7 +30,7 @@ def _join_repeats(
 @triton.jit
 def number_pairs(
     program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
-    num_tokens, num_experts, first_token, world_size, slots, each, most_copies, factor,
+    num_tokens, num_experts, first_token, world_size, slots, each, max_copies, factor,
     stride_ids, stride_weights,
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -68,7 +68,7 @@ def number_pairs(
             number += number // slots * (each - slots)
     else:
         copies = tl.load(copies_ptr + number, mask=live, other=1)
-        home = (number * most_copies + (token + first_token) % copies) * 2
+        home = (number * max_copies + (token + first_token) % copies) * 2
         rank = tl.load(homes_ptr + home, mask=live, other=0).to(tl.int64)
         number = rank * each + tl.load(homes_ptr + home + 1, mask=live, other=0)
     if SINKS:
@@ -86,7 +86,7 @@ def number_pairs(
 @triton.jit
 def number_pairs_kernel(
     ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
-    num_tokens, num_experts, first_token, world_size, slots, each, most_copies, factor,
+    num_tokens, num_experts, first_token, world_size, slots, each, max_copies, factor,
     stride_ids, stride_weights,
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
@@ -96,6 +96,6 @@ def number_pairs_kernel(
     number_pairs(
         tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,
         out_weights_ptr, invalid_ptr, num_tokens, num_experts, first_token, world_size, slots,
-        each, most_copies, factor, stride_ids, stride_weights,
+        each, max_copies, factor, stride_ids, stride_weights,
         TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
     )  # fmt: skip

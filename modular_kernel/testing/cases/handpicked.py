@@ -28,7 +28,7 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
     """Return the hand-picked cases that a pairing supports on a machine."""
     # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales(), *_ties())
+    few = (*_few_tokens(), *_packed(), *_moved(), *_min_scales(), *_ties())
     few = (*few, *_thresholds())
     long = _long_rows(16400 if interpreted else 32800)
     nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
@@ -75,7 +75,7 @@ def _columns() -> Iterator[Chosen]:
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
 
-def _least_scales() -> Iterator[Chosen]:
+def _min_scales() -> Iterator[Chosen]:
     """Yield values so small that the computed scale is clamped to its minimum.
 
     The activation is about linear at 0; with the others h would be 0.

@@ -85,7 +85,7 @@ def problem_of(row: Row, world_size: int) -> Problem:
     )
 
 
-def manner_of(row: Row) -> InputVariation:
+def variation_of(row: Row) -> InputVariation:
     """Return the memory layout and values of the tensors of a row's case."""
     values = values_of(row)
     return InputVariation(values=values["values"], named=values["named"])

@@ -367,7 +367,7 @@ def _pairwise(world_size: int) -> Iterator[Variant]:
     for row in rank_pairs.rank_array(world_size).rows:
         values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
-        yield Variant(problem, *args, manner=rank_pairs.manner_of(row))
+        yield Variant(problem, *args, manner=rank_pairs.variation_of(row))
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:

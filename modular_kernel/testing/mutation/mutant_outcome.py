@@ -74,7 +74,7 @@ class OutcomeTracker:
             self.fate = MutantOutcome(self._mutant, "refused", message["refused"])
         elif "failure" in message:
             failure = message["failure"]
-            self.fate = self._fate(
+            self.fate = self._make_outcome(
                 "refused" if failure.startswith("refused:") else "killed", failure
             )
 
@@ -85,7 +85,7 @@ class OutcomeTracker:
         if ended.how == "done":
             ran, differing = len(self._ran), self._differing
             return MutantOutcome(self._mutant, "survived", ran=ran, differing=differing)
-        return self._fate(ended.how, ended.detail)
+        return self._make_outcome(ended.how, ended.detail)
 
-    def _fate(self, how: str, by: str) -> MutantOutcome:
+    def _make_outcome(self, how: str, by: str) -> MutantOutcome:
         return MutantOutcome(self._mutant, how, by, self._case, len(self._ran), self._differing)

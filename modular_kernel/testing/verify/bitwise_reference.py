@@ -38,7 +38,7 @@ def one_rounding(trial: Trial) -> Iterator[str]:
         if variants is None:
             return
         roundings += [rounding for variant in variants for rounding in variant]
-        references = [twins_of(sample, variant, _JITTERS) for variant in variants]
+        references = [perturbed_references(sample, variant, _JITTERS) for variant in variants]
         live = live_rows(sample, references[0][0])  # the first of each list is unperturbed
         share_R = torch.stack(
             [share_of_differing_values(output, twins[0]) for twins in references]
@@ -123,11 +123,13 @@ def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | 
 
 def bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
     """Return the expected output of the call of `sample`, exact up to the order of sums."""
-    (twin,) = twins_of(sample, roundings, 0)
+    (twin,) = perturbed_references(sample, roundings, 0)
     return twin
 
 
-def twins_of(sample: Sample, roundings: list[Roundings], moved: int) -> list[torch.Tensor]:
+def perturbed_references(
+    sample: Sample, roundings: list[Roundings], moved: int
+) -> list[torch.Tensor]:
     """Return the output of `bitwise_reference`, then `moved` outputs with perturbed sums."""
     i = sample.whole_pristine  # over ranks this is on the CPU
     jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(moved))]
