@@ -269,14 +269,14 @@ def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
     ran, differing, start = 0, 0, time.perf_counter()
     case: int | None = None
 
-    def fate(how: str, by: str) -> MutantOutcome:
+    def outcome(how: str, by: str) -> MutantOutcome:
         executed = cases[case].case if case is not None else None
         return MutantOutcome(mutant, how, by, executed, ran, differing, time.perf_counter() - start)
 
     for message in child:
         if "failure" in message:
             refused = message["failure"].startswith("refused:")
-            return fate("refused" if refused else "killed", message["failure"])
+            return outcome("refused" if refused else "killed", message["failure"])
         ran += "test" in message or "case" in message
         differing += "differs" in message
         expected_s = 0.0
@@ -287,8 +287,8 @@ def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
             expected_s = cases[case].seconds
         child.patience = 2 * GRACE_S + SLOWER * expected_s
     if child.ended.how != "done":
-        return fate(child.ended.how, child.ended.detail)
-    return fate("survived", "")
+        return outcome(child.ended.how, child.ended.detail)
+    return outcome("survived", "")
 
 
 def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[CaseCoverage], tell: Tell) -> None:
@@ -372,11 +372,11 @@ def main() -> int:
         survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage)
         dead = recorded_kills(json.loads(path.read_text(encoding="utf-8")), survey)
 
-    def told(score: Score) -> None:
+    def report_progress(score: Score) -> None:
         if not only:
             path.write_text(json.dumps(record(score, scope), indent=1) + "\n", encoding="utf-8")
 
-    score = score_of(scope, only, dead, told)
+    score = score_of(scope, only, dead, report_progress)
     print(
         f"{scope.name}: {len(score.fates)} of {score.executed} mutants put in, seed {score.seed}: "
         f"{len(score.killed)} killed, {len(score.survivors)} survived, "

@@ -174,13 +174,18 @@ def _scored(
         dead = {} if previous is None else recorded_kills(previous, survey)
         with output.progress(total, "mutants") as advance:
 
-            def told(so_far: "Score", advance: Callable[[], None] = advance) -> None:
+            def report_progress(so_far: "Score", advance: Callable[[], None] = advance) -> None:
                 advance()
                 _save(so_far, wanted.save)
 
             scores.append(
                 mutation_score(
-                    survey, count=count, only=wanted.only, known=known, dead=dead, told=told
+                    survey,
+                    count=count,
+                    only=wanted.only,
+                    known=known,
+                    dead=dead,
+                    told=report_progress,
                 )
             )
     return scores, [record_of(score) for score in scores]

@@ -58,7 +58,10 @@ class SingleCaseOptions:
         ),
     ] = None
     fault: Annotated[
-        str, typer.Option(help="With --one and --world-size: the scene that ranks play beside.")
+        str,
+        typer.Option(
+            help="With --one and --world-size: the fault scenario to run besides the case."
+        ),
     ] = ""
 
 

@@ -90,7 +90,7 @@ class Bounds:
         if active.size and self._range_around(active, nbytes) is None:
             for address in np.unique(active).tolist():
                 if self._inside(address, address + nbytes) is None:
-                    raise CorruptionError(self._told(address, nbytes))
+                    raise CorruptionError(self._message(address, nbytes))
         return None
 
     def _range_around(self, pointers: Any, nbytes: int) -> int | None:
@@ -108,7 +108,7 @@ class Bounds:
     def _nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
         return min(self._named, key=lambda each: max(each[0] - address, address + nbytes - each[1]))
 
-    def _told(self, address: int, nbytes: int) -> str:
+    def _message(self, address: int, nbytes: int) -> str:
         """Return a message with the bytes accessed, relative to the nearest argument."""
         if not self._named:
             return f"a kernel's access: got {nbytes} bytes, need none: no argument holds memory"

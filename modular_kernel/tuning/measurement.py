@@ -96,7 +96,7 @@ class TimedSearch(Bench):
                 outcomes[choice] = calls
             else:
                 runs[choice] = calls
-        return outcomes | (self._by_turns(runs, situation) if runs else {})
+        return outcomes | (self._time_alternately(runs, situation) if runs else {})
 
     def _guarded(self, choice: Choice, work: Callable[[], Result | Refusal]) -> Result | Refusal:
         try:
@@ -173,7 +173,7 @@ class TimedSearch(Bench):
     def _wipe(self) -> Callable[[], object] | None:
         return l2_flusher(self.device)
 
-    def _by_turns(
+    def _time_alternately(
         self, runs: Mapping[Choice, Sequence[Call]], situation: TuneWorkload
     ) -> dict[Choice, float]:
         """Return median seconds per call, timed alternately so that drift affects all choices."""

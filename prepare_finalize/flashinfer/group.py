@@ -100,7 +100,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
                 max_num_tokens=shape.max_tokens,
                 top_k=shape.top_k,
                 num_experts=shape.numbers,
-                workspace_size_per_rank=nbytes + self._apart(),
+                workspace_size_per_rank=nbytes + self._unique_padding(),
                 mnnvl_config=library.MnnvlConfig(comm_backend=self._communicator()),
             )
         except _FAILURES as error:
@@ -109,7 +109,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         exchanges.append(FlashInferExchange(all_to_all, shape))
         return exchanges[-1]
 
-    def _apart(self) -> int:
+    def _unique_padding(self) -> int:
         """Return extra bytes that make a workspace's size unique among these processes.
 
         The library treats workspaces of equal size as the same one, across groups and calls.

@@ -115,12 +115,12 @@ def scenes() -> list[SoakInputSource]:
 def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[SoakInputSource]) -> None:
     sizes = []
     for _ in range(50):
-        first, second = (each.scene() for each in scenes)
+        first, second = (each.draw_inputs() for each in scenes)
         assert torch.equal(first.world.x_TH, second.world.x_TH)
         assert first.tokens_W == second.tokens_W
         assert torch.equal(torch.cat([first.x_TH, second.x_TH]), first.world.x_TH)
         sizes += first.tokens_W
-        again, _ = (each.scene(first.tokens_W) for each in scenes)
+        again, _ = (each.draw_inputs(first.tokens_W) for each in scenes)
         assert again.tokens_W == first.tokens_W
         first.refill(again)
         assert torch.equal(first.x_TH, again.world.x_TH[again.mine])
@@ -129,14 +129,14 @@ def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[SoakInpu
 
 
 def _many(source: SoakInputSource) -> list[SoakInputs]:
-    return [source.scene() for _ in range(20)]
+    return [source.draw_inputs() for _ in range(20)]
 
 
 def test_what_is_judged_wrong(scenes: list[SoakInputSource]) -> None:
     from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 
     problem = scenes[0].problem
-    scene = scenes[0].scene((5, 3))
+    scene = scenes[0].draw_inputs((5, 3))
     good = recipe_over_ranks(scene.world, problem)[:5].to(problem.dtype)
     share, wrong = compare_with_oracle(scene, good, problem)
     assert (share < 0.6, wrong) == (True, "")
@@ -149,7 +149,7 @@ def test_what_is_judged_wrong(scenes: list[SoakInputSource]) -> None:
     source = SoakInputSource(
         many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
     )
-    scene_of_many = source.scene((64, 0))
+    scene_of_many = source.draw_inputs((64, 0))
     out = recipe_over_ranks(scene_of_many.world, many).to(many.dtype)
     assert compare_with_oracle(scene_of_many, out, many)[1] == ""
     out[9] *= 1.04  # a small part of all

@@ -21,7 +21,7 @@ from peer_suites_lib.rows import (
     numbers,
     shrink_rows,
 )
-from peer_suites_lib.vllm_given import VllmReferences
+from peer_suites_lib.vllm_dependencies import VllmReferences
 
 Check = Callable[[Params], CaseOutcome]
 _TESTS = "tests/kernels/"

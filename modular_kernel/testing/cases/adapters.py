@@ -82,10 +82,10 @@ def adapters_of(
             for matrix in matrices.values():
                 matrix[slot] = torch.nan
     typed = {name: matrix.to(problem.dtype) for name, matrix in matrices.items()}
-    return {name: _apart(m) if spaced else m for name, m in typed.items()}
+    return {name: _with_gaps(m) if spaced else m for name, m in typed.items()}
 
 
-def _apart(matrix: torch.Tensor) -> torch.Tensor:
+def _with_gaps(matrix: torch.Tensor) -> torch.Tensor:
     """Return an equal view with a gap of one row and eight columns, filled with NaN."""
     slots_, experts, rows, columns = matrix.shape
     padded = matrix.new_full((slots_, experts, rows + 1, columns + 8), torch.nan)

@@ -105,7 +105,7 @@ def digest(
     trial = over_ranks.RankTrial(case, rank, machine, here)
     bits = digest_of(trial)
     if case.fault:
-        outcomes = repr([outcomes for outcomes, _ in trial.told])
+        outcomes = repr([outcomes for outcomes, _ in trial.scenario_outcomes])
         bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()
     for kernel in built:
         kernel.prepare_finalize.destroy()

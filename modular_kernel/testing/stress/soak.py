@@ -146,7 +146,7 @@ class _Run:
             ids_dtype=part.topk_indices_dtype() or torch.int32,
         )
         self.settle: Callable[[], object] | None = getattr(part, "check", None)
-        self.eager = [self.source.scene() for _ in range(_EAGER_SCENES)]
+        self.eager = [self.source.draw_inputs() for _ in range(_EAGER_SCENES)]
         graphs = _GRAPH_SCENES if problem.graph else 0
         self.captured = [self._captured() for _ in range(graphs)]
         frequencies = _WITH_GRAPHS if graphs else _WITHOUT
@@ -154,11 +154,11 @@ class _Run:
 
     def _captured(self) -> SoakInputs:
         """Return an input set whose call is captured in a graph."""
-        scene = self.source.scene()
-        scene.out = torch.empty_like(scene.x_TH)
+        inputs = self.source.draw_inputs()
+        inputs.out = torch.empty_like(inputs.x_TH)
 
         def call() -> None:
-            self.plan(scene.x_TH, self.source.weights, scene.routing, out=scene.out)
+            self.plan(inputs.x_TH, self.source.weights, inputs.routing, out=inputs.out)
 
         for _ in range(2):
             call()
@@ -166,8 +166,8 @@ class _Run:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        scene.replay = graph.replay
-        return scene
+        inputs.replay = graph.replay
+        return inputs
 
     # -------------------------------------------------------------------------------- steps
 
@@ -225,20 +225,20 @@ class _Run:
     def _refresh(self, scenes: list[SoakInputs], index: int) -> None:
         old = scenes[index]
         if old.replay is None:
-            scenes[index] = self.source.scene()
+            scenes[index] = self.source.draw_inputs()
             return
         assert old.out is not None
-        old.refill(self.source.scene(old.tokens_W))
+        old.refill(self.source.draw_inputs(old.tokens_W))
         old.out.fill_(float("nan"))
 
-    def _call(self, scene: SoakInputs) -> torch.Tensor:
+    def _call(self, inputs: SoakInputs) -> torch.Tensor:
         if self.mode == "graph":
-            assert scene.replay is not None
-            assert scene.out is not None
-            scene.replay()
-            return scene.out
+            assert inputs.replay is not None
+            assert inputs.out is not None
+            inputs.replay()
+            return inputs.out
         call = self.plan if self.mode == "plan" else self.kernel
-        return call(scene.x_TH, self.source.weights, scene.routing)
+        return call(inputs.x_TH, self.source.weights, inputs.routing)
 
     def _enough(self, started: float) -> bool:
         """Return whether any rank has reached a limit, so that all ranks stop together."""

@@ -71,7 +71,7 @@ class SoakInputSource:
             all_inputs, slice(0), problem, FencedMemory(device), strided=False
         ).weights
 
-    def scene(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
+    def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
         """Draw a new input set. tokens_W: None draws the sizes too."""
         parallel, draw = self.problem.parallel, self.draw
         if tokens_W is None:

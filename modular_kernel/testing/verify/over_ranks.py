@@ -190,7 +190,7 @@ class RankTrial(Trial):
         return self._like_first(salt=0)
 
     @cached_property
-    def told(self) -> tuple[tuple[str, str], ...]:
+    def scenario_outcomes(self) -> tuple[tuple[str, str], ...]:
         """(outcome, expected outcome) of each call of the case's fault scenario on this rank."""
         if not self.fault:
             return ()
@@ -218,7 +218,7 @@ class RankTrial(Trial):
 def faults(trial: Trial) -> Findings:
     """Check that every call of the fault scenario has its expected outcome on this rank."""
     assert isinstance(trial, RankTrial)
-    for number, (outcome, expected) in enumerate(trial.told, 1):
+    for number, (outcome, expected) in enumerate(trial.scenario_outcomes, 1):
         if outcome != expected:
             yield f"call {number} of {trial.fault}: {outcome}, not {expected}"
             return  # later differences follow from this one
@@ -335,7 +335,7 @@ def prove_unchecked(
     except RankError as error:
         reports = error.results
         for rank, text in error.failures.items():
-            failures += [f"rank {rank}: {line}" for line in _told(text)]
+            failures += [f"rank {rank}: {line}" for line in _findings_of(text)]
     for rank, report in sorted(reports.items()):
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
     seconds = time.perf_counter() - start
@@ -355,7 +355,7 @@ def _share(report: RankReport) -> float:
     return report.error / report.bound if report.bound else math.inf
 
 
-def _told(failure: str) -> list[str]:
+def _findings_of(failure: str) -> list[str]:
     """Return the findings of a failed rank before it raised, or how it ended."""
     findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
     if findings_text:

@@ -34,12 +34,12 @@ def another_problem(on: ScenarioContext, first: FusedMoEModularKernel) -> Lines:
     for number, (changes, inputs) in enumerate(others):
         other = on.beside(first, **changes)
         outcome = outcome_of(lambda: on.judged(on.call(other, **inputs)))  # noqa: B023
-        yield outcome, on.told(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
+        yield outcome, on.counts_error(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
     smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
     tokens = on.case.problem.tokens
     yield (
         outcome_of(lambda: on.judged(on.call(smaller))),
-        on.told(
+        on.counts_error(
             on.by_rank("tokens", tokens, tokens + 1),
             ONE_CALL, layer=3 + len(others), call=1, step=8 + len(others),
         ),

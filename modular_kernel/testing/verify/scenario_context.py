@@ -132,7 +132,7 @@ class ScenarioContext:
     def judged(self, out: torch.Tensor) -> str:
         return "; ".join(self.sample.compare(out).problems) or RIGHT
 
-    def told(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
+    def counts_error(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
         """Return the error expected where the counts disagree.
 
         Its peers, the ranks to inspect, are rank 1, and on rank 1 all other ranks.

@@ -64,7 +64,7 @@ def inconsistent_calls(on: ScenarioContext) -> Lines:
     yield _raise_in_prepare(on, first)
     yield (
         outcome_of(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
-        "DtypeError" if on.at_fault else on.told(
+        "DtypeError" if on.at_fault else on.counts_error(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
             "calls that every rank takes", layer=1, call=2, step=4,
         ),
@@ -74,7 +74,7 @@ def inconsistent_calls(on: ScenarioContext) -> Lines:
     got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
     yield (
         outcome_of(lambda: on.judged(on.call(kernel))),
-        on.told(got, ONE_CALL, layer=at[0], call=at[1], step=6),
+        on.counts_error(got, ONE_CALL, layer=at[0], call=at[1], step=6),
     )
     yield on.goes(second)
     yield from (another_problem_at_construction if shares_memory(on.part) else another_problem)(
@@ -117,7 +117,9 @@ def _pass_meta(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str,
         "rank 1 refused its call 2 of layer 1 with DeviceError",
         "calls that every rank takes",
     )
-    return outcome, "DeviceError" if on.at_fault else on.told(got, need, layer=1, call=2, step=2)
+    return outcome, "DeviceError" if on.at_fault else on.counts_error(
+        got, need, layer=1, call=2, step=2
+    )
 
 
 def _raise_in_prepare(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
@@ -129,7 +131,9 @@ def _raise_in_prepare(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tup
     if on.at_fault:
         del part.prepare, part.prepare_no_receive
     got, need = "rank 1 refused its call 2 of layer 1 with an error", "calls that every rank takes"
-    return outcome, "RuntimeError" if on.at_fault else on.told(got, need, layer=1, call=2, step=3)
+    return outcome, "RuntimeError" if on.at_fault else on.counts_error(
+        got, need, layer=1, call=2, step=3
+    )
 
 
 def _pass_fewer_tokens(
@@ -144,7 +148,7 @@ def _pass_fewer_tokens(
     )
     counts = (tokens - 1 if rank == VICTIM else tokens for rank in range(on.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
-    expected = on.told(got, "the same tokens on all", layer=1, call=3, step=step)
+    expected = on.counts_error(got, "the same tokens on all", layer=1, call=3, step=step)
     return outcome_of(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), expected
 
 
@@ -349,7 +353,7 @@ def finished_out_of_order(on: ScenarioContext) -> Lines:
         "the exchanges before it in another order",
         "one layer, call, pairing, step and order",
     )
-    yield outcome, on.told(got, need, layer=1, call=3, step=3)
+    yield outcome, on.counts_error(got, need, layer=1, call=3, step=3)
 
 
 _SCENARIOS: dict[str, Callable[[ScenarioContext], Lines]] = {

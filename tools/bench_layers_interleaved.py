@@ -1,4 +1,6 @@
-"""Interleaved timing of whole layers, ours and public: `python tools/layers_by_turns.py fp8_block`.
+"""Interleaved timing of whole layers, ours and public.
+
+    python tools/bench_layers_interleaved.py fp8_block
 
 GPU clocks depend on the preceding load, so timing layers one after the other is not a fair
 comparison. Here all layers of a cell are set up first, each with a CUDA graph of calls on several
@@ -11,7 +13,8 @@ the first layer of the cell. Needs one GPU.
 that layer between cudaProfilerStart and Stop, for Nsight Compute:
 
     ncu --profile-from-start off --clock-control none --section SpeedOfLight --csv --page raw \\
-        python tools/layers_by_turns.py fp8_block --shapes mixtral --tokens 4096 --once mk_deepgemm
+        python tools/bench_layers_interleaved.py fp8_block --shapes mixtral --tokens 4096 \\
+        --once mk_deepgemm
 """
 
 import argparse
