@@ -78,7 +78,7 @@ def _in_suite(item: pytest.Item, suite: str) -> bool:
 
     marker = item.get_closest_marker("budget")
     name = f"{item.path.stem}::{item.name}"
-    return selected(suite, name, tree_hash(), marker.kwargs if marker else None)
+    return selected(suite, name, tree_hash(), **(marker.kwargs if marker else {}))
 
 
 def _in_share(item: pytest.Item) -> bool:

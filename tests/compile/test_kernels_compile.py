@@ -4,7 +4,10 @@ import pytest
 
 from modular_kernel.testing.compile.cases import CompiledRow, CompileResult, compile_all
 
-pytestmark = pytest.mark.timeout(1200)  # some 300 forms of kernels, one after the other
+pytestmark = [
+    pytest.mark.timeout(1200),  # about 300 variants of kernels
+    pytest.mark.budget(quick=0.0, rest=200.0, module=True),
+]
 GLUON = ("grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel")
 
 

@@ -21,18 +21,24 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 RECORD = Path(__file__).parents[1] / "durations.json"
-BUDGETS_S = {"quick": 1.0, "rest": 10.0}  # of a function; @pytest.mark.budget sets others
+BUDGETS_S = {"quick": 1.0, "rest": 5.0}  # of a function; @pytest.mark.budget sets others
 _RECORDED_FROM_S = 0.5
 
 
-def selected(suite: str, name: str, tree: str, budgets: dict[str, float] | None = None) -> bool:
+def selected(suite: str, name: str, tree: str, **options: float) -> bool:
     """Whether `suite` selects the test.
 
     name: the test's function, and its parameters in brackets, as "test_router::test_ties[fp32]".
-    tree: the hash of the sources. budgets: seconds, where they differ from BUDGETS_S.
+    tree: the hash of the sources. options: those of @pytest.mark.budget: `quick` and `rest`, in
+    seconds, where they differ from BUDGETS_S; `module=True` selects all tests of a module, which
+    share an expensive fixture, or none.
     """
-    seconds = durations().get(name.partition("[")[0], 0.0)
-    budget = BUDGETS_S | (budgets or {})
+    if options.pop("module", False):
+        name = name.partition("::")[0]
+        seconds = sum(t for test, t in durations().items() if test.partition("::")[0] == name)
+    else:
+        seconds = durations().get(name.partition("[")[0], 0.0)
+    budget = BUDGETS_S | options
     quick = min(1.0, budget["quick"] / seconds) if seconds else 1.0
     both = min(1.0, quick + (budget["rest"] / seconds if seconds else 0.0))
     digest = hashlib.sha256(f"{tree} suite {name}".encode()).digest()
