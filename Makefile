@@ -162,7 +162,7 @@ newest-compile-all: $(NEWEST_READY)
 	  --no-loadscope-reorder --whole tests/compile
 
 newest-interpreter:
-	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider -n $(NEWEST_WORKERS) $(NEWEST_TESTS)
+	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider -n $(NEWEST_WORKERS) --suite $(SUITE) $(NEWEST_TESTS)
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m modular_kernel test --pf-type MoEPrepareAndFinalizeNoEP \
 	  --experts-type TritonExperts
 
