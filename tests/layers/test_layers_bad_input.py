@@ -45,7 +45,7 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"placement": Placement.linear(8, 2)}, "placement: got 8 experts on 2 ranks, need 8 on 1"),
     ({"placement": Placement.linear(8, 2).with_copies({0: (1,)}),
       "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies, need a prepare/finalize part"),
-    ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the maximum"),
+    ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the max"),
     ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
     ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor exa"),
     ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor exactly"),
