@@ -147,7 +147,7 @@ def make_experts(
         raise ConfigurationError(f"requires of {name}", got=", ".join(unknown), need=need)
     declared = _declared(name, FORMATS[format], requires)
     body = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
-    body["__doc__"] = f"Stages of {backend!r} over tokens of the format {format!r}."
+    body["__doc__"] = f"Stages of backend {backend!r} for {format!r} tokens."
     part = type(name, (AssembledExperts,), body)
     keep_part(part, stages)
     return part
@@ -165,7 +165,7 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
     if isinstance(op.run, type):
         raise ConfigurationError(subject, got=f"the part {op.run.__name__}", need="a function")
     if not issubclass(op.twin, AssembledExperts):
-        need = "a twin that experts_of made"
+        need = "a twin made by experts_of"
         raise ConfigurationError(subject, got=f"twin {op.twin.__name__}", need=need)
     body = {
         "requires": op.twin.requires,
@@ -173,7 +173,7 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
         "operation": staticmethod(op.run),
         "twin": op.twin,
         "__module__": op.run.__module__,
-        "__doc__": f"What {op.twin.__name__} computes, in one operation.",
+        "__doc__": f"Fused operation equivalent to {op.twin.__name__}.",
     }
     part = type(name, (FusedExperts,), body)
     keep_fused_part(part, op)

@@ -164,14 +164,18 @@ class Catalog:
             raise DuplicatePartError(f"part {wanted!r}", got=origins, need="one origin")
         failures = [b for b in self.broken if wanted in (b.name, b.origin)]
         if failures:
-            raise BrokenPartError(f"part {wanted!r}", got=failures[0].error, need="an import")
+            raise BrokenPartError(
+                f"part {wanted!r}", got=failures[0].error, need="a part that can be imported"
+            )
         plan = next((entry for entry in self.planned if entry.name == wanted), None)
         if plan is not None:
-            need = f"a part that is there; this one is planned: {plan.why}"
+            need = f"an available part; this one is planned: {plan.why}"
             raise UnknownPartError(f"{kind} part", got=repr(wanted), need=need)
         names = self.names(kind)
         nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
-        hint = f"one of {', '.join(names)}" if names else "a part, and none can be used here"
+        hint = (
+            f"one of {', '.join(names)}" if names else "a part, but none is usable on this machine"
+        )
         if nearest:
             hint = f"{hint} (did you mean {nearest[0]}?)"
         if any(part.name == wanted for part in self.parts):

@@ -197,7 +197,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """
         if self.group is not None or self.problem.parallel.world_size > 1:
             got = "a part that holds a process group"
-            need = "one made anew in each process, of its problem and that process's group"
+            need = "a part constructed in each process with that process's group"
             raise UnsupportedError(f"pickle or copy of {type(self).__name__}", got=got, need=need)
         return self.__dict__
 

@@ -350,7 +350,7 @@ class Pending:
         try:
             self._unfinished.pop()
         except IndexError:
-            need = "one: its buffers may be another call's by now"
+            need = "a single call; its buffers may already belong to another call"
             raise StateError("Pending.finish()", got="a second call", need=need) from None
         output = self.execution.finish(self)
         if self.execution.checked:
@@ -366,7 +366,7 @@ def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
     declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
     if reduce.kind is not declared:
         name = f"{type(experts).__name__}.finalize_weight_and_reduce_impl()"
-        raise ConfigurationError(name, got=reduce.kind, need=f"{declared}, as it declares")
+        raise ConfigurationError(name, got=reduce.kind, need=f"{declared}, as declared")
     return reduce
 
 

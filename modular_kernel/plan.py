@@ -259,7 +259,7 @@ class Plan(BoundCalls):
         on_gpu = self._device.type == "cuda"
         if on_gpu or self.problem.parallel.world_size > 1:
             resource = "a CUDA context" if on_gpu else "a process group"
-            need = f"a spawned process, with a plan of its own: {resource} does not survive a fork"
+            need = f"a spawned process with its own plan: {resource} does not survive a fork"
             self._turn, self._index = forks.UnusableLock("a plan", need), None
         elif not forks.reset_lock(self._turn):
             self._busy = False
@@ -291,7 +291,7 @@ class Plan(BoundCalls):
                 return self(x_TH, weights, routing, out=out)
         with self._turn:
             if self._busy:  # set by this thread: other threads wait for the lock
-                need = "another plan, or the end of that call"
+                need = "a call of another plan, or a call after that one has ended"
                 raise StateError("a plan", got="a call within its own call", need=need)
             self._busy = True
             try:
@@ -327,7 +327,7 @@ class Plan(BoundCalls):
             read["adapters"] = routing.slots_T
         for name, tensor in (read if is_last_output else {"x": x_TH, **read}).items():
             if tensor.numel() and self._own.holds([tensor.data_ptr()]):
-                need = "memory of its own: a copy, or another plan's output"
+                need = "separate memory: a copy, or another plan's output"
                 raise ConfigurationError(name, got="memory of the plan's own output", need=need)
 
 

@@ -68,7 +68,7 @@ def interpreter() -> ProcessState:
     if _on_gpu():
         return ProcessState("interpreter", "off")
     return ProcessState(
-        "interpreter", "off", "TRITON_INTERPRET is not set: Triton parts need a GPU then"
+        "interpreter", "off", "TRITON_INTERPRET is not set: Triton parts need a GPU"
     )
 
 
@@ -83,7 +83,7 @@ def compiler() -> ProcessState:
     """Return whether a C compiler, needed to build Triton launchers, is "found" or "missing"."""
     if c_compiler() is not None:
         return ProcessState("C compiler", "found")
-    why = "neither CC, nor gcc, nor clang: triton builds no launchers, and plans replay none"
+    why = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay"
     return ProcessState("C compiler", "missing", why, loud=_on_gpu())
 
 
@@ -91,7 +91,7 @@ def caches() -> ProcessState:
     """Return whether measurements and compiled files are cached: "kept" or "off"."""
     if read_settings().cache_dir is not None:
         return ProcessState("caches", "kept")
-    return ProcessState("caches", "off", "there is no home folder; set MK_CACHE_DIR")
+    return ProcessState("caches", "off", "no home directory; set MK_CACHE_DIR")
 
 
 def variables() -> ProcessState:

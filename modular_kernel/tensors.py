@@ -303,7 +303,7 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
     rows = unloaded[unset[0]].nonzero().flatten().tolist()
     shown = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
     got = f"nothing loaded into {', '.join(unset)} (rows {shown} of {unset[0]})"
-    need = "load, set_weights, load_state_dict or weight_loader; or mark_loaded, if NaN is meant"
+    need = "load, set_weights, load_state_dict or weight_loader; or mark_loaded if NaN is intended"
     raise StateError("weights", got=got, need=need)
 
 

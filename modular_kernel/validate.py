@@ -128,7 +128,9 @@ def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
     if x_TH.shape[0] > problem.tokens:
         raise CapacityError("tokens", got=x_TH.shape[0], need=f"<= problem.tokens {problem.tokens}")
     if x_TH.stride(1) != 1 and x_TH.shape[0] > 0 and problem.hidden > 1:
-        raise LayoutError("x", got=f"strides {x_TH.stride()}", need="hidden values side by side")
+        raise LayoutError(
+            "x", got=f"strides {x_TH.stride()}", need="contiguous rows (stride(-1) == 1)"
+        )
     if problem.inplace and not x_TH.is_contiguous():
         raise LayoutError("x of an inplace call", got=f"strides {x_TH.stride()}", need="contiguous")
 
@@ -353,7 +355,7 @@ def check_no_overlap(
     read |= vars(weights)
     for name, tensor in read.items():
         if tensor is not None and overlap(written, tensor):
-            need = "its own memory" + (", or inplace=True" if name == "x" else "")
+            need = "separate memory" + (", or inplace=True" if name == "x" else "")
             raise ConfigurationError(what, got=f"memory of {name}", need=need)
 
 

@@ -122,7 +122,9 @@ def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, tuple[
                 shared.add(other)
                 if specs[other].over:
                     what, got = f"workspace buffer {name}", f"over {other}, which is over others"
-                    raise ConfigurationError(what, got=got, need="one over plain ones")
+                    raise ConfigurationError(
+                        what, got=got, need="a buffer over buffers that are not over others"
+                    )
     ranges, end = {}, 0
     for name, spec in specs.items():
         if name in shared:
@@ -194,7 +196,7 @@ class Workspace:
     def _unplanned(self, name: str, shape: tuple[int, ...]) -> ConfigurationError:
         declared = self._specs.get(name)
         got = f"{shape} of {name}, declared as {declared.shape if declared else 'nothing'}"
-        need = "kernels and plans made where they are called: with the same override of tiles"
+        need = "kernels and plans created and called under the same tile override"
         return ConfigurationError("workspace", got=got, need=need)
 
     def poison(self) -> Fill:

@@ -273,7 +273,7 @@ class GroupedGemmRunner(torch.nn.Module):
         expect("use_flashinfer", use_flashinfer, bool)
         self.device, self.use_flashinfer = available_device(device), use_flashinfer
         if use_flashinfer:
-            need = "False: segments are multiplied by Triton"
+            need = "False: only the Triton grouped GEMM is available"
             raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)
 
     forward = staticmethod(grouped_gemm_triton)
@@ -366,7 +366,7 @@ def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows: boo
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
     dense = tensor.stride(-1) == 1 or tensor.numel() == 0 if rows else tensor.is_contiguous()
     if not dense:
-        need = "values of a row side by side" if rows else "contiguous"
+        need = "stride(-1) == 1" if rows else "contiguous"
         raise LayoutError(what, got=f"strides {tensor.stride()}", need=need)
 
 

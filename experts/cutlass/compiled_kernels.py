@@ -49,7 +49,7 @@ class Kernel:
                 str(path), enable_tvm_ffi=True
             )[self.name]
         except Exception as error:  # noqa: BLE001  the DSL's exceptions vary
-            _LOG.warning("%s is compiled anew: %s", self.name, printable(str(error)))
+            _LOG.warning("recompiling %s: %s", self.name, printable(str(error)))
             return None
         return function
 

@@ -43,7 +43,7 @@ def load() -> Any:
     Raises ConfigurationError if it is missing or cannot be loaded. DeepGEMM needs the CUDA
     toolkit's folder.
     """
-    need = "a build for this torch and Python, and CUDA's folder (CUDA_HOME)"
+    need = "a build for this torch and Python, and the CUDA toolkit (CUDA_HOME)"
     with importing(DEEP_GEMM, need=need) as folder:
         if folder.parent.name == "third_party":  # a plain import would load all of vLLM
             return import_from_folder(folder, _NAME)
@@ -68,7 +68,7 @@ def grouped_gemm_contiguous(
     """
     tile = library.get_mk_alignment_for_contiguous_layout()
     if tile != TILE_M:
-        need = f"{TILE_M}: somebody called set_mk_alignment_for_contiguous_layout"
+        need = f"{TILE_M}; set_mk_alignment_for_contiguous_layout must not change it"
         raise StateError("DeepGEMM's alignment of contiguous rows", got=tile, need=need)
     (a, a_scale), (w, w_scale) = rows, weights
     w = to_row_major(w)

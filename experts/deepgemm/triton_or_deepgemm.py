@@ -80,7 +80,9 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     def explained(cls, problem: Problem) -> tuple[str, ...]:
         triton, library = cls.triton_part.__name__, cls.deepgemm_part.__name__
         if not deepgemm_supports(problem):
-            return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
+            return (
+                f"all calls: {triton}, because DeepGEMM does not support these sizes or options",
+            )
         min_size = min_tokens(problem, cls.min_rows)
         few, many = (calls.format(least=min_size) for calls in (cls.few, cls.many))
         return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
@@ -111,7 +113,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     triton_part = TritonExperts
     deepgemm_part: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
     min_rows = MIN_ROWS
-    if_many = ", if weights lie row by row"
+    if_many = ", if weights are row-major"
     requires = replace(
         DeepGemmExperts.requires,
         bias=True,

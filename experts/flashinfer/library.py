@@ -57,7 +57,7 @@ def load() -> Any:
 
     Raises ConfigurationError if FlashInfer is missing or cannot be imported.
     """
-    with importing(FLASHINFER, need="one that goes with this torch and CUDA"):
+    with importing(FLASHINFER, need="a build for this torch and CUDA"):
         module = import_module("flashinfer.fused_moe")
         return SimpleNamespace(
             cutlass_fused_moe=module.cutlass_fused_moe,

@@ -225,7 +225,7 @@ _FP32 = torch.float32
 def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
     act, parties = problem.act, (name, "problem")
     if act.kind in ("gelu", "gelu_tanh") and act.limit is not None:
-        return (Rejection("activation", parties, str(act), "a gelu without a limit"),)
+        return (Rejection("activation", parties, str(act), "gelu without a limit"),)
     if act.kind == "situ" and act.limit is None:
         return (Rejection("activation", parties, str(act), "a limit of the up values"),)
     return ()
@@ -247,14 +247,18 @@ def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[R
             rejections.append(Rejection("quant", parties, problem.quant, need))
         return tuple(rejections)
     if problem.dtype is not torch.bfloat16:
-        rejections.append(Rejection("dtype", parties, "float16", "bfloat16, for fp8 by blocks"))
+        rejections.append(
+            Rejection("dtype", parties, "float16", "bfloat16 for fp8 with block scales")
+        )
     machines = (name, "machine")
     if machine.arch is not None and machine.arch != _BLOCK_ARCH:
         got = f"{machine.arch[0]}.{machine.arch[1]}"
-        rejections.append(Rejection("archs", machines, got, "9.0, for fp8 by blocks"))
+        rejections.append(Rejection("archs", machines, got, "9.0 for fp8 with block scales"))
     if machine.cuda is not None and machine.cuda < _BLOCK_CUDA:
         got = f"CUDA {machine.cuda[0]}.{machine.cuda[1]}"
-        rejections.append(Rejection("cuda", machines, got, "CUDA >= 12.8, for fp8 by blocks"))
+        rejections.append(
+            Rejection("cuda", machines, got, "CUDA >= 12.8 for fp8 with block scales")
+        )
     return tuple(rejections)
 
 

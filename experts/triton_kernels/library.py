@@ -31,7 +31,7 @@ TRITON_KERNELS = PackageProbe(
     need="triton_kernels of 3.5, with matmul_ogs and RoutingData",
     source=(
         "install vLLM, which has a copy, or python/triton_kernels of triton's release 3.5; the "
-        "package index's triton-kernels is somebody else's"
+        "package of that name on PyPI is unrelated"
     ),
 )
 
@@ -43,7 +43,7 @@ def load() -> Any:
     Raises ConfigurationError if it is missing, cannot be loaded, or was imported from another
     folder.
     """
-    with importing(TRITON_KERNELS, need="one that goes with this triton") as folder, _from(folder):
+    with importing(TRITON_KERNELS, need="a version for this triton") as folder, _from(folder):
         ogs, routing = (import_module(f"{_NAME}.{name}") for name in ("matmul_ogs", "routing"))
     return SimpleNamespace(
         matmul_ogs=ogs.matmul_ogs,

@@ -73,7 +73,7 @@ class TritonKernelsExperts(SortedRowsExperts):
             return ()
         rejections, parties = list[Rejection](), (cls.__name__, "problem")
         if problem.scheme.repacked:
-            need = "values as checkpoints have them"
+            need = "weights in checkpoint layout, not repacked"
             rejections.append(Rejection("quant", parties, problem.quant, need))
         for name in ("hidden", "intermediate"):
             if getattr(problem, name) % _MX_BLOCK_K:
@@ -81,7 +81,7 @@ class TritonKernelsExperts(SortedRowsExperts):
                 rejections.append(Rejection(name, parties, str(getattr(problem, name)), need))
         if machine.arch is not None and machine.arch != (9, 0):
             got, parties = f"{machine.arch[0]}.{machine.arch[1]}", (cls.__name__, "machine")
-            rejections.append(Rejection("archs", parties, got, "9.0, for mxfp4"))
+            rejections.append(Rejection("archs", parties, got, "9.0 for mxfp4"))
         return tuple(rejections)
 
     @classmethod

@@ -206,7 +206,7 @@ class _Source:
         rows, depth = self._sizes(matching[0])
         ambiguous = rows == depth or not problem.act.gated
         if ambiguous and not self.config.has_fused_layout:
-            need = "0.19 or newer: older ones may have A and B the other way, of the same shapes"
+            need = "0.19 or newer: older versions may have swapped A and B with the same shapes"
             raise ConfigurationError(
                 f"{what}: peft_version", got=self.config.peft_version, need=need
             )

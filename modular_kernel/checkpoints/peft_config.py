@@ -113,7 +113,7 @@ def _check_plain_lora(what: str, found: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"{what}: bias", got=_short(found["bias"]), need="none")
     for name, value in found.items():
         if value and name not in _IGNORED | _USED:
-            need = "it left out, or off: plain LoRA is read"
+            need = "unset or false: only plain LoRA is supported"
             raise ConfigurationError(f"{what}: {name[:80]}", got=_short(value), need=need)
 
 

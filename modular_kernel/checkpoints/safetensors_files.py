@@ -131,7 +131,7 @@ def open_file(path: Path) -> Any:
         raise ConfigurationError(f"checkpoint {path}", got="no safetensors", need=_NEED) from None
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise WeightsError(str(path), got="no regular file", need="a safetensors file")
+            raise WeightsError(str(path), got="not a regular file", need="a safetensors file")
         return safe_open(str(path), framework="pt", device="cpu")
     except _raised() as error:
         raise _invalid_file_error(path, error) from None

@@ -22,7 +22,7 @@ from modular_kernel.spec.problem import DTYPES, dtype_name
 from modular_kernel.text import counted
 
 # Requirement on the dtypes of unquantized matrices.
-ONE_DTYPE = "one dtype, or one that config.json states or is asked for (dtype=, --dtype)"
+ONE_DTYPE = "one dtype, or an explicit one in config.json or by dtype= or --dtype"
 _MAX_MISSING = 10_000  # stop looking for missing tensors after this many
 # Suffixes of tensors beside the experts that are no expert weights.
 _NOT_EXPERT_WEIGHTS = ("e_score_correction_bias",)

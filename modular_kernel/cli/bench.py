@@ -70,17 +70,17 @@ class Method:
     prepared: Prepared = False
     peer: Annotated[
         list[Path] | None,
-        typer.Option(help="A file with layers() to measure beside ours; may be repeated."),
+        typer.Option(help="A file that defines layers() to compare with; may be repeated."),
         FileUse.READ,
     ] = None
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="TB/s of the floor, such as a datasheet's.  [default: as measured]"),
+        typer.Option(help="Memory bandwidth of the roofline in TB/s.  [default: as measured]"),
     ] = None
     ms: Annotated[float, typer.Option(help="Timed milliseconds of the device for each row.")] = 20
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which no row is begun.")] = (
-        None
-    )
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds after which no new row is started.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,12 @@ class BenchFiles(ReportFiles):
 
     load: Annotated[
         Path | None,
-        typer.Option(help="Measure nothing: show and draw what --json wrote here before."),
+        typer.Option(help="Show and plot this --json record instead of measuring."),
         FileUse.READ,
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw time over tokens here (.png; needs matplotlib)."),
+        typer.Option(help="Write a plot of time over tokens to this .png file (needs matplotlib)."),
         FileUse.WRITE,
     ] = None
 
@@ -147,7 +147,9 @@ def bench(
     """
     if resolve_world_size(None) > 1:
         got, need = f"a launcher's world of {resolve_world_size(None)} ranks", "one process"
-        raise ConfigurationError("mk bench", got=got, need=f"{need}: ranks have mk exchange")
+        raise ConfigurationError(
+            "mk bench", got=got, need=f"{need}; use mk exchange to measure over ranks"
+        )
     whole.check_alone()
     if whole.hf is not None:
         refuse_combination("--hf", (options, method, files), ("dtype", "as_json"))
@@ -174,7 +176,9 @@ def bench(
     machine, cells = this_machine(), tuple(cells_of.cells())
     offers = _offers(cells_of, cells, machine, pf_type, experts_type)
     if not offers:
-        output.line("nothing to measure: no pair is valid here, and there is no other layer")
+        output.line(
+            "nothing to measure: no pair is valid on this machine and there is no other layer"
+        )
         raise typer.Exit(1)
     job = BenchJob(
         cells=cells,
@@ -186,7 +190,7 @@ def bench(
         deadline=method.deadline,
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
-    activity = ["how fast this machine is"]
+    activity = ["measuring hardware peaks"]
     with output.waiting(lambda: activity[0]):
         report = run(job, _teller(files), lambda row: activity.__setitem__(0, row))
     _finish(report, files)
@@ -288,7 +292,8 @@ def _offers(
     kinds = {kind(quant) for quant in quants}
     for offer in others:
         if offer.origin == PEER and kind(offer.quant) not in kinds:
-            output.note(f"left out: {offer.name}, without --quant {offer.quant} or its like")
+            need = f"--quant {offer.quant} or a scheme with the same operands"
+            output.note(f"skipped {offer.name}: needs {need}")
     pairs = pair_offers(pf, experts, problems, machine, prepared=wanted.method.prepared)
     if wanted.method.prepared:
         _tell_unprepared(pairs, quants)
@@ -308,7 +313,7 @@ def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
         if not offer.prepared and (with_prepared(offer.name), offer.quant) not in prepared_names
     ]
     if without:
-        output.note(f"only timed as they are, nothing is prepared of: {', '.join(without)}")
+        output.note(f"not timed with prepared weights: {', '.join(without)}")
 
 
 def _check_plot(files: BenchFiles) -> None:

@@ -22,7 +22,7 @@ _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _NAME = "mk bench"
 _DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
-_ON_CPU = "no GPU: Triton kernels are interpreted here, and no time says anything of a GPU"
+_ON_CPU = "no GPU: Triton kernels run in the interpreter, so times are meaningless"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class WholeModel:
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="With --hf: keep so many layers.  [default: all]")
+        int | None, typer.Option(help="With --hf: number of layers to keep.  [default: all]")
     ] = None
     batch: Annotated[int | None, typer.Option(help="With --hf: sequences.  [default: 1]")] = None
     prompt: Annotated[
@@ -159,7 +159,7 @@ def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[Spee
         "x eager",
         "decode tokens/s",
         "x eager",
-        "error, of bound",
+        "error / bound",
     )
     output.table(columns, cells)
     for row in rows:

@@ -65,7 +65,7 @@ def _checks(kills: "Sequence[Kill]") -> str:
 
 def _make_outcome(kills: "Sequence[Kill]") -> str:
     if any(kill.unsound is not None for kill in kills):
-        return "fails without it"
+        return "fails without the mutation"
     if not all(kill.ok for kill in kills):
         return "MISSED"
     return "found" if any(kill.killed_by for kill in kills) else "not applicable"

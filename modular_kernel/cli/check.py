@@ -29,14 +29,14 @@ def check(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     arch: Annotated[
-        str | None, typer.Option(help="Judge for a GPU of this compute capability, such as 9.0.")
+        str | None, typer.Option(help="Check for a GPU of this compute capability, such as 9.0.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Judge for a machine with this device: cuda or cpu.")
+        str | None, typer.Option(help="Check for a machine with this device: cuda or cpu.")
     ] = None,
     packages: Annotated[
         str | None,
-        typer.Option(help="Judge for a machine with these packages only: deep_ep,triton."),
+        typer.Option(help="Check for a machine with only these packages, such as deep_ep,triton."),
     ] = None,
     as_json: AsJson = None,
 ) -> None:
@@ -65,16 +65,16 @@ def check(
 
     def show() -> None:
         if checkpoint is not None:
-            source = f"as its config.json says{_describe_source(checkpoint)}"
+            source = f"according to its config.json{_describe_source(checkpoint)}"
             output.line(f"{options.model}: {checkpoint}, {source}")
         if single:
             _print_verdict(verdicts[0])
             return
         print_matrix(verdicts, problem, machine)
         for broken in catalog.broken:
-            output.note(f"not judged: {broken.name} from {broken.origin}: {broken.error}")
+            output.note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
         for name, origins in catalog.duplicates().items():
-            output.note(f"not judged: {name}, claimed by {' and '.join(origins)}")
+            output.note(f"not checked: {name} is registered by {' and '.join(origins)}")
 
     output.print_result(record, as_json, show)
     if not any(verdict.ok for verdict in verdicts):
@@ -101,10 +101,10 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
     """Describe what the tensor files add to config.json: converted dtypes, or a missing dtype."""
     if checkpoint.converted:
         stored, dtype = " and ".join(checkpoint.converted), checkpoint.problem_fields["dtype"]
-        return f"; {stored} in the files, loaded as {dtype}"
+        return f"; the files have {stored}, loaded as {dtype}"
     if not checkpoint.dtype_of_files:
         return ""
-    return f"; {checkpoint.problem_fields['dtype']}, of which it says nothing, is the files'"
+    return f"; it has no dtype, using {checkpoint.problem_fields['dtype']} of the files"
 
 
 def _as_stored(
@@ -175,7 +175,7 @@ def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[st
     kind = problem.act.kind
     if kind not in requires.hides_nan:
         return ()
-    return (f"a NaN of weights, scales or biases becomes the limit of {kind}",)
+    return (f"a NaN in weights, scales or biases is clamped to the limit of {kind}",)
 
 
 def _record(verdict: "Verdict") -> dict[str, object]:
@@ -234,8 +234,8 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
         (letters[rule], rule, len(refusals), f"got {refusals[0].got}, need {refusals[0].need}")
         for rule, refusals in by_rule.items()
     ]
-    output.table(("", "rule", "pairs", "the first of them"), reasons)
-    output.line("Every reason of one pair: mk check --pf-type X --experts-type Y")
+    output.table(("", "rule", "pairs", "first rejection"), reasons)
+    output.line("For all reasons of one pair: mk check --pf-type X --experts-type Y")
 
 
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:

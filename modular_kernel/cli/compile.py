@@ -31,9 +31,9 @@ def compile_kernels(
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
     only: Annotated[
-        str, typer.Option(help="A kernel, a part, or another piece of the names of the cases.")
+        str, typer.Option(help="Only kernels and cases whose names contain this text.")
     ] = "",
-    workers: Annotated[int, typer.Option(help="Processes that share the kernels.")] = 1,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     as_json: AsJson = None,
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
@@ -83,10 +83,10 @@ def _announcement(kernels: list[str], target: str, only: str) -> str:
     named = [name for name in kernels if only in name]
     if not only:
         text = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
-        return f"{text}: minutes; --only KERNEL takes seconds, --workers N shares the work"
+        return f"{text}; takes minutes (faster: --only KERNEL, --workers N)"
     if named:
         text = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
-        return f"{text}, and all of cases so named; no other is compiled"
+        return f"{text}, and all kernels of matching cases"
     return f"kernels of cases named {only!r} for {target}: may take minutes; no other is compiled"
 
 
@@ -103,7 +103,7 @@ def _print_text(done: "CompileResult", *, check: bool, only: str) -> None:
     broken = [row for row in rows if row.violations]
     for row in broken:
         output.line("\n".join(row.violations))
-    left_out = [(k.kernel, k.module, k.reason or "NO CASE LAUNCHES IT") for k in done.left_out]
+    left_out = [(k.kernel, k.module, k.reason or "no case launches it") for k in done.left_out]
     output.table(("left out", "of", "because"), left_out)
     kernels = len({row.record.kernel for row in rows})
     forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"

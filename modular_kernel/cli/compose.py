@@ -34,14 +34,14 @@ class ComposeOptions:
         ),
     ] = None
     budget: Annotated[
-        float, typer.Option(help="Seconds in all, compiling included; 0 times nothing.")
+        float, typer.Option(help="Total seconds, including compilation; 0 skips timing.")
     ] = _BUDGET_S
     routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
     replicated: Annotated[
         bool, typer.Option("--replicated", help="Every rank passes the same tokens.")
     ] = False
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Time again what the cache already has.")
+        bool, typer.Option("--fresh", help="Ignore cached timings and measure again.")
     ] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
@@ -73,7 +73,8 @@ def compose(
     options: ProblemOptions,
     choosing: ComposeOptions,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Every pairing: its times, or why it has none.")
+        bool,
+        typer.Option("--explain", help="Show the times of every pairing, or why it was not timed."),
     ] = False,
     backend: Backend = None,
     as_json: AsJson = None,
@@ -101,7 +102,7 @@ def compose(
     """
     options = with_launcher(options)
     if choosing.replicated and (options.world_size or 1) == 1:
-        raise ConfigurationError("--replicated", got="one rank", need="--world-size N beside it")
+        raise ConfigurationError("--replicated", got="one rank", need="--world-size N in addition")
     terms = choosing.terms()
     with host_of(options.world_size, backend) as host:
         gpu = host.machine.device == "cuda"

@@ -47,7 +47,7 @@ def print_text(choice: "Choice") -> None:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
             other_machine.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
     for need, pairings in other_machine.items():
-        output.line(f"not measured, they need {need}: {', '.join(pairings)}")
+        output.line(f"not measured because they need {need}: {', '.join(pairings)}")
     for note in choice.notes:
         output.note(f"note: {note}")
 
@@ -109,7 +109,10 @@ def explain_text(choice: "Choice") -> None:
     columns = ("tokens", "prepare_finalize", "experts", "us", "x default", "noise", "timed as", "")
     output.table(columns, rows, optional=("timed as", "noise"))
     if rows:
-        output.line("~ timed twice only, far behind the default; the others by turns with it")
+        output.line(
+            "~ timed only twice because it is far slower than the default; others were timed "
+            "interleaved with it"
+        )
     _untimed_text(choice)
     output.table(
         ("refused", "first reason", "others"),
@@ -119,7 +122,7 @@ def explain_text(choice: "Choice") -> None:
         ],
     )
     facts = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
-    output.line(f"kept for: {facts}")
+    output.line(f"cached for: {facts}")
 
 
 def _untimed_text(choice: "Choice") -> None:

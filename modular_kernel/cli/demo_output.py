@@ -88,7 +88,7 @@ def print_demo(
                     for at in ((pairing, model) for model in models)))
         for pairing in pairings
     ]  # fmt: skip
-    output.table(("logit error, of its bound", *models), cells)
+    output.table(("logit error / bound", *models), cells)
     for row in rows:
         if not row.ok:
             tokens = f"{row.equal_tokens} of {row.decoded_tokens} tokens equal"

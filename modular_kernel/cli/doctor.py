@@ -24,13 +24,13 @@ _EXTRAS = {
 }
 # (name, value) of a process setting in its normal state -> explanation of the value.
 _EXPLANATIONS = {
-    ("replay", "on"): "plans repeat their launches without the parts' host code",
+    ("replay", "on"): "plans replay their launches without running host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
     ("interpreter", "off"): "Triton kernels are compiled",
     ("packages", "ours"): "the parts imported are those of this installation",
     ("C compiler", "found"): "Triton builds launchers with it",
-    ("caches", "kept"): "what is measured and compiled is kept between runs",
-    ("variables", "known"): "every MK_ variable that is set means something",
+    ("caches", "kept"): "measurements and compiled kernels are cached between runs",
+    ("variables", "known"): "all MK_ variables that are set are known",
 }
 
 
@@ -202,10 +202,10 @@ def _print_text(report: DoctorReport) -> None:
     states = [
         (s.name, s.word, s.why or _EXPLANATIONS.get((s.name, s.word), "")) for s in report.states
     ]
-    output.table(("state", "", "which means, or why"), states)
+    output.table(("state", "", "meaning, or reason"), states)
     links = report.peer_access
     rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]
-    output.table(("reads from", *(f"gpu {i}" for i in range(len(links)))), rows)
+    output.table(("peer access", *(f"gpu {i}" for i in range(len(links)))), rows)
     if report.topology:
         output.line(f"{report.topology}\n")
     packages = [(p.name, _here(p), p.enables) for p in report.packages]

@@ -83,9 +83,13 @@ class ExchangeSizes:
     ] = None
     tokens_list: Annotated[str | None, _device_option("Tokens of each rank.", "tokens_list")] = None
     hidden: Annotated[int | None, _device_option("Hidden size.", "hidden")] = None
-    experts: Annotated[int | None, _device_option("Experts of the model.", "experts")] = None
-    top_k: Annotated[int | None, _device_option("Experts of one token.", "top_k")] = None
-    quant: Annotated[str, typer.Option(help="How rows travel.")] = "none,fp8_w8a8_block"
+    experts: Annotated[int | None, _device_option("Number of experts of the model.", "experts")] = (
+        None
+    )
+    top_k: Annotated[
+        int | None, _device_option("Number of experts per token (top-k).", "top_k")
+    ] = None
+    quant: Annotated[str, typer.Option(help="Formats of dispatched rows.")] = "none,fp8_w8a8_block"
 
     @property
     def ranks(self) -> int:
@@ -101,22 +105,28 @@ class ExchangeOptions:
     backend: Backend = None
     only: Annotated[
         str | None,
-        typer.Option(help="Words: parts and peers that have one in their names.  [default: all]"),
+        typer.Option(
+            help="Only parts and peers whose names contain one of these words.  [default: all]"
+        ),
     ] = None
     peer: Annotated[
         list[Path] | None,
         typer.Option(help="A file with transports() to measure beside; may be repeated."),
         FileUse.READ,
     ] = None
-    replays: Annotated[int | None, _device_option("Calls of a round.", "replays")] = None
+    replays: Annotated[int | None, _device_option("Calls per round.", "replays")] = None
     rounds: Annotated[
-        int | None, _device_option("Rounds; the median of their medians counts.", "rounds")
+        int | None,
+        _device_option("Number of rounds; the result is the median of their medians.", "rounds"),
     ] = None
     link: Annotated[
         float,
-        typer.Option(help="GB/s into one GPU, for the floor; a table of a CPU has none without."),
+        typer.Option(
+            help="Link bandwidth into one GPU in GB/s for the roofline; required for a roofline on "
+            "a CPU."
+        ),
     ] = _LINK_OF_A_GPU
-    latency: Annotated[float, typer.Option(help="Microseconds of the floor beside bytes.")] = 6
+    latency: Annotated[float, typer.Option(help="Latency of the roofline in microseconds.")] = 6
     deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
         None
     )
@@ -133,7 +143,7 @@ class ExchangeFiles(ReportFiles):
 
     load: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure nothing: join what --json wrote here; may be repeated."),
+        typer.Option(help="Join this --json record instead of measuring; may be repeated."),
         FileUse.READ,
     ] = None
 

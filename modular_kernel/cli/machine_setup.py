@@ -58,7 +58,7 @@ def prepare_torch_only() -> None:
         raise ConfigurationError("--torch-only", got="a CUDA device", need=need)
     if read_settings().triton_interpret:
         raise ConfigurationError("--torch-only", got="TRITON_INTERPRET=1", need=need)
-    note("plain torch alone: parts of Triton kernels are refused")
+    note("plain torch only: parts with Triton kernels are unavailable")
 
 
 def limit_workers(asked: int) -> int:
@@ -71,7 +71,7 @@ def limit_workers(asked: int) -> int:
     cpus = len(os.sched_getaffinity(0))
     if asked <= cpus:
         return asked
-    note(f"--workers {asked}: {cpus} are started, one for each CPU")
+    note(f"--workers {asked}: using {cpus}, one per CPU")
     return cpus
 
 

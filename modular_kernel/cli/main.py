@@ -36,22 +36,31 @@ _SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 # Verb -> (module:function, its line in `mk --help`), in the order of the help. The line is explicit
 # because typer would otherwise truncate the first line of the docstring.
 VERBS = {
-    "list": ("parts:list_parts", "List every part, what it takes, and whether it can run here."),
-    "models": ("models:list_models", "List the models that --model takes by name."),
-    "check": ("check:check", "Judge a pair, or every pair, for a problem and a machine."),
-    "test": ("verify:verify", "Verify a pair, or every pair, against a float64 oracle."),
-    "profile": ("profile:profile", "Trace a pair, and compare each stage with its floor."),
-    "bench": ("bench:bench", "Time our pairs and your own layers beside the floor."),
-    "exchange": ("exchange:exchange", "Time dispatch and combine alone, over ranks."),
-    "tune": ("tune:tune", "Measure launches on this GPU and keep the fastest."),
-    "compose": ("compose:compose", "Choose the default pair or a faster one, by number of tokens."),
-    "plan": ("plan:plan", "Estimate a layer over 1 to 4096 ranks; nothing is run."),
+    "list": (
+        "parts:list_parts",
+        "List every part, its capabilities, and whether it can run on this machine.",
+    ),
+    "models": ("models:list_models", "List the models that --model accepts by name."),
+    "check": (
+        "check:check",
+        "Check whether a pair, or every pair, is valid for a problem and a machine.",
+    ),
+    "test": ("verify:verify", "Verify a pair, or every pair, against a float64 reference."),
+    "profile": ("profile:profile", "Trace a pair and compare each stage with its roofline."),
+    "bench": (
+        "bench:bench",
+        "Time our pairs and your own layers and compare them with the roofline.",
+    ),
+    "exchange": ("exchange:exchange", "Time only dispatch and combine, over ranks."),
+    "tune": ("tune:tune", "Time launch configurations on this GPU and save the fastest."),
+    "compose": ("compose:compose", "Choose the default pair or a faster one for each token count."),
+    "plan": ("plan:plan", "Estimate the time of a layer on 1 to 4096 ranks without running it."),
     "report": ("report:report", "Write the support matrix and the benchmarks as one HTML file."),
     "compile": (
         "compile:compile_kernels",
         "Compile the kernels for a GPU; show registers and spills.",
     ),
-    "doctor": ("doctor:doctor", "Show versions, devices, and what is absent."),
+    "doctor": ("doctor:doctor", "Show versions, devices, and missing packages."),
     "demo": ("demo:demo", "Run four small models with transformers' experts and ours."),
 }
 

@@ -27,28 +27,28 @@ class MutationOptions:
         str | None,
         typer.Option(
             metavar="PART",
-            help="Put defects into this part's calls, and into its source: is each noticed? "
-            "PART,PART: of several, which share what they have in common.",
+            help="Mutate the calls and the source of this part and check that each mutant is "
+            "killed. PART,PART: several parts, which share results for common code.",
         ),
     ] = None
     only: Annotated[
-        str | None, typer.Option(metavar="ID", help="With --mutate: this mutant alone.")
+        str | None, typer.Option(metavar="ID", help="With --mutate: run only this mutant.")
     ] = None
     mutants: Annotated[
         str,
         typer.Option(
-            help="With --mutate: changes of the source that are drawn, all, or 0.", metavar="N"
+            help="With --mutate: number of source mutants to sample, all, or 0.", metavar="N"
         ),
     ] = "150"
     bits: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="With --only ID or ID,ID: do bits differ in N random problems?"
+            metavar="N", help="With --only ID or ID,ID: compare output bits in N random problems."
         ),
     ] = None
     code: Annotated[
         bool,
-        typer.Option("--code", help="With --only ID or ID,ID: is the compiled code the same?"),
+        typer.Option("--code", help="With --only ID or ID,ID: compare the compiled code."),
     ] = False
     save: Annotated[
         Path | None,
@@ -58,7 +58,8 @@ class MutationOptions:
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="With --save: who recorded_kills by the record there is not run again."
+            "--resume",
+            help="With --save: do not rerun mutants that the saved record lists as killed.",
         ),
     ] = False
 
@@ -71,7 +72,7 @@ class MutationOptions:
             need = "--mutate PART beside them"
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
         if self.resume and self.save is None:
-            raise ConfigurationError("--resume", got="no --save", need="--save FOLDER beside it")
+            raise ConfigurationError("--resume", got="no --save", need="--save FOLDER in addition")
         if self.bits is not None and (self.only is None or self.bits < 1):
             raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
         if self.code and (self.only is None or self.bits is not None):
@@ -234,7 +235,7 @@ def _print_bits(
         for mutant in mutants:
             output.line(mutant.diff())
         output.line(f"no bit differs in {bits.problems} problems")
-        output.line(f"then one does: {differing}" if differing else "then there were no more")
+        output.line(f"then a bit differs: {differing}" if differing else "then there were no more")
 
     record = {"id": _ids(mutants), "problems": bits.problems, "differing": differing}
     output.print_result(record, as_json, show)
@@ -258,7 +259,7 @@ def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
         for mutant, reached in zip(mutants, same.reached, strict=True):
             output.line(f"{mutant.diff()}\nin {counted(reached, 'compiled form')} of kernels")
         are = "is" if same.differing == 1 else "are"
-        output.line(f"{counted(same.differing, 'form')} {are} other code with them")
+        output.line(f"{counted(same.differing, 'form')} {are} compiled to different code")
 
     record = {"id": _ids(mutants), "reached": same.reached, "differing": same.differing}
     output.print_result(record, as_json, show)
@@ -282,7 +283,7 @@ def _print_text(score: "Score") -> None:
         output.line(f"equivalent {fate.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)
-    output.table(("listed apart, because", "mutants"), score.apart.items())
+    output.table(("excluded, because", "mutants"), score.apart.items())
     output.table(("no case executes", "mutants"), score.not_executed.items())
     output.line(
         f"{survey.part}: {len(score.fates)} of {score.executed} mutants put in, seed "

@@ -31,9 +31,7 @@ PfType = Annotated[str | None, typer.Option(help="Name of a PrepareAndFinalize (
 ExpertsType = Annotated[str | None, typer.Option(help="Name of an experts part (see mk list).")]
 Prepared = Annotated[
     bool,
-    typer.Option(
-        "--prepared", help="With weights that experts prepared once: kernel.prepare_weights."
-    ),
+    typer.Option("--prepared", help="Use prepared weights (kernel.prepare_weights)."),
 ]
 AsJson = Annotated[
     str | None,
@@ -56,11 +54,13 @@ def _sized(text: str, name: str) -> Any:
 class ProblemOptions:
     """Options of a Problem. None means the model's value, else the default."""
 
-    tokens: Annotated[int | None, _option("Most tokens of one call.  [default: 16]")] = None
+    tokens: Annotated[int | None, _option("Maximum number of tokens per call.  [default: 16]")] = (
+        None
+    )
     hidden: Annotated[int | None, _sized("Hidden size.", "hidden")] = None
     intermediate: Annotated[int | None, _sized("Intermediate size.", "intermediate")] = None
-    experts: Annotated[int | None, _sized("Experts of the model.", "experts")] = None
-    top_k: Annotated[int | None, _sized("Experts of one token.", "top_k")] = None
+    experts: Annotated[int | None, _sized("Number of experts of the model.", "experts")] = None
+    top_k: Annotated[int | None, _sized("Number of experts per token (top-k).", "top_k")] = None
     dtype: Annotated[str | None, _option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
         None
     )
@@ -69,40 +69,57 @@ class ProblemOptions:
         str | None,
         _option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
     ] = None
-    world_size: Annotated[int | None, _option("Ranks that share the experts.")] = None
+    world_size: Annotated[int | None, _option("Number of expert-parallel ranks.")] = None
     ranks_per_host: Annotated[
-        int | None, _option("Ranks on each host, in blocks.  [default: all on one]")
+        int | None, _option("Consecutive ranks per host.  [default: all ranks on one host]")
     ] = None
     placement: Annotated[
         str | None,
         _option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
     ] = None
-    model: Annotated[str | None, _option("A name of `mk models`, or a config.json.")] = None
-    local_experts: Annotated[int | None, _option("Experts on this rank.")] = None
-    ids_dtype: Annotated[str | None, _option("int32 or int64; either if not given.")] = None
-    bias: Annotated[bool | None, _option("Both products have a bias.", "--bias/--no-bias")] = None
-    expert_map: Annotated[bool, _option("Global ids are mapped to rows.", "--expert-map")] = False
+    model: Annotated[
+        str | None, _option("A name listed by `mk models`, or the path of a config.json.")
+    ] = None
+    local_experts: Annotated[int | None, _option("Number of experts on this rank.")] = None
+    ids_dtype: Annotated[
+        str | None, _option("dtype of the top-k ids: int32 or int64.  [default: either]")
+    ] = None
+    bias: Annotated[bool | None, _option("Both GEMMs have a bias.", "--bias/--no-bias")] = None
+    expert_map: Annotated[
+        bool, _option("Use an expert_map from global expert ids to local experts.", "--expert-map")
+    ] = False
     router_weight_on_input: Annotated[
         bool | None,
         _option(
-            "Weight the input, or the output.  [default: the output, or the model's]",
+            "Apply the router weight to the input or to the output.  [default: output, or as in "
+            "the model]",
             "--router-weight-on-input/--router-weight-on-output",
         ),
     ] = None
-    routed_scaling_factor: Annotated[float | None, _option("Factor on the output.")] = None
-    combine: Annotated[str | None, _option("sum, topk_weighted or topk_unweighted.")] = None
-    inplace: Annotated[bool, _option("The result overwrites the input.", "--inplace")] = False
-    fp32_precision: Annotated[str | None, _option("ieee or tf32.")] = None
-    chunk_tokens: Annotated[int | None, _option("Split calls into pieces this large.")] = None
-    max_received: Annotated[
-        int | None, _option("The most rows that a rank receives in a call.")
+    routed_scaling_factor: Annotated[
+        float | None, _option("Scaling factor of the routed output.")
     ] = None
-    graph: Annotated[bool, _option("Must be graph-capturable.", "--graph")] = False
-    deterministic: Annotated[bool, _option("Must be deterministic.", "--deterministic")] = False
-    batch_invariant: Annotated[
-        bool, _option("A token's bits must not depend on other tokens.", "--batch-invariant")
-    ] = False
-    asynchronous: Annotated[bool, _option("Must dispatch async.", "--asynchronous")] = False
+    combine: Annotated[str | None, _option("sum, topk_weighted or topk_unweighted.")] = None
+    inplace: Annotated[bool, _option("Write the output in place over the input.", "--inplace")] = (
+        False
+    )
+    fp32_precision: Annotated[str | None, _option("ieee or tf32.")] = None
+    chunk_tokens: Annotated[int | None, _option("Split calls into chunks of this many tokens.")] = (
+        None
+    )
+    max_received: Annotated[
+        int | None, _option("Maximum number of rows that a rank receives per call.")
+    ] = None
+    graph: Annotated[bool, _option("Require CUDA graph capture.", "--graph")] = False
+    deterministic: Annotated[bool, _option("Require deterministic results.", "--deterministic")] = (
+        False
+    )
+    batch_invariant: Annotated[bool, _option("Require batch invariance.", "--batch-invariant")] = (
+        False
+    )
+    asynchronous: Annotated[bool, _option("Require asynchronous dispatch.", "--asynchronous")] = (
+        False
+    )
     lora: Annotated[
         str | None,
         _option("LoRA adapters: adapters=L,rank=R[,a13=shared][,outer=shared].  [default: none]"),
@@ -118,7 +135,7 @@ class ProblemOptions:
         from_model = {} if self.model is None else facts(self.model)
         no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
         if no_dtype and reads_file(str(self.model)):
-            note(f"{self.model} states no dtype: {DEFAULTS['dtype']} is assumed (--dtype)")
+            note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
         values: dict[str, Any] = DEFAULTS | from_model
         options = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: value for name, value in options.items() if value is not None}
@@ -164,9 +181,11 @@ def _ids_dtype(text: str) -> object:
 
 def not_prepared_error(quants: str, parts: str) -> ConfigurationError:
     """Return the error for --prepared if none of the named parts prepares weights of `quants`."""
-    got = f"{quants}, of which nothing is prepared by {parts}"
+    got = f"{quants}, not prepared by {parts}"
     example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
-    return ConfigurationError("--prepared", got=got, need=f"weights that are, such as {example}")
+    return ConfigurationError(
+        "--prepared", got=got, need=f"a scheme with prepared weights, such as {example}"
+    )
 
 
 def refuse_combination(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
@@ -178,7 +197,9 @@ def refuse_combination(option: str, groups: Iterable[object], taken: Collection[
         for field in fields(group):  # type: ignore[arg-type]
             if field.name not in taken and getattr(group, field.name) != field.default:
                 name = f"--{field.name.replace('_', '-')}"
-                raise ConfigurationError(name, got=f"{name} beside {option}", need="one of them")
+                raise ConfigurationError(
+                    name, got=f"{name} together with {option}", need="only one of the two options"
+                )
 
 
 def flatten_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -342,7 +342,7 @@ def note_interpreted(names: Iterable[str]) -> None:
     """Print which layers ran in Triton's interpreter; without names print nothing."""
     text = ", ".join(dict.fromkeys(names))
     if text:
-        line(f"interpreted, no machine's speed: {text}")
+        line(f"ran in Triton's interpreter, times are meaningless: {text}")
 
 
 def rejections(found: Sequence["Rejection"]) -> None:

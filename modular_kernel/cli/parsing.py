@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from modular_kernel.cli.file_options import FileUse, check_path
 from modular_kernel.errors import ConfigurationError
 
-_NEED: dict[Any, str] = {int: "a whole number", float: "a number"}
+_NEED: dict[Any, str] = {int: "an integer", float: "a number"}
 _SHOWN = 100
 
 

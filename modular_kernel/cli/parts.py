@@ -14,32 +14,32 @@ if TYPE_CHECKING:
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
 # Declared boolean capabilities that a problem can require -> their description in the legend.
 _OPTIONS = {
-    "bias": "both products may have a bias",
+    "bias": "both GEMMs may have a bias",
     "interleaved": "gate and up rows of w1 may alternate",
     "weight_on_input": "experts can apply the router weight in GEMM 1 (K = 1)",
-    "multiplies_input": "it multiplies x by the router weight itself, where that is asked for",
-    "expert_map": "it takes a table from global expert ids to rows of the weights here",
-    "localizes_ids": "its dispatch leaves local expert ids, so that experts need no expert_map",
-    "keep_topk": "it can return (T, K, H) instead of the sum over K",
+    "multiplies_input": "dispatch can multiply x by the router weight",
+    "expert_map": "accepts an expert_map from global expert ids to local experts",
+    "localizes_ids": "dispatch returns local expert ids, so experts need no expert_map",
+    "keep_topk": "can return (T, K, H) instead of the sum over K",
     "chunking": "calls can be split along their tokens",
     "inplace": "the output may overwrite x",
     "tf32": "float32 products may use tensor cores",
-    "graph_capturable": "its calls fit in a CUDA graph",
-    "deterministic": "equal input gives equal bits",
+    "graph_capturable": "calls can be captured in a CUDA graph",
+    "deterministic": "results are deterministic",
     "batch_invariant": "a token's bits do not depend on the other tokens",
-    "asynchronous": "dispatch returns before rows arrived: work in between overlaps",
-    "lora": "it carries LoRA adapters",
+    "asynchronous": "dispatch is asynchronous and can overlap with other work",
+    "lora": "supports LoRA adapters",
 }
 _WORDS = {
     "standard": "tokens as (T, H), with their routing beside them",
     "batched_experts": "tokens expert by expert, (experts, capacity, H)",
-    "schemes": "quantization that experts compute with; w8a8: bits of weights and of activations",
+    "schemes": "quantization schemes of the experts; w8a8: bits of weights and activations",
     "quantizes": "schemes whose activations are quantized before dispatch",
     **_OPTIONS,
     "noop": "experts have applied the router weights and summed over K",
-    "contiguous": "finalize does that, of (T, K, H)",
-    "naive_batched": "finalize does that, of (experts, capacity, H)",
-    "delegate": "finalize does that, in the way that it prefers",
+    "contiguous": "finalize applies router weights and sums (T, K, H) over K",
+    "naive_batched": "finalize applies router weights and sums (experts, capacity, H)",
+    "delegate": "finalize chooses how to apply router weights and sum",
 }
 
 
@@ -87,18 +87,18 @@ def _record(part: "Part", machine: "Machine") -> dict[str, object]:
 
 def _print_text(catalog: "Catalog", machine: "Machine") -> None:
     interpreted = ", Triton interpreted" if machine.interpreter else ""
-    output.line(f"Parts on this machine ({machine}{interpreted}); words are explained at the end:")
+    output.line(f"Parts on this machine ({machine}{interpreted}); terms are explained at the end:")
     for kind in _KINDS:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
             output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
     planned = [(part.name, part.kind, part.why) for part in catalog.planned]
-    output.table(("planned, not there", "kind", "why"), planned)
+    output.table(("planned, not yet implemented", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
     output.table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
-    output.table(("name claimed twice", "by"), duplicates)
-    output.table(("word", "what it says of a part"), _WORDS.items())
+    output.table(("name registered twice", "by"), duplicates)
+    output.table(("term", "meaning"), _WORDS.items())
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:
@@ -112,7 +112,7 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
         reduce = getattr(part.cls, "kind", None)
         return [reduce.value if reduce is not None else "keeps top-k", f"from {part.origin}"]
     options = [name for name in _OPTIONS if getattr(requires, name, False)]
-    reasons = [f"not here: {reason}" for reason in _reasons(part, machine)]
+    reasons = [f"unavailable: {reason}" for reason in _reasons(part, machine)]
     return [
         f"{requires.activation_format.value}, on {_runs_on(requires)}",
         _takes(requires),

@@ -45,7 +45,9 @@ class ProfileOptions:
     ] = "uniform"
     calls: Annotated[
         int | None,
-        typer.Option(help="Calls in a trace.  [default: 5, or 1 on a CPU]", show_default=False),
+        typer.Option(
+            help="Number of traced calls.  [default: 5, or 1 on a CPU]", show_default=False
+        ),
     ] = None
     out: Annotated[
         Path,
@@ -150,7 +152,7 @@ def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
     if len(without) == len(experts):
         raise not_prepared_error(problem.quant, " and ".join(experts))
     for name in without:
-        output.note(f"profiled as it is, nothing is prepared of: {name} {problem.quant}")
+        output.note(f"profiled without prepared weights: {name} {problem.quant}")
 
 
 def file_stem(what: str, problem: "Problem") -> str:

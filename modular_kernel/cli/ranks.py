@@ -106,9 +106,9 @@ def host_of(
     world_size = resolve_world_size(world_size)
     if world_size == 1:
         if backend is not None:
-            raise ConfigurationError("--backend", got=backend, need="--world-size N beside it")
+            raise ConfigurationError("--backend", got=backend, need="--world-size N in addition")
         if ranks_per_host not in (None, 1):
-            need = "--world-size N beside it"
+            need = "--world-size N in addition"
             raise ConfigurationError("--ranks-per-host", got=ranks_per_host, need=need)
         from modular_kernel.catalog import this_machine
 

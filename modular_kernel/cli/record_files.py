@@ -24,7 +24,7 @@ def load_record(option: str, path: Path, read: Callable[[str], Record]) -> Recor
     except OSError as error:
         got, need = error.strerror or str(error), "a file of --json"
     except UnicodeDecodeError:
-        got, need = "no UTF-8", "a file of --json"
+        got, need = "not UTF-8", "a file of --json"
     except ValueError as error:
         got, need = f"no JSON: {error}", "a file of --json"
     except (KeyError, TypeError, AttributeError) as error:

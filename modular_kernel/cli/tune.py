@@ -48,11 +48,11 @@ class TuneOptions:
             show_default=False,
         ),
     ] = None
-    budget: Annotated[float, typer.Option(help="Seconds in all, compiling included.")] = 600
+    budget: Annotated[float, typer.Option(help="Total seconds, including compilation.")] = 600
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the files.  [default: MK_CONFIG_DIR, where they are found]",
+            help="Folder for the tuned files.  [default: MK_CONFIG_DIR]",
             show_default=False,
         ),
         FileUse.WRITE_FOLDER,
@@ -69,7 +69,7 @@ class TuneOptions:
     ] = None
     times: Annotated[
         Path | None,
-        typer.Option(help="Append every choice's time here, a line of JSON each cell."),
+        typer.Option(help="Append the times of all configurations to this JSON Lines file."),
         FileUse.WRITE,
     ] = None
     prepared: Prepared = False
@@ -88,7 +88,7 @@ def tune(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Only say what is launched, and why; needs no GPU.")
+        bool, typer.Option("--explain", help="Only explain which launches are used; needs no GPU.")
     ] = False,
     device_name: Annotated[
         str | None,
@@ -119,7 +119,9 @@ def tune(
     if search.workers is not None:
         search = replace(search, workers=limit_workers(search.workers))
     if device_name is not None and not explain:
-        raise ConfigurationError("--device-name", got=repr(device_name), need="--explain beside it")
+        raise ConfigurationError(
+            "--device-name", got=repr(device_name), need="--explain in addition"
+        )
     problems = _problems(options)
     if explain:
         options = replace(options, tokens=options.tokens or problems[0][1].tokens)
@@ -217,7 +219,7 @@ def _with_prepared_weights(
             kept.append((name, problem))
         elif len(problems) > 1:
             layer = f"{name} {problem.quant}".strip()
-            output.note(f"left out: {layer}: nothing is prepared of its weights")
+            output.note(f"skipped {layer}: no experts part prepares its weights")
     if not kept:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
         location = f" on {device_name}" if device_name else " here"
@@ -245,7 +247,7 @@ def _valid(
         except IncompatibleError as refusal:
             if len(problems) == 1:
                 raise
-            output.note(f"left out: {name} {problem.quant}: {refusal.rejections[0]}")
+            output.note(f"skipped {name} {problem.quant}: {refusal.rejections[0]}")
     if not valid:
         output.note("nothing to tune: every layer is refused")
         raise typer.Exit(1)
@@ -314,7 +316,7 @@ def _run(
     folder = search.out or read_settings().config_dir
     if folder is None:
         need = "a folder, or MK_CONFIG_DIR to be set"
-        raise ConfigurationError("--out", got="nothing, and there is no home folder", need=need)
+        raise ConfigurationError("--out", got="nothing, and there is no home directory", need=need)
     end, records, ok = time.monotonic() + search.budget, list[dict[str, object]](), True
     with Compiler(search.workers or max(1, (os.cpu_count() or 2) - 1)) as compiler:
         layers = []

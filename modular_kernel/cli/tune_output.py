@@ -189,7 +189,9 @@ def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[i
         output.line(f"saved in {files[-1]}")
     if left:
         numbers = counted_list(left, "token")
-        output.line(f"the budget is spent; left: {numbers}. The same command continues")
+        output.line(
+            f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
+        )
     if not done and not left:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 

@@ -33,8 +33,8 @@ class SingleCaseOptions:
     ] = False
     routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
     seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
-    layout: Annotated[str, typer.Option(help="With --one: how tensors lie in memory.")] = "plain"
-    values: Annotated[str, typer.Option(help="With --one: what x and routing hold.")] = "ordinary"
+    layout: Annotated[str, typer.Option(help="With --one: memory layout of the tensors.")] = "plain"
+    values: Annotated[str, typer.Option(help="With --one: values of x and routing.")] = "ordinary"
     named: Annotated[
         str, typer.Option(help="With --one and --lora: mixed, sequences, nobody or without.")
     ] = "mixed"
@@ -44,11 +44,11 @@ class SingleCaseOptions:
             help="With --one: arguments that hold a NaN, such as x+w1_scale.", show_default=False
         ),
     ] = ""
-    own_scales: Annotated[
-        bool, typer.Option("--own-scales", help="With --one: scales in 16 bits.")
-    ] = False
+    own_scales: Annotated[bool, typer.Option("--own-scales", help="With --one: 16-bit scales.")] = (
+        False
+    )
     by_turns: Annotated[
-        bool, typer.Option("--by-turns", help="With --one: a second kernel between the calls.")
+        bool, typer.Option("--by-turns", help="With --one: interleave calls of a second kernel.")
     ] = False
     rank_tokens: Annotated[
         str | None,
@@ -58,10 +58,7 @@ class SingleCaseOptions:
         ),
     ] = None
     fault: Annotated[
-        str,
-        typer.Option(
-            help="With --one and --world-size: the fault scenario to run besides the case."
-        ),
+        str, typer.Option(help="With --one and --world-size: the fault scenario of the ranks.")
     ] = ""
 
 
@@ -80,8 +77,8 @@ class VerifyOptions:
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes that share the cases.  [default: --level full on a CPU: one a "
-            "processor; else 1]",
+            help="Number of worker processes.  [default: one per CPU with --level full on a "
+            "CPU, else 1]",
             show_default=False,
         ),
     ] = None
@@ -113,7 +110,8 @@ class VerifyJob:
     def covers(self) -> str:
         """Description of what the cases cover and what they leave out."""
         if self.met:
-            return f"{self.met} pairs of values of two axes met, {self.impossible} impossible"
+            covered = f"{self.met} pairs of axis values covered"
+            return f"pairwise coverage: {covered}, {self.impossible} impossible"
         schemes = dict.fromkeys(case.problem.scheme.name for case in self.cases)
         return f"schemes {', '.join(schemes)}; {self.rest}"
 
@@ -187,13 +185,13 @@ def verify(
     """
     one_case_options = replace(options, world_size=None, ranks_per_host=None), replay
     if not replay.one and one_case_options != (ProblemOptions(), SingleCaseOptions()):
-        need = "--one beside them: otherwise the cases choose their own problems"
+        need = "--one in addition; without it the cases define their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
     options = with_launcher(options)
     mutating.check(beside=replay.one)
     single_process = replay.one or mutating.mutate is not None or options.world_size is not None
     if manner.workers is not None and (manner.workers < 1 or single_process):
-        need = "1 or more, without --one, --mutate and --world-size"
+        need = "1 or more; it cannot be combined with --one, --mutate or --world-size"
         raise ConfigurationError("--workers", got=manner.workers, need=need)
     level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
     if manner.torch_only:
@@ -299,9 +297,9 @@ def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
 def _rest(host: Host, level: str) -> str:
     """Describe what the cases of this level do not cover, and which level has more."""
     if host.pool is None:
-        return "not every two values of two axes: --level full"
-    text = "chosen cases, not every two values of two axes"
-    return text if level == "full" else f"{text}; more of them: --level full"
+        return "no pairwise coverage (see --level full)"
+    text = "hand-picked cases without pairwise coverage"
+    return text if level == "full" else f"{text}; --level full has more"
 
 
 def _named_pairs(
@@ -392,7 +390,7 @@ def _print_text(results: Sequence[CaseResult]) -> None:
             if job.reachable:
                 output.line(f"paths entered: {result.paths}")
             for cell in result.empty if job.whole else ():
-                output.line(f"failed: no case enters {cell}")
+                output.line(f"failed: no case covers {cell}")
         for proof in result.failed:
             output.line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)

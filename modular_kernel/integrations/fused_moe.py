@@ -148,7 +148,7 @@ def fused_moe(
         need = f"1 to {max_top_k}, the router's experts, {MAX_TOP_K} at most"
         raise ConfigurationError("top_k", got=top_k, need=need)
     if config.num_fused_shared_experts:
-        need = "0, or what a router chose: a softmax does not choose shared experts"
+        need = "0, or a routing: a softmax cannot select shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
     if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, quantization):  # else raised later

@@ -401,7 +401,7 @@ class MoeRunner:
             reason = f"rows of {given.format} are not traced: the graph breaks at MoeRunner.run"
             return modes.run_untraced(self._received, reason, given, info, quant, part)
         if info.expert_map is not None:
-            need = "None: a dispatcher's ids count the experts here"
+            need = "None: a dispatcher's ids are local"
             raise ConfigurationError(f"expert_map of {given.format}", got="a tensor", need=need)
         x, scale, ids = given.hidden_states, given.hidden_states_scale, given.topk_ids
         weights = self._checked(info, quant, x)

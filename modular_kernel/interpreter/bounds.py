@@ -111,11 +111,11 @@ class Bounds:
     def _message(self, address: int, nbytes: int) -> str:
         """Return a message with the bytes accessed, relative to the nearest argument."""
         if not self._named:
-            return f"a kernel's access: got {nbytes} bytes, need none: no argument holds memory"
+            return f"kernel memory access: got {nbytes} bytes, need none (no argument has memory)"
         start, end, name = self._nearest(address, nbytes)
         first = address - start
         got, need = f"bytes {first} to {first + nbytes - 1} of {name}", f"0 to {end - start - 1}"
-        return f"a kernel's access: got {got}, need {need}"
+        return f"kernel memory access: got {got}, need {need}"
 
 
 def _tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

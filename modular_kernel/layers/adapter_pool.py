@@ -148,7 +148,9 @@ class AdapterPool:
         self.check_change(name)
         if name in self._slots:
             got = f"loaded in slot {self._slots[name]}"
-            raise StateError(f"adapter {name!r}", got=got, need="a name that is not, or evict it")
+            raise StateError(
+                f"adapter {name!r}", got=got, need="a name that is not loaded; or evict the adapter"
+            )
         taken = set(self._slots.values())
         free = [slot for slot in range(self._spec.adapters) if slot not in taken]
         if not free:

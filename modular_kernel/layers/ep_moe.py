@@ -147,7 +147,7 @@ def _format(quant_config: object | None) -> str | Mapping[str, object] | None:
     scheme = getattr(quant_config, "activation_scheme", None)
     if scheme not in ("dynamic", "static"):
         got = type(quant_config).__name__ if scheme is None else f"activation_scheme={scheme!r}"
-        need = "a quantization_config, a scheme by its name, or an activation_scheme"
+        need = "a quantization_config, a scheme name, or an activation_scheme"
         raise ConfigurationError("quant_config", got=got, need=need)
     block = getattr(quant_config, "weight_block_size", None)
     return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}

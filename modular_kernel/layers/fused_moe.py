@@ -176,7 +176,7 @@ class FusedMoE(ExpertParameters):
         uses_expert_map = ep_size > 1 and not spans_ranks
         act = ActivationSpec.parse(activation)
         if act.up_first:
-            need = "gate rows first, or rows that alternate: weights are loaded so"
+            need = "gate rows first, or interleaved rows, as in loaded weights"
             raise ConfigurationError("activation", got=str(act), need=need)
         sizes = num_experts, hidden_size, intermediate_size
         row_layout = act.gated, act.interleaved
@@ -242,7 +242,7 @@ class FusedMoE(ExpertParameters):
         expect("checkpoint", checkpoint, str | Path)
         expect("layer", layer, int | None)
         for name in sorted(options.keys() & CHECKPOINT_OPTIONS):
-            got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint says it"
+            got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint determines it"
             raise ConfigurationError("option of from_config", got=got, need=need)
         parallel = options.get("parallel")
         expect("parallel", parallel, LayerParallel | None)
@@ -558,7 +558,7 @@ class FusedMoE(ExpertParameters):
         All ranks create their layers in the same order.
         """
         if max_tokens is None:
-            need = "the most tokens a rank passes: buffers of all ranks are sized for them"
+            need = "the maximum number of tokens per rank, which determines the buffer sizes"
             raise ConfigurationError("max_tokens", got=None, need=need)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(kind)

@@ -195,7 +195,7 @@ class LoRAManager:
             pool.check_change(name)
             if name in pool.slots:
                 got = f"loaded in slot {pool.slots[name]}"
-                need = "a name that is not, or evict it"
+                need = "a name that is not loaded; or evict the adapter"
                 raise StateError(f"adapter {name!r}", got=got, need=need)
         self._unfinished.add(name)
         try:
@@ -205,7 +205,7 @@ class LoRAManager:
             }
             slot, *others = set(slots.values())
             if others:
-                need = "one slot: adapters come and go by the manager alone"
+                need = "one slot: load and evict only through LoRAManager"
                 raise StateError(f"adapter {name!r}: slots by layer", got=slots, need=need)
             for layer, factors in layers.items():
                 self._ranks[layer][slot] = factors.rank
@@ -262,7 +262,7 @@ class LoRAManager:
         for name, slot in zip(names, slots, strict=True):
             held = -1 if name is None else self.pools[layer_id].slots.get(name)
             if held != slot:
-                got, need = f"slot {held}", f"slot {slot}: by the manager alone"
+                got, need = f"slot {held}", f"slot {slot}: load and evict only through LoRAManager"
                 raise StateError(f"adapter {name!r}: pool of layer {layer_id}", got=got, need=need)
         return slots
 

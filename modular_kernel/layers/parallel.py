@@ -144,6 +144,6 @@ def resolve_placement(
         got = f"{placement.experts} experts on {placement.world_size} ranks"
         raise ConfigurationError("placement", got=got, need=f"{experts} on {ranks}")
     if placement.has_copies and not over_ranks:
-        need = "a prepare/finalize part over ranks, which gives each pair to one copy"
+        need = "a prepare/finalize part that spans ranks and sends each pair to one copy"
         raise ConfigurationError("placement", got="copies", need=need)
     return placement

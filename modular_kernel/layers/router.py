@@ -41,7 +41,7 @@ def select_experts(
     """
     expect("router", spec, RouterSpec)
     if spec.zero_experts:
-        need = "route, or FusedMoE: this tuple has no place for what zero experts weigh"
+        need = "route or FusedMoE: StandardTopKOutput cannot hold the weight of zero experts"
         raise ConfigurationError("router zero_experts", got=spec.zero_experts, need=need)
     routed = route(router_logits, spec, tensors, token_ids_T=token_ids, ids_dtype=ids_dtype)
     routing = routed.routing

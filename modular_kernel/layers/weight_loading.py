@@ -80,12 +80,12 @@ class ExpertLoader:
             each for each in self.format.stored if each.role in _MATRIX_SCALES and not each.dims
         ]
         if share.interleaved and matrix_scales:
-            need = "gate rows first: one scale of each projection is merged by rows"
+            need = "gate rows first: per-projection scales are fused by rows"
             raise ConfigurationError("interleaved", got=str(self.format), need=need)
         if transposed and self.format.scheme.quantized:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantization")
         if self.format.scheme.act_order or self.format.scheme.scales_by_expert:
-            need = "columns in order, inputs in 16 or 8 bits; `load_experts` takes others"
+            need = "no act-order, and 16- or 8-bit inputs; `load_experts` supports the others"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
         self._check_halves()

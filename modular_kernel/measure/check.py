@@ -115,7 +115,9 @@ def check_unchanged(
     norm = float(before.last.norm()) or 1.0
     change = float((out[answer.rows].double() - before.last).norm()) / norm
     if not change <= bound:
-        return CheckResult(change, bound, f"{change:.2e} away from before, more than {bound:.2e}")
+        return CheckResult(
+            change, bound, f"differs from the earlier output by {change:.2e}, more than {bound:.2e}"
+        )
     return before.finding
 
 

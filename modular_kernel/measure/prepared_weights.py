@@ -26,7 +26,7 @@ def prepared_specs_of(
         try:
             return part(problem).prepared_specs()
         except ImportError as error:
-            need = "its packages here, to be asked"
+            need = "the packages of this part"
             raise ConfigurationError(f"what {experts} prepares", got=error, need=need) from error
 
 

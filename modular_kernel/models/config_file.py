@@ -154,9 +154,7 @@ def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...
     value = config.get(key)
     if not any(value is one or (value == one and type(value) is type(one)) for one in allowed):
         need = " or ".join("none" if one is None else str(one).lower() for one in allowed)
-        raise _bad(
-            path, f"{key} = {str(value)[:80]}", f"{need}: its layer is none of ours otherwise"
-        )
+        raise _bad(path, f"{key} = {str(value)[:80]}", f"{need}: other layers are not supported")
 
 
 def _hidden_key(config: Config, family: Family) -> str:

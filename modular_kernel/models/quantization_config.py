@@ -70,7 +70,7 @@ def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | No
         raise _bad(path, _short(quantization), "an object")
     method = quantization.get("quant_method")
     if method not in (*_METHODS, "modelopt_fp4"):
-        need = f"one of {', '.join(_METHODS)}; for others give sizes and --quant by hand"
+        need = f"one of {', '.join(_METHODS)}; for other methods pass the sizes and --quant"
         raise _bad(path, f"quant_method = {_short(method)}", need)
     _check_unquantized(path, quantization)
     _raise_first(path, unknown_keys(method.removesuffix("_fp4"), quantization))
@@ -331,7 +331,7 @@ def _check_unquantized(path: str, given: Given) -> None:
             raise _bad(path, f"{key} = {_short(names)}", "a list")
         for name in names or []:
             if _names_experts(path, name):
-                need = "experts that are all quantized; otherwise give sizes and --quant by hand"
+                need = "all experts quantized; otherwise pass the sizes and --quant"
                 raise _bad(path, f"{key} has {_short(name)}", need)
 
 
@@ -360,7 +360,7 @@ def _check_overrides(path: str, given: Given) -> None:
             is_pattern = key == "dynamic" or ".*" in name or "\\" in name
             text = f"re:{pattern}" if is_pattern else pattern
             if _names_experts(path, text if left_out else _with_any_number(text)):
-                need = "the same options for all experts; otherwise give sizes and --quant by hand"
+                need = "the same options for all experts; otherwise pass the sizes and --quant"
                 raise _bad(path, f"{key} has {_short(name)}", need)
 
 

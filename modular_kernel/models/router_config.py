@@ -132,7 +132,7 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     for key, value in rule.only:
         stated = config.get(key)
         if stated is not None and stated != value:
-            raise _bad(path, key, stated, f"{value}: its router is not known otherwise")
+            raise _bad(path, key, stated, f"{value}: other routers are not supported")
     bias = rule.bias
     if rule.bias_key:
         bias = _flag(path, config, rule.bias_key, unsaid=rule.bias)

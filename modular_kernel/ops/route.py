@@ -397,7 +397,7 @@ def _check(
     _of_dtype("router logits", logits_TE, _FLOATS)
     if logits_TE.stride(1) != 1 and tokens:
         got = f"strides {logits_TE.stride()}"
-        raise LayoutError("router logits", got=got, need="values of a row side by side")
+        raise LayoutError("router logits", got=got, need="stride(-1) == 1")
     if ids_dtype not in _INTEGERS:
         raise DtypeError("ids_dtype", got=str(ids_dtype), need="torch.int32 or torch.int64")
     device = logits_TE.device

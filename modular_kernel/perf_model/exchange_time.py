@@ -65,7 +65,7 @@ class Traffic:
             raise ConfigurationError("rows of a traffic", got=repr(self.rows), need=need)
 
 
-_NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, and mostly the host's time"
+_NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, dominated by host time"
 DEEPEP, DEEPEP_HT, DEEPEP_2 = "DeepEP low latency", "DeepEP high throughput", "DeepEP 2"
 
 # By the name of a PrepareAndFinalize. For the measurements of the fit see perf_model.compare.
@@ -92,7 +92,7 @@ TRAFFIC = {
         "host",
         DirectionModel(1205e-6, 0.92),
         DirectionModel(285e-6, 0.83),
-        "the two parts above; itself never measured",
+        "derived from the two parts above; not measured",
         quantizing=700e-6,
         pieces=4,
     ),

@@ -238,12 +238,12 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
     notes = []
     if machine.device != "cuda":
         notes.append(
-            "No GPU was watched: no device time, launches or allocator's peak. Stages are the "
-            "host's time, which computed; the total is the wall clock's, and no CUDA graph's."
+            "No GPU was traced: there are no device times, launch counts or allocator peaks. Stage "
+            "times are host times, and the total is wall-clock time without a CUDA graph."
         )
         if machine.interpreter:
             notes.append(
-                "Triton kernels, if any, were interpreted: that time says nothing of a GPU."
+                "Triton kernels, if any, ran in the interpreter, so their times are meaningless."
             )
     ranks = [rank for pair in pairs for rank in pair.ranks]
     if len(pairs[0].ranks) > 1 and link is None:
@@ -259,7 +259,7 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
         row.stage for rank in ranks for row in rank.rows if row.is_stage and row.floor is None
     }
     if unknown:
-        notes.append(f"No floor is known of {', '.join(sorted(unknown))}.")
+        notes.append(f"There is no roofline model for {', '.join(sorted(unknown))}.")
     return notes
 
 

@@ -85,7 +85,7 @@ def sentences(pair: PairProfile) -> list[str]:
         f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
     )
     return [line for line in (
-        f"Total that users get{rank_text}: {_total(rank)}",
+        f"End to end{rank_text}: {_total(rank)}",
         _eager(rank),
         _furthest(rank),
         _memory(rank),
@@ -102,16 +102,16 @@ def _total(rank: RankProfile) -> str:
         "interpreter": "a planned call of interpreted Triton kernels: no machine's speed",
     }[total.mode]
     text = (
-        f"{number(total.us)} us, {description}, median of {len(total.samples_us)} "
-        f"(middle half within {total.spread:.1%})"
+        f"{number(total.us)} us, {description} (median of {len(total.samples_us)}, "
+        f"IQR {total.spread:.1%})"
     )
     if rank.is_timed:
         share = _percent(rank.floor.us, total.us)
-        text += f"; {share} of the layer's floor of {number(rank.floor.us)} us"
+        text += f". Roofline: {number(rank.floor.us)} us, {share} of peak"
     text += "."
     if total.host_us is not None:
         text += (
-            f" A planned call outside a graph holds the host up for {number(total.host_us)} us,"
+            f" Host time of a planned call outside a graph: {number(total.host_us)} us,"
             f" with {total.allocations or 0:g} allocations."
         )
     return text
@@ -137,12 +137,12 @@ def _furthest(rank: RankProfile) -> str:
     if furthest is None or furthest.floor is None:
         return ""
     text = (
-        f"Furthest from its floor: {name_of(furthest)}, {number(furthest.us)} us where "
-        f"{number(furthest.floor.us)} ({furthest.floor.bound}) cannot be beaten: "
-        f"{number(furthest.lost_us)} us to gain."
+        f"Largest gap to the roofline: {name_of(furthest)}, {number(furthest.us)} us against "
+        f"{number(furthest.floor.us)} us ({furthest.floor.bound}), a potential gain of "
+        f"{number(furthest.lost_us)} us."
     )
     if lowest is not None and lowest.stage != furthest.stage:
-        text += f" Lowest share of its floor: {name_of(lowest)}, {number(lowest.percent)} %."
+        text += f" Lowest percentage of roofline: {name_of(lowest)}, {number(lowest.percent)} %."
     return text
 
 

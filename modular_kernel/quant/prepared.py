@@ -35,7 +35,7 @@ SOURCE_FIELDS = {
     "w2_tiles": ("w2", "w2_scale"),
     "w2_tile_scales": ("w2", "w2_scale", "w2_zero_point"),
 }
-_AGAIN = "what kernel.prepare_weights returns, made anew after weights were written or copied"
+_AGAIN = "the result of kernel.prepare_weights, prepared again after weights were written or copied"
 
 
 class _Source(NamedTuple):

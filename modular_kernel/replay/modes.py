@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Message of torch.compile(fullgraph=True).
 _NOT_TRACED = (
-    "a kernel's own call, or a plan's, is not traced: the graph breaks there. "
+    "calls of a kernel or plan are not traced and break the graph. "
     "modular_kernel.integrations.fused_moe.fused_experts is an operator that needs no break"
 )
 

@@ -74,13 +74,13 @@ class Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []
         ordered = sorted(self._spans)
         if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
-            self.refuse("inputs share memory, so a pointer does not tell whose it is")
+            self.refuse("inputs share memory, so pointers are ambiguous")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not (func.is_view or self.paused):
-            self.refuse(f"{func} is no launch of ours")
+            self.refuse(f"{func} is not a launch of modular_kernel")
         return func(*args, **(kwargs or {}))
 
     def refuse(self, reason: str) -> None:

@@ -30,7 +30,7 @@ else:
     fcntl = _fcntl
 
 FOLDER = "choices"
-NOT_KEPT = "choices are not kept: there is no home folder; set MK_CACHE_DIR"
+NOT_KEPT = "choices are not kept: no home directory; set MK_CACHE_DIR"
 _POLL_S = 0.05
 
 

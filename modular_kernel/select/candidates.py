@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import Machine, Problem
 
 # Must match modular_kernel.operators.kernel_cache.usual_experts.
 _USUAL_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
-_INTERPRETED = "Triton's interpreter is on in this process, so that no time would say anything"
+_INTERPRETED = "Triton's interpreter is enabled in this process, so times are not meaningful"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verd
 def _input(name: str, replicated: bool) -> Rejection:
     same, different = "the same tokens on every rank", "its own tokens on every rank"
     got, need = (different, same) if replicated else (same, different)
-    hint = "" if replicated else "replicated=True (--replicated) asks for such parts"
+    hint = "" if replicated else "use replicated=True (--replicated) for such parts"
     return Rejection("replicated_input", (name, "problem"), got, need, hint)
 
 

@@ -101,7 +101,7 @@ class Search:
     def _announced(self) -> Iterator[None]:
         """Log a message, once, if a caller without `tell` waits for long."""
         no_message = self.team.rank or self.tell is not None
-        message = "timing %d pairings for at most %g s, this once: the cache keeps their times"
+        message = "timing %d pairings for up to %g s; the times are cached"
         challengers = {pair for t in self._wanted for pair in self.options.challengers(t)}
         message_args = (len(challengers) + 1, self.budget.seconds)
         timer = threading.Timer(_SILENT_S, _LOG.warning, (message, *message_args))

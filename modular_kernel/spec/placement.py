@@ -55,7 +55,7 @@ class Placement:
                 raise ConfigurationError(f"placement: rank {rank}", got=slots, need=need)
         held = {expert for slots in self.slots for expert in slots}
         if held != set(range(len(held))):
-            need = "every expert from 0 on, on one rank at least"
+            need = "every expert from 0 on, each on at least one rank"
             raise ConfigurationError("placement: experts", got=sorted(held), need=need)
 
     @classmethod
@@ -94,7 +94,7 @@ class Placement:
             expect(what, tuple(rank_and_slot), tuple[int, int])
             rank, slot = rank_and_slot
             if not 0 <= rank < world_size or slot in slots[rank]:
-                need = f"a rank in [0, {world_size}) and a slot of its own"
+                need = f"a rank in [0, {world_size}) and a free slot"
                 raise ConfigurationError(f"placement: expert {expert}", got=(rank, slot), need=need)
             slots[rank][slot] = expert
         for rank, by_slot in enumerate(slots):
@@ -133,7 +133,7 @@ class Placement:
         if missing or not remaining:
             what = f"placement without ranks {', '.join(map(str, lost))}"
             got = f"no copy of experts {', '.join(map(str, missing))}"
-            raise ConfigurationError(what, got=got, need="a copy of each on a rank that is left")
+            raise ConfigurationError(what, got=got, need="a copy of each on a remaining rank")
         return Placement(remaining)
 
     @classmethod
@@ -156,7 +156,7 @@ class Placement:
         )
         per_rank, remainder = divmod(len(physical), ranks)
         if remainder or not per_rank:
-            need = f"as many for each of {counted(ranks, 'rank')}"
+            need = f"the same number for each of {counted(ranks, 'rank')}"
             raise ConfigurationError("physical experts", got=len(physical), need=need)
         rows = [physical[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
         return cls(tuple(tuple(dict.fromkeys(row)) if join else row for row in rows))
@@ -165,7 +165,7 @@ class Placement:
         """Return EPLB's three maps of one layer; ConfigurationError for unequal ranks."""
         sizes = sorted({len(slots) for slots in self.slots})
         if len(sizes) > 1:
-            got, need = f"{sizes[0]} to {sizes[-1]} experts on a rank", "as many on each"
+            got, need = f"{sizes[0]} to {sizes[-1]} experts on a rank", "the same number on each"
             raise ConfigurationError("placement for EPLB", got=got, need=need)
         copies = [[rank * sizes[0] + slot for rank, slot in homes] for homes in self.locations]
         max_copies = max(map(len, copies))

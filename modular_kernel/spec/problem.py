@@ -405,7 +405,7 @@ class Machine:
     def __post_init__(self) -> None:
         check_fields(self, "machine ")
         if (self.device == "cuda") != (self.arch is not None):
-            need = "an arch exactly where the device is cuda"
+            need = "arch set if and only if device is cuda"
             raise ConfigurationError("machine", got=(self.device, self.arch), need=need)
 
     def __str__(self) -> str:

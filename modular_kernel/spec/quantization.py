@@ -95,14 +95,14 @@ class QuantScheme:
         if isinstance(text, QuantScheme):
             return text._checked()
         if not isinstance(text, str):
-            raise ConfigurationError("quant", got=type(text).__name__, need="a scheme by its name")
+            raise ConfigurationError("quant", got=type(text).__name__, need="a scheme name")
         return _parse(text)
 
     def _checked(self) -> "QuantScheme":
         """Return this scheme if its name and options reproduce it; else ConfigurationError."""
         if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
             return self
-        raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() could give")
+        raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() can return")
 
     def _with(self, key: str, value: str) -> "QuantScheme":
         integers = self.weight in ("uint8", "uint4")

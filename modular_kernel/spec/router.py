@@ -116,10 +116,12 @@ class RouterSpec:
                 need = f"0, or {_MIN_DIVISOR:.3g} to {_MAX_DIVISOR:.3g}: it is a float32"
                 raise ConfigurationError(f"router {name}", got=value, need=need)
             if value and not self.renormalize:
-                raise ConfigurationError(f"router {name}", got=value, need="renormalize with it")
+                raise ConfigurationError(f"router {name}", got=value, need="renormalize=True")
         if self.table and (self.groups > 1 or self.selection_bias):
             got = "groups" if self.groups > 1 else "selection_bias"
-            raise ConfigurationError("router table", got=got, need="a table alone: it chooses")
+            raise ConfigurationError(
+                "router table", got=got, need="a table without groups or selection_bias"
+            )
         if self.zero_experts and self.groups > 1:
             need = "groups = 1 where there are zero experts"
             raise ConfigurationError("router groups", got=self.groups, need=need)

@@ -77,9 +77,12 @@ class TuneWorkload:
         worst = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
         bound, row_bound = 2 * (FACTOR * fair_error + EPS), 2 * ROW_FACTOR * (fair_error + EPS)
         if not error <= bound:
-            return f"{error:.2e} away from another right choice, more than {bound:.2e}"
+            return f"differs from another correct choice by {error:.2e}, more than {bound:.2e}"
         if not worst <= row_bound:
-            return f"a row {worst:.2e} away from another right choice's, more than {row_bound:.2e}"
+            return (
+                f"a row differs from that of another correct choice by {worst:.2e}, more than "
+                f"{row_bound:.2e}"
+            )
         return ""
 
 

@@ -103,7 +103,7 @@ def parse_device(device: object) -> torch.device:
             return torch.device(device)
     except (RuntimeError, TypeError, ValueError):  # unknown name, bool, or index out of range
         pass
-    need = "a device of torch, such as 'cuda'"
+    need = "a torch device, such as 'cuda'"
     raise ConfigurationError("device", got=format_value(device), need=need)
 
 
@@ -118,7 +118,9 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
         actual = torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0][:160]
-        raise DeviceError(what, got=f"{parsed}: {why}", need="a device of this torch") from None
+        raise DeviceError(
+            what, got=f"{parsed}: {why}", need="a device available to torch"
+        ) from None
     if actual.type == "meta" and not meta:
         raise DeviceError(what, got="meta", need="a device whose tensors have memory")
     return actual

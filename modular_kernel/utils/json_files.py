@@ -25,7 +25,7 @@ def read_file(path: Path, most: int, *, links: bool = True) -> bytes:
     handle = os.open(path, flags if links else flags | getattr(os, "O_NOFOLLOW", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ValueError("no regular file")
+        raise ValueError("not a regular file")
     with os.fdopen(handle, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -42,7 +42,7 @@ def parse(text: str | bytes, *, constants: bool = False) -> Any:
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError:
-            raise ValueError("no UTF-8") from None
+            raise ValueError("not UTF-8") from None
     constant = float if constants else _no_constant
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=constant)
@@ -91,9 +91,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name twice in one object")
+        raise ValueError("a duplicate key in one object")
     return result
 
 
 def _no_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

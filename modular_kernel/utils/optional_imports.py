@@ -81,7 +81,7 @@ def require_own_package(package: str) -> None:
     """
     shadow = shadow_of(package)
     if shadow is not None:
-        need = "the package of that name beside modular_kernel: rename yours, or move its folder"
+        need = "this distribution's package: rename the shadowing module, or move its folder"
         raise ConfigurationError(f"package {package}", got=printable(shadow), need=f"{need} back")
 
 

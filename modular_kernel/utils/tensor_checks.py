@@ -126,10 +126,10 @@ def check_output(what: str, written: torch.Tensor, read: Mapping[str, torch.Tens
     strides = zip(written.shape, written.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in strides):
         got = f"strides {written.stride()}"
-        raise LayoutError(what, got=got, need="each element in memory of its own")
+        raise LayoutError(what, got=got, need="elements that do not overlap")
     for name, tensor in read.items():
         if tensor is not None and tensor.device == written.device and overlap(written, tensor):
-            raise ConfigurationError(what, got=f"memory of {name}", need="its own memory")
+            raise ConfigurationError(what, got=f"memory of {name}", need="separate memory")
 
 
 def check_held(what: str, tensor: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ def check_held(what: str, tensor: torch.Tensor) -> None:
     start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
     required = tensor.storage_offset() * tensor.element_size() + stop - start
     if not pointer or available < required:
-        got = f"{available if pointer else 0} bytes of memory (freed, or made smaller?)"
+        got = f"{available if pointer else 0} bytes of memory (freed or resized?)"
         raise LayoutError(what, got=got, need=f"the {required} that its shape and strides reach")
 
 

@@ -137,7 +137,7 @@ def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int])
     peers = [rank for rank, rows in enumerate(received_W) if rows > max_rows]
     if peers:
         got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
-        need = f"<= {max_rows}, as Problem.max_received says"
+        need = f"<= {max_rows} (Problem.max_received)"
         raise layer.manager.disagreement(got, need, step=agreed.step, peers=peers)
 
 
@@ -159,7 +159,7 @@ def _raise_if_refused(
         f"with {_REFUSALS[refusals[rank]]}"
         for rank in peers
     ]
-    need = "calls that every rank takes"
+    need = "calls that every rank accepts"
     raise manager.disagreement("; ".join(refused), need, step=step, peers=peers)
 
 

@@ -101,7 +101,7 @@ class ExchangeManager(ABC, Generic[Shape]):
         exchange = next((candidate for candidate in exchanges if not candidate.busy), None)
         if exchange is None:
             if len(exchanges) == self.in_flight:
-                need = f"at most {self.in_flight}, as {type(self).__name__}(in_flight=...) says"
+                need = f"at most {self.in_flight}; set {type(self).__name__}(in_flight=...)"
                 raise UnsupportedError("calls in flight", got=len(exchanges) + 1, need=need)
             exchange = self._make(shape)
         exchange.busy = True

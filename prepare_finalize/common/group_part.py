@@ -343,7 +343,7 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
         hint = "ids are localized by Parallel(placement=...)"
         rejections.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
     if problem.e != num_slots:
-        need = f"{num_slots}, as the placement says"
+        need = f"{num_slots} (experts of the placement on this rank)"
         rejections.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
     return tuple(rejections)
 
@@ -355,7 +355,7 @@ def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
     """
     if problem.adapters is None or not problem.scheme.dispatched_quantized:
         return ()
-    got, need = f"rows of {problem.quant}", "rows that are not quantized: adapters read those"
+    got, need = f"rows of {problem.quant}", "unquantized rows, which adapters read"
     return (Rejection("lora", (part, "problem"), got, need),)
 
 

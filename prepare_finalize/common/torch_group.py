@@ -327,7 +327,7 @@ class TorchGroup:
         until = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
         peers = self._store_rank
-        cause = "the group's store, which that rank may keep, does not answer"
+        cause = "the group's store, which may run on that rank, does not answer"
         if failed is None and peers and not self._board.ended:
             peers = self._unreachable_ranks(peers[0])
         if failed is not None:

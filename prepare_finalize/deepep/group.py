@@ -192,7 +192,7 @@ class DeepEPGroup:
             return
         self.agree({"RDMA NIC": has_rdma_nic(), **facts})
         if not has_rdma_nic():
-            need = "RDMA NICs, over which DeepEP reaches other hosts"
+            need = "RDMA NICs for DeepEP between hosts"
             raise ConfigurationError("network of the hosts", got="no RDMA NIC", need=need)
 
     def _check_nvshmem(self) -> None:
@@ -240,13 +240,13 @@ class DeepEPGroup:
         kind = load_deepep(1).Buffer
         self._check_nvshmem()
         if nvshmem_uses_ibgda() and not has_rdma_nic():
-            raise no_queue_pairs_error("IBGDA asked for, and no RDMA NIC here")
+            raise no_queue_pairs_error("IBGDA enabled without an RDMA NIC")
         arguments = low_latency_arguments(kind, tokens, hidden, experts, self.world_size)
         buffer = arguments.make(kind, self.process_group)
         # The library sets the variable itself, unless it was built without IBGDA.
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             buffer.destroy()
-            raise no_queue_pairs_error("a build that turns IBGDA on, and no RDMA NIC here")
+            raise no_queue_pairs_error("a build that enables IBGDA, without an RDMA NIC")
         low_latency = LowLatency(buffer, tokens, experts)
         try:
             low_latency.self_test(hidden)

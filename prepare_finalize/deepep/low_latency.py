@@ -93,7 +93,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         if len(slot_counts) > 1:
             got, need = (
                 f"{slot_counts[0]} to {slot_counts[-1]} experts on a rank",
-                "as many on each",
+                "the same number on each",
             )
             rejections.append(Rejection("placement", (cls.__name__, "problem"), got, need))
         return tuple(rejections)

@@ -28,7 +28,7 @@ def load() -> Any:
 
     Raises ConfigurationError if it is missing or cannot be imported.
     """
-    with importing(FLASHINFER_ALL2ALL, need="one that goes with this torch and CUDA"):
+    with importing(FLASHINFER_ALL2ALL, need="a build for this torch and CUDA"):
         comm, mnnvl, moe = (
             import_module(f"flashinfer.comm{submodule}")
             for submodule in ("", ".mnnvl", ".trtllm_moe_alltoall")

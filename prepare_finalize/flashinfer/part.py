@@ -119,7 +119,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
         if len(x_TH) > self._shape.max_tokens:
-            need = f"<= {self._shape.max_tokens}, as the workspaces are made for"
+            need = f"<= {self._shape.max_tokens} (capacity of the workspaces)"
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
         pairs = self.pairs(routing, call, join=False)
@@ -160,7 +160,9 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         own_handle = self.check_handle(handle, FlashInferHandle)
         exchange, shape = own_handle.exchange, self._shape
         if not exchange.busy or exchange.turn != own_handle.turn:
-            raise UnsupportedError("handle", got="one that was combined", need="one for each call")
+            raise UnsupportedError(
+                "handle", got="one that was combined", need="the handle of an unfinished call"
+            )
         rows_RH = reduce_rows(
             expert_output, own_handle.weights_RK, self.problem, own_handle.call, reduce
         )

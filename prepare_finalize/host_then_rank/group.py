@@ -119,7 +119,7 @@ class HostThenRankGroup(TorchGroup):
         self.ranks_per_host = self.world_size // len(self.hosts)
         if not self.hosts.has_consecutive_ranks(self.ranks_per_host):
             self.destroy()
-            need = "as many on each, in blocks"
+            need = "the same number of consecutive ranks on each host"
             raise ConfigurationError("hosts of the ranks", got=str(self.hosts), need=need)
         try:
             self.inside = HostMemory(

@@ -147,7 +147,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         at_once: bool,
     ) -> Receiver:
         if len(x_TH) > self._shape.max_tokens:
-            need = f"<= {self._shape.max_tokens}, as the buffers are made for"
+            need = f"<= {self._shape.max_tokens} (capacity of the buffers)"
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
         factor = self.problem.routed_scaling_factor
@@ -188,7 +188,9 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         own_handle = self.check_handle(handle, PplxHandle)
         exchange = own_handle.exchange
         if not exchange.busy or exchange.turn != own_handle.turn:
-            raise UnsupportedError("handle", got="one that was combined", need="one for each call")
+            raise UnsupportedError(
+                "handle", got="one that was combined", need="the handle of an unfinished call"
+            )
         shape = self.dispatch_shape(len(out))
         all_rows = own_handle.call.workspace.take(
             EXPERT_OUTPUT, (shape.experts, shape.capacity, self.problem.hidden)

@@ -151,5 +151,5 @@ def culprits(
     if late_ranks:
         return late_ranks, f"at least {max(delay_s[r] for r in late_ranks):.1f} s late"
     if delay_s[rank] > deadline_s / 2:
-        return others, f"gave up: this rank came at least {delay_s[rank]:.1f} s late"
+        return others, f"gave up on this rank, which was at least {delay_s[rank]:.1f} s late"
     return others, "failed too"

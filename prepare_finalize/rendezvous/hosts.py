@@ -99,7 +99,7 @@ def check_hosts(
     if requires.one_host:
         check_one_host(hosts, part)
     if ranks_per_host is not None and not hosts.has_consecutive_ranks(ranks_per_host):
-        need = f"{ranks_per_host} on each, in blocks, as Parallel.ranks_per_host says"
+        need = f"{ranks_per_host} consecutive ranks on each (Parallel.ranks_per_host)"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
     max_ranks = requires.ranks_per_host
     if max_ranks is None:

@@ -136,7 +136,7 @@ def test_what_a_file_that_is_shown_would_ignore_is_refused(
     (tmp_path / "empty.json").touch()
     done = load(str(tmp_path / "empty.json"), *other)
     assert done.code == 2
-    assert f"{other[0]}: got {other[0]} beside --load, need one of them" in done.err
+    assert f"{other[0]}: got {other[0]} together with --load, need only one" in done.err
 
 
 def test_a_picture_without_matplotlib_is_refused_first(
@@ -165,11 +165,11 @@ def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
 def test_a_peer_of_another_kind_is_named_and_left_out(mk: Mk, tmp_path: Path) -> None:
     path = peer_file(tmp_path, quant="fp8_w8a8_block")
     plain = mk(*TINY, "--tokens", "3", "--peer", str(path))
-    assert "left out: mine" in plain.err
+    assert "skipped mine" in plain.err
     assert "mine" not in plain.out
     asked = mk(*TINY, "--tokens", "3", "--peer", str(path), "--quant", "none,fp8_w8a8_channel")
     assert "mine fp8_w8a8_block" in asked.out
-    assert "left out" not in asked.err
+    assert "skipped" not in asked.err
 
 
 @pytest.mark.parametrize(
@@ -259,4 +259,4 @@ def test_interpreted_rows_are_told_where_their_mode_is_left_out(
     ]
     verb._print_text(Report(WHERE, PEAKS, with_best_peer(rows)))
     shown = capsys.readouterr().out
-    assert "interpreted, no machine's speed: BatchedTritonExperts\n" in shown
+    assert "ran in Triton's interpreter, times are meaningless: BatchedTritonExperts\n" in shown

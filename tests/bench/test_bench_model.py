@@ -44,7 +44,9 @@ def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -
     assert ended.code == 0, ended.out + ended.err
     assert max(map(len, ended.out.splitlines())) <= 80
     assert "quantization_config is left out" in ended.out
-    assert ("kernels are interpreted" in " ".join(ended.out.split())) is (DEVICE.type == "cpu")
+    assert ("kernels run in the interpreter" in " ".join(ended.out.split())) is (
+        DEVICE.type == "cpu"
+    )
     told = json.loads(record.read_text())
     assert [row["experts"] for row in told["rows"]] == ["eager", "grouped_mm", "ours"]
     for row in told["rows"]:
@@ -114,8 +116,8 @@ def test_other_options_and_numbers_are_bad_usage(capsys, tmp_path) -> None:
     config_file(tmp_path, "mixtral")
     for words, told in (
         (("--prompt", "9"), "--prompt alone"),
-        (("--hf", str(tmp_path), "--tokens-list", "4"), "--tokens-list beside --hf"),
-        (("--hf", str(tmp_path), "--quant", "none"), "--quant beside --hf"),
+        (("--hf", str(tmp_path), "--tokens-list", "4"), "--tokens-list together with --hf"),
+        (("--hf", str(tmp_path), "--quant", "none"), "--quant together with --hf"),
         (("--hf", str(tmp_path), "--new-tokens", "0"), "--new-tokens: got 0"),
         (("--hf", "mixtral-8x"), "mixtral-8x7b"),
     ):

@@ -133,7 +133,7 @@ def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "TritonExperts prepared mxfp4_w4a16" in done.out
     assert tables.PREPARED in done.out
-    assert "only timed as they are, nothing is prepared of: TritonExperts none" in done.err
+    assert "not timed with prepared weights: TritonExperts none" in done.err
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert {(row["layer"], row["prepared"], row["quant"]) for row in rows} == {
         ("TritonExperts", False, "none"),
@@ -146,7 +146,7 @@ def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
 def test_the_command_refuses_what_prepares_nothing(mk: Mk, machine: Machine) -> None:
     done = mk(*WORDS, "--quant", "none,fp8_w8a8_block")
     assert (done.code, done.out) == (2, "")
-    assert "--prepared: got none, fp8_w8a8_block, of which nothing is prepared by any" in done.err
+    assert "--prepared: got none, fp8_w8a8_block, not prepared by any" in done.err
     other = mk("--prepared", "--hf", "x.json")
     assert other.code == 2
     assert "prepared" in other.err

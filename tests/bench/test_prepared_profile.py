@@ -32,7 +32,7 @@ def test_calls_have_prepared_weights_and_the_report_their_bytes(
     done = mk(*words, *against, "--out", str(tmp_path), "--json")
     assert done.code == 0, done.err
     assert set(launched) == {32}, "13 rows an expert: with prepared weights alone"
-    assert "nothing is prepared of: TorchExperts mxfp4_w4a16" in done.err
+    assert "profiled without prepared weights: TorchExperts mxfp4_w4a16" in done.err
     first, second = (pair["ranks"][0] for pair in done.json["pairs"])
     problem = replace(MXFP4, **SIZES)
     assert first["prepared_bytes"] == declared_bytes(PAIR[1], problem) > 0
@@ -53,5 +53,5 @@ def test_files_of_calls_without_are_not_overwritten(mk: Mk, tmp_path: Path) -> N
 def test_what_prepares_nothing_is_refused(mk: Mk, quant: str, tmp_path: Path) -> None:
     done = mk(*TORCH, *WORDS, "--quant", quant, "--out", str(tmp_path / "new"))
     assert (done.code, done.out) == (2, "")
-    assert f"--prepared: got {quant}, of which nothing is prepared by TorchExperts" in done.err
+    assert f"--prepared: got {quant}, not prepared by TorchExperts" in done.err
     assert not (tmp_path / "new").exists()

@@ -82,8 +82,8 @@ def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
     assert rank.min_percent is not None
     assert rank.min_percent.stage == stages.SORT
     text = "\n".join(summary.sentences(replace(fast.pairs[0], ranks=(rank,))))
-    assert "Furthest from its floor: permute+gemm1_activation, 1100 us where 1000" in text
-    assert "Lowest share of its floor: sort, 2 %" in text
+    assert "Largest gap to the roofline: permute+gemm1_activation, 1100 us against 1000" in text
+    assert "Lowest percentage of roofline: sort, 2 %" in text
 
 
 def test_interpreted_time_is_held_against_no_floor() -> None:
@@ -119,8 +119,8 @@ def test_the_slowest_rank_stands_for_all() -> None:
 def test_what_could_not_be_measured_is_said() -> None:
     cpu = Machine("cpu", interpreter=True)
     told = " ".join(profiled("A x B", machine=cpu).missing)
-    assert "No GPU was watched" in told
-    assert "interpreted" in told
+    assert "No GPU was traced" in told
+    assert "ran in the interpreter" in told
     strange = {"traceEvents": [*one_call(), ran("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
         profiled("A x B", trace=strange).missing

@@ -117,7 +117,7 @@ def test_adapters_are_refused_and_nothing_else() -> None:
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     assert mk.check(*pair, BASE).ok
     verdict = mk.check(*pair, replace(BASE, lora="adapters=2,rank=8"))
-    assert [rejection.need for rejection in verdict.rejections] == ["columns in their order"]
+    assert [rejection.need for rejection in verdict.rejections] == ["no act_order"]
 
 
 # ----------------------------------------------------------------------------------- checkpoints
@@ -161,7 +161,7 @@ def test_a_share_of_columns_is_refused(tmp_path: Path) -> None:
 def test_a_loader_of_single_tensors_refuses_it() -> None:
     config = ORDERED["gptq, act-order"].config
     assert format_of(config).scheme.act_order
-    with pytest.raises(ConfigurationError, match=r"act_order.* `load_experts` takes"):
+    with pytest.raises(ConfigurationError, match=r"act_order.* `load_experts` supports"):
         FusedMoE(4, 128, 256, top_k=2, quant_config=config)
 
 

@@ -131,7 +131,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"ep": [0, 1]}, "ep: .rank, ranks.: got list"),
     "dtype": ({"dtype": "int8"}, "dtype: got int8"),
     "placement": ({"placement": "round"}, "placement"),
-    "device": ({"device": "gpu"}, "device: got 'gpu', need a device of torch"),
+    "device": ({"device": "gpu"}, "device: got 'gpu', need a torch device"),
     "config": ({"config": 3}, "config: got 3"),
     "prefix": ({"prefix": 3}, "prefix: got 3"),
     "unknown prefix": ({"prefix": "x."}, "no experts, need experts in x.layers.L"),

@@ -21,7 +21,7 @@ def test_layers_and_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert ended.code == 0
     told = "experts of layers 3 to 5, 7 in fp8_w8a8_block (fp8), 1180032 bytes"
-    assert f"{told}, as its config.json says" in ended.out
+    assert f"{told}, according to its config.json" in ended.out
     assert "quant=fp8_w8a8_block:block=64x128" in ended.out  # as the layer will have it
     record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
     assert record["checkpoint"] == {
@@ -65,7 +65,7 @@ def test_a_folder_with_a_config_json_alone_is_judged_by_it(
     (tmp_path / "model.safetensors").unlink()
     ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert ended.code == 0
-    assert "as its config.json says" not in ended.out
+    assert "according to its config.json" not in ended.out
 
 
 def without_dtype(folder: Path) -> None:
@@ -82,7 +82,7 @@ def test_without_a_dtype_of_the_config_that_of_the_files_counts(
     ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert "-float32" in ended.out
     assert "dtype" not in ended.err
-    told = "as its config.json says; float32, of which it says nothing, is the files'\n"
+    told = "according to its config.json; it has no dtype, using float32 of the files\n"
     assert told in ended.out
     record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
     assert record["checkpoint"]["dtype_of_files"] is True
@@ -90,8 +90,8 @@ def test_without_a_dtype_of_the_config_that_of_the_files_counts(
     assert load_experts(tmp_path, 0).weights.w1.dtype == torch.float32
     asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--dtype", "float16")
     assert "-float16" in asked.out
-    assert "is the files'" not in asked.out
-    assert "config.json says; float32 in the files, loaded as float16\n" in asked.out
+    assert "it has no dtype" not in asked.out
+    assert "config.json; the files have float32, loaded as float16\n" in asked.out
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a layer", "between layers"])
@@ -111,7 +111,7 @@ def test_files_of_several_dtypes_tell_none(
     without_dtype(tmp_path)
     ended = run_mk(capsys, *words)
     assert (ended.code, ended.out) == (2, "")
-    need = "need one dtype, or one that config.json states or is asked for (dtype=, --dtype)\n"
+    need = "need one dtype, or an explicit one in config.json or by dtype= or --dtype\n"
     assert ended.err.endswith(need)
     for kind in ("bfloat16 in ", " and float16 in "):
         assert kind in ended.err
@@ -151,7 +151,7 @@ def test_an_assumed_dtype_is_told(
     """Where the config.json alone is given, or files are quantized, nothing tells it."""
     write(tmp_path, "deepseek_v3", kind)
     given = tmp_path / ("config.json" if kind == "fp32" else ".")
-    told = f"{given} states no dtype: bfloat16 is assumed (--dtype)"
+    told = f"{given} has no dtype; using bfloat16 (see --dtype)"
     assert told not in run_mk(capsys, "check", *PAIR, "--model", str(given)).err
     without_dtype(tmp_path)
     ended = run_mk(capsys, "check", *PAIR, "--model", str(given))

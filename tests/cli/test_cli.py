@@ -89,8 +89,8 @@ def test_list(mk: Mk) -> None:
 def test_list_explains_its_words(mk: Mk) -> None:
     """Every option and format that a part of it has; the glossary has the words, too."""
     shown, told = mk("list").out, mk("list", "--json").json
-    parts, words = shown.split("what it says of a part")
-    assert "words are explained at the end" in parts
+    parts, words = shown.split("meaning")
+    assert "terms are explained at the end" in parts
     requires = [part["requires"] for part in told["parts"] if part["requires"]]
     said = {word for line in parts.splitlines() for word in line.replace(",", "").split()}
     options = {name for one in requires for name, value in one.items() if value is True}
@@ -297,7 +297,7 @@ def test_a_defect_that_changes_nothing_is_not_applicable(
     ended = mk(*IN_CALLS)
     assert ended.code == 0
     assert "1 defect put into calls: 0 found, 0 not, 1 not applicable" in ended.out
-    assert f"idle in {case}: changes nothing: nobody reads it" in ended.out
+    assert f"idle in {case}: no effect: nobody reads it" in ended.out
     assert mk(*IN_CALLS, "--json").json["calls"][0]["changes_nothing"] == "nobody reads it"
 
 
@@ -310,7 +310,7 @@ def test_a_pair_that_fails_without_a_defect_says_how(
     ended = mk(*IN_CALLS)
     assert ended.code == 1
     assert f"zeros in {case}: fails without the mutant: numeric: far off" in ended.out
-    assert "fails without it" in ended.out
+    assert "fails without the mutation" in ended.out
     record = mk(*IN_CALLS, "--json").json
     assert not record["ok"]
     assert record["calls"][0]["unsound"] == "numeric: far off"
@@ -361,7 +361,7 @@ def test_compile(
     ended = mk("compile", "--check", "--workers", "2", "--only", "bf16")
     assert ended.code == (1 if violations or reason == "" else 0)
     assert ("other_kernel" in ended.out) is (reason is not None)
-    assert ("NO CASE LAUNCHES IT" in ended.out) is (reason == "")
+    assert ("no case launches it" in ended.out) is (reason == "")
     assert asked == [("sm_100", 1, ""), ("sm_90", 2, "bf16")]
     assert "; no other case or kernel than those with 'bf16' was compiled" in ended.out
     assert " left out" not in ended.out.splitlines()[-1]  # nothing was counted against all kernels
@@ -375,7 +375,7 @@ def test_compile(
     monkeypatch.setattr(kernels, lambda: dict.fromkeys(("route_kernel", "gemm_kernel")))
     assert mk("compile").err.startswith("2 kernels for sm_90, in every form that parts launch")
     begun = mk("compile", "--only", "route").err
-    assert begun.startswith("1 of 2 kernels for sm_90 (named 'route'), and all of cases so named;")
+    assert begun.startswith("1 of 2 kernels for sm_90 (named 'route'), and all kernels of matching")
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out
     assert ("breaks a limit" in ended.out) is bool(violations)

@@ -65,7 +65,7 @@ def bad_paths(folder: Path, use: FileUse) -> dict[str, str]:
         "a folder of 256 bytes in one that is not there": str(folder / "new" / ("x" * 256) / "y"),
         "a path of 5,000 bytes": str(folder / "/".join(["x" * 99] * 50)),
         "a NUL byte": str(folder / "a\0b"),
-        "no UTF-8": str(folder / "a\udcff"),
+        "not UTF-8": str(folder / "a\udcff"),
         "a link to nothing": str(folder / "nothing"),
         "a link to itself": str(folder / "loop"),
     }

@@ -216,7 +216,7 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("plan --tokens-list=", "--tokens-list: got '', need numbers from 1 to 1048575"),
         ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
-        ("check --tokens many", "--tokens: got 'many', need a whole number"),
+        ("check --tokens many", "--tokens: got 'many', need an integer"),
         ("check --no-such-option", "No such option"),
         ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
         ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),
@@ -250,7 +250,7 @@ def test_bad_usage_ends_with_2_and_says_why(
     [
         ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
         ("check --exprets-type X", "No such option: --exprets-type (Possible options: "),
-        ("check --tokens x", "--tokens: got 'x', need a whole number\n"),
+        ("check --tokens x", "--tokens: got 'x', need an integer\n"),
         ("check --routed-scaling-factor 1,5", "got '1,5', need a number\n"),
         ("check TorchExperts", "Got unexpected extra argument(s) (TorchExperts) (see mk check -h)"),
         ("check --experts-type", "Option '--experts-type' requires an argument (see mk check -h)"),
@@ -269,7 +269,7 @@ def test_a_wrong_command_line_is_answered_in_one_line(
 
 def numbers() -> list[tuple[str, str, str]]:
     """(verb, option, what it needs) of every option that takes a number."""
-    needs = {"int": "a whole number", "float": "a number"}
+    needs = {"int": "an integer", "float": "a number"}
     found = []
     for verb, (place, _) in main.VERBS.items():
         module, function = place.split(":")
@@ -295,7 +295,7 @@ def test_a_word_that_is_no_number_as_json(capsys: pytest.CaptureFixture[str]) ->
     code, out, _ = run_mk(capsys, "check", "--json", "--tokens", "9" * 5000)
     assert code == 2
     error = json.loads(out)["error"]
-    assert (error["what"], error["need"]) == ("--tokens", "a whole number")
+    assert (error["what"], error["need"]) == ("--tokens", "an integer")
     assert len(error["got"]) < 200
 
 

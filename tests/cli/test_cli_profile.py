@@ -80,7 +80,7 @@ def test_two_pairings_side_by_side(capsys: Capsys, tmp_path: Path) -> None:
     code, out = run(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
     assert code == 0
     assert len(list(tmp_path.glob("*-rank0.trace.json"))) == 2
-    for word in ("sum of stages", "total (planned)", "Furthest from its floor"):
+    for word in ("sum of stages", "total (planned)", "Largest gap to the roofline"):
         assert word in out
     assert ("No GPU was" in out) is not torch.cuda.is_available()
     (page,) = tmp_path.glob("*.profile.html")

@@ -59,9 +59,9 @@ def test_what_cases_leave_out_is_said_of_their_level(
     (covers,) = (job.covers for job in jobs)
     assert ("--level full" in covers) is (level == "smoke")
     if ranks == 2:
-        assert "; chosen cases, not every two values of two axes" in covers
+        assert "; hand-picked cases without pairwise coverage" in covers
     elif level == "full":
-        assert "pairs of values of two axes met" in covers
+        assert "pairs of axis values covered" in covers
 
 
 def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
@@ -143,7 +143,7 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("test --one --world-size 2 --rank-tokens 3", "tokens: got 1 numbers"),
         ("test --one --world-size 2 --rank-tokens 3,17", "tokens: got (3, 17)"),
         ("test --one --world-size 2 --placement spiral", "placement: got 'spiral'"),
-        ("test --world-size 2 --placement copies", "--one beside them"),
+        ("test --world-size 2 --placement copies", "--one in addition"),
         ("test --ranks-per-host 2", "--ranks-per-host: got 2, need --world-size N"),
         ("test --world-size 4 --ranks-per-host 3 --backend gloo", "need a divisor of the 4 ranks"),
         ("check --world-size 3 --experts 2", "placement: experts: got 2"),

@@ -8,7 +8,7 @@ from run_mk import Mk, runs_mk
 BAD = {
     "none.json": (None, "No such file or directory"),
     "text.json": (b"x", "no JSON: "),
-    "bytes.json": (b"\xff", "no "),
+    "bytes.json": (b"\xff", "no"),
     "list.json": (b"[1]", ""),
     "other.json": (b'{"schema": "other/1"}', ""),
     "begun.json": (b'{"schema": "mk-bench/1"}', ""),

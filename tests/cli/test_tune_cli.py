@@ -134,7 +134,7 @@ def test_layers_that_are_refused_are_left_out(capsys: pytest.CaptureFixture[str]
     bad = replace(good, top_k=17)
     found = _valid([("bad", bad), ("good", good)], MACHINE, None, None)
     assert [name for name, _, _ in found] == ["good"]
-    assert "left out: bad" in capsys.readouterr().err
+    assert "skipped bad" in capsys.readouterr().err
     with pytest.raises(IncompatibleError):
         _valid([("bad", bad)], MACHINE, None, None)
     with pytest.raises(typer.Exit):
@@ -206,7 +206,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "25.0%" in text
     assert "WRONG, 256 tokens" in text
     assert "saved in folder/file.json" in text
-    assert "left: 512 tokens" in text
+    assert "not tuned: 512 tokens" in text
     made = record(layer, TUNED, [512])
     tuned: Any = made["tuned"]
     assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
@@ -316,7 +316,7 @@ def test_rows_that_the_oracle_does_not_see_are_compared_with_another_choice_s(
     outcome = made.screen(17, TWO)
     assert isinstance(outcome, Refusal)
     assert outcome.wrong
-    assert "another right choice" in outcome.reason
+    assert "another correct choice" in outcome.reason
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor", "int4_w4a16_group", "mxfp4_w4a16"])

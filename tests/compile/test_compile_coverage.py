@@ -64,12 +64,12 @@ def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
     assert seen | set(left_out) == set(defined_kernels())
     alone = {"dequantize_kernel", "shrink_tiles_kernel", "tiles_of_experts_kernel"}
     alone |= {"grouped_gemm_w4_tma_kernel", "tile_weights_kernel"}
-    reason, hopper = "for sm_90 alone", {*GLUON, *alone}
+    reason, hopper = "sm_90 only", {*GLUON, *alone}
     expected = {} if target == "sm_90" else dict.fromkeys(hopper, reason)
     if target == "sm_90":  # tests/compile/test_dequantized_compile.py compiles it
         expected["tiles_of_experts_kernel"] = "launched for weights of more than 1 GiB alone"
     if target == "sm_80":
-        expected["amax_kernel"] = "for fp8 alone, from sm_89 on"
+        expected["amax_kernel"] = "fp8 only, sm_89 or newer"
     assert left_out == expected
 
 
@@ -99,4 +99,4 @@ def test_only_the_kernel_asked_for_is_compiled(only: str) -> None:
 
 def test_a_kernel_that_is_asked_for_and_left_out_says_why() -> None:
     (left_out,) = compile_all("sm_80", only="tile_weights_kernel").left_out
-    assert left_out.reason == "for sm_90 alone"
+    assert left_out.reason == "sm_90 only"

@@ -191,8 +191,8 @@ FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
     ("interleaved", lambda: ActivationSpec("relu2", interleaved=True), "activation interleaved",
      "relu2", "gated"),
     ("world", lambda: Parallel(0), "world_size", "0", ">= 1"),
-    ("no_arch", lambda: Machine("cuda"), "machine", "('cuda', None)", "an arch"),
-    ("arch", lambda: Machine("cpu", (9, 0)), "machine", "('cpu', (9, 0))", "an arch"),
+    ("no_arch", lambda: Machine("cuda"), "machine", "('cuda', None)", "arch set"),
+    ("arch", lambda: Machine("cpu", (9, 0)), "machine", "('cpu', (9, 0))", "arch set"),
     ("class", lambda: check(TorchExperts, TorchExperts, PROBLEM),  # type: ignore[arg-type]
      "prepare_finalize part", "TorchExperts", "a subclass of PrepareAndFinalize"),
     ("problems", lambda: FusedMoEModularKernel(SpyPrepare(PROBLEM),

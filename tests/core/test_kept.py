@@ -155,4 +155,4 @@ def test_an_object_that_cannot_be_loaded_is_compiled_anew(
     kernel().keep()
     loader.of = fail
     assert isinstance(kernel().get(), Compiled)
-    assert "kernel is compiled anew: " in caplog.text
+    assert "recompiling kernel: " in caplog.text

@@ -152,7 +152,7 @@ def test_memory_that_ends_before_the_shape_is_refused() -> None:
     nbytes = args.weights.w2.nbytes
     args.weights.w2.untyped_storage().resize_(nbytes - 2)
     told = _refused(LayoutError, PROBLEM, args, "w2")
-    assert told.endswith(f"got {nbytes - 2} bytes of memory (freed, or made smaller?), need "
+    assert told.endswith(f"got {nbytes - 2} bytes of memory (freed or resized?), need "
                          f"the {nbytes} that its shape and strides reach")  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_an_output_in_memory_that_is_read_is_refused(name: str) -> None:
     args = _with(args, name, inside.copy_(read))
     out = room[:count].view(args.x.shape)
     told = _refused(ConfigurationError, problem, replace(args, out=out), "out")
-    assert f"got memory of {name}, need its own memory" in told
+    assert f"got memory of {name}, need separate memory" in told
     inplace = replace(problem, inplace=True)
     _refused(ConfigurationError, inplace, replace(args, x=out), "x of an inplace call")
 

@@ -269,13 +269,13 @@ CASES = (
          (("problem",),), "one activation scale, computed from all tokens", "static",
          ALONE | {"ex.schemes": {"fp8_w8a8_tensor"}}),
     Case("batch_invariant", "problem.parallel", Parallel(2, COPIES), Parallel(2),
-         (("problem",),), "copies of an expert", "one rank", ALONE | {"pf.localizes_ids": True}),
+         (("problem",),), "expert copies", "one rank", ALONE | {"pf.localizes_ids": True}),
     Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
          "prepare_no_receive", {"problem.asynchronous": True}),
     Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),
     Case("lora", "pf.lora", False, True, PF_P, LORA, "no adapters", {"problem.lora": LORA}),
     Case("lora", "problem.quant", "int4_w4a16_act_order", "int4_w4a16_group", (("problem",),),
-         "int4_w4a16_act_order", "columns in their order",
+         "int4_w4a16_act_order", "no act_order",
          {"problem.lora": LORA, "ex.schemes": {"int4_w4a16_act_order", "int4_w4a16_group"}}),
 )
 # fmt: on

@@ -35,8 +35,8 @@ def test_a_replayed_launch_is_as_tritons(found: dict[str, Any], kernel: str, nby
     [
         ("another release", "launchers of triton"),
         ("instrumented", "kernels are instrumented (consan)"),
-        ("clusters", "it is for clusters"),
-        ("scratch", "it takes scratch memory"),
+        ("clusters", "it uses clusters"),
+        ("scratch", "it uses scratch memory"),
         ("oversized", "bytes of shared memory"),
     ],
 )
@@ -53,15 +53,15 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)  # mk has set it
-    assert str(replay()) == "off: there is no GPU of NVIDIA's"
+    assert str(replay()) == "off: no NVIDIA GPU"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     assert str(replay()) == "off: TRITON_INTERPRET is 1: nothing is compiled"
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    assert str(replay()) == "off: there is no GPU of NVIDIA's"
+    assert str(replay()) == "off: no NVIDIA GPU"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "there is no C compiler")
-    assert str(replay()) == "off: there is no C compiler"
+    monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "no C compiler found")
+    assert str(replay()) == "off: no C compiler found"
     monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "")
     assert str(replay()) == "on"
     for release in triton_versions.REPLAYED:
@@ -71,4 +71,4 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(triton_versions, "RELEASE", release)
         assert str(replay()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
-    assert str(replay()) == "off: there is no triton"
+    assert str(replay()) == "off: triton is not installed"

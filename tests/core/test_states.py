@@ -133,7 +133,7 @@ def test_no_compiler_and_a_variable_that_means_nothing(monkeypatch: pytest.Monke
     monkeypatch.setenv("MK_CACHE_DRI", "/x")
     monkeypatch.setenv("MK_\x1b[31m", "/x")
     found, lines = seen()
-    assert found["C compiler"].startswith("missing: neither CC")
+    assert found["C compiler"].startswith("missing: no CC, gcc or clang")
     assert sum("C compiler missing" in line for line in lines) == 1
     assert "MK_CACHE_DRI (did you mean MK_CACHE_DIR?)" in found["variables"]
     assert found["variables"].isprintable()
@@ -148,7 +148,7 @@ def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
     assert process_status.caches() == ProcessState(
-        "caches", "off", "there is no home folder; set MK_CACHE_DIR"
+        "caches", "off", "no home directory; set MK_CACHE_DIR"
     )
 
 
@@ -169,7 +169,7 @@ def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
 ) -> None:
     launch = RECORD
     if launch is None:
-        pytest.skip("there is no triton")
+        pytest.skip("triton is not installed")
     monkeypatch.setattr(launch.triton_versions, "RELEASE", "3.5")
     monkeypatch.setattr(launch, "JITFunction", Kernel)
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)

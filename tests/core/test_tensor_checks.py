@@ -52,7 +52,7 @@ def test_views_that_reach_beyond_what_is_left_are_refused() -> None:
 def test_an_output_has_memory_of_its_own_for_each_element() -> None:
     room = torch.zeros(10)
     check_output("out", room[:5], {"x": room[5:], "b": None})
-    with pytest.raises(ConfigurationError, match="out: got memory of x, need its own memory"):
+    with pytest.raises(ConfigurationError, match="out: got memory of x, need separate memory"):
         check_output("out", room[:6], {"x": room[5:]})
     with pytest.raises(LayoutError, match=r"out: got strides \(0, 1\)"):
         check_output("out", torch.zeros(4).expand(3, 4), {})

@@ -190,5 +190,5 @@ def test_what_watches_shared_memory_is_not_part_of_a_recorded_call() -> None:
 )
 def test_a_buffer_over_one_that_is_over_others_is_refused(over: dict[str, tuple[str, ...]]) -> None:
     specs = {name: replace(spec, over=over.get(name, spec.over)) for name, spec in OVER.items()}
-    with pytest.raises(ConfigurationError, match="one over plain ones"):
+    with pytest.raises(ConfigurationError, match="a buffer over buffers that are not over others"):
         Workspace(specs, CPU)

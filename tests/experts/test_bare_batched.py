@@ -129,7 +129,9 @@ def test_what_does_not_fit_is_named(
 def test_what_is_read_is_neither_freed_nor_written() -> None:
     a, b = torch.ones(E, K, K), torch.ones(E, K, K)
     for name, out in (("a", a), ("b", b)):
-        with pytest.raises(ConfigurationError, match=f"out: got memory of {name}, need its own"):
+        with pytest.raises(
+            ConfigurationError, match=f"out: got memory of {name}, need separate memory"
+        ):
             batched_gemm(a, b, COUNTS, out=out)
     b.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="b: got 0 bytes of memory"):

@@ -135,7 +135,7 @@ def test_tiles_by_the_number_of_tokens_are_noticed(
     monkeypatch.setattr(lookup, "heuristics", by_tokens)
     clear_caches()
     try:
-        assert any("rows have other bits" in line for line in _found(pair, layer, machine))
+        assert any("the bits of" in line for line in _found(pair, layer, machine))
     finally:
         monkeypatch.undo()
         clear_caches()
@@ -222,8 +222,8 @@ def test_the_check_notices_one_bit(pair: tuple[str, str], machine: Machine) -> N
     trial = Trial(Case(*pair, LAYER), machine, mutant.build)
     # The first row alone, or the last, has another bit.
     assert list(batch_invariant(trial))[:2] == [
-        "in reverse order: 2 of 34 rows have other bits",
-        "in calls of 1, 2, 4, ... tokens: 5 of 34 rows have other bits",
+        "in reverse order: the bits of 2 of 34 rows differ",
+        "in calls of 1, 2, 4, ... tokens: the bits of 5 of 34 rows differ",
     ]
 
 

@@ -118,7 +118,7 @@ def test_either_of_batched(experts: int, many: bool) -> None:
 @pytest.mark.parametrize("change", [{"hidden": 48}, {"bias": True}, {"intermediate": 80}])
 def test_sizes_that_the_library_does_not_take_go_to_triton(part: Any, change: Any) -> None:
     problem = replace(FEW, tokens=130, **change)
-    assert "every call" in part.explained(problem)[0]
+    assert "all calls" in part.explained(problem)[0]
     assert part(problem)._many is None
 
 
@@ -126,13 +126,15 @@ def test_what_is_taken_is_said() -> None:
     problem = replace(BASE, experts=64, top_k=8)
     few, many = TritonOrDeepGemmExperts.explained(problem)
     assert few == "calls of fewer than 1024 tokens: TritonExperts"
-    assert many == "calls of 1024 tokens or more: DeepGemmExperts, if weights lie row by row"
+    assert many == "calls of 1024 tokens or more: DeepGemmExperts, if weights are row-major"
     few, many = BatchedTritonOrDeepGemmExperts.explained(problem)
     assert few == "experts with room for fewer than 512 rows: BatchedTritonExperts"
     assert many == "experts with room for 512 rows or more: BatchedDeepGemmExperts"
     for part in (TritonOrDeepGemmExperts, BatchedTritonOrDeepGemmExperts):
         (every,) = part.explained(replace(problem, bias=True))
-        assert every.endswith("TritonExperts, because DeepGEMM does not take these sizes")
+        assert every.endswith(
+            "TritonExperts, because DeepGEMM does not support these sizes or options"
+        )
 
 
 def test_room_is_declared_for_either() -> None:

@@ -311,7 +311,7 @@ def test_missing_old_or_broken(site: Path) -> None:
         library.load()
     (site / "flashinfer/fused_moe/core.py").write_text(RIGHT)
     (site / "flashinfer/fused_moe/__init__.py").write_text("raise RuntimeError('no nvcc')")
-    with pytest.raises(ConfigurationError, match="no nvcc, need one that goes with this torch"):
+    with pytest.raises(ConfigurationError, match="no nvcc, need a build for this torch"):
         library.load()
 
 

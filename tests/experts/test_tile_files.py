@@ -202,7 +202,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         make(folder / NAME)
-        with pytest.raises(ConfigurationError, match="no regular file"):
+        with pytest.raises(ConfigurationError, match="not a regular file"):
             store(folder).source(MIXTRAL)
 
 

@@ -216,5 +216,5 @@ def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         text = explain(MIXTRAL, 8)
         far = explain(MIXTRAL, 8192)
     assert "the nearest layer with a file: E=8, K=2, H=6144, I=16384, 8 tokens" in text
-    assert "from heuristics: no layer with a file is near" in far
+    assert "from heuristics: no tuned layer is close enough" in far
     assert "`mk tune` writes one: E=8,N=14336" in text

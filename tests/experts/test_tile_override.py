@@ -128,5 +128,5 @@ def test_a_plan_called_under_another_override_than_it_was_made_in(machine: Machi
         with override_config(TWO):
             assert torch.equal(plan(*inputs), first)
         return
-    with override_config(TWO), pytest.raises(ConfigurationError, match="same override of tiles"):
+    with override_config(TWO), pytest.raises(ConfigurationError, match="same tile override"):
         plan(*inputs)

@@ -361,7 +361,7 @@ BAD: dict[str, Case] = {
     "an index twice": (
         index(lambda m: '{"weight_map": {}, "weight_map": {}}'),
         WeightsError,
-        "a name twice",
+        "a duplicate key",
     ),
     "an index of lists": (index(lambda m: "[[]]"), WeightsError, "got no weight_map"),
     "an index that leads out": (

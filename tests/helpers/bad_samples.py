@@ -119,7 +119,7 @@ CASES = (
     Bad("x_hidden", x(lambda t: t[:, :63].contiguous()), ShapeError, "x", "(16, 63)", "H = 64"),
     Bad("x_dtype", x(lambda t: t.half()), DtypeError, "x", "float16", "bfloat16"),
     Bad("x_device", x(to_meta), DeviceError, "x", "meta", "a cpu tensor"),
-    Bad("x_columns", x(column_major), LayoutError, "x", "strides (1, 16)", "side by side"),
+    Bad("x_columns", x(column_major), LayoutError, "x", "strides (1, 16)", "contiguous rows"),
     Bad("x_inplace_gaps", x(with_gaps), LayoutError, "x of an inplace call", "strides (128, 1)",
         "contiguous", INPLACE),
     Bad("x_list", x(torch.Tensor.tolist), DtypeError, "x", "list", "a tensor"),

@@ -140,5 +140,5 @@ def test_between_arguments_nothing_is_reached():
         bounds.check(pointers, ours | (number == 31), 4)
     with pytest.raises(CorruptionError, match="bytes 60 to 67 of b, need 0 to 63"):
         bounds.check(pointers, number == 47, 8)
-    with pytest.raises(CorruptionError, match="no argument holds memory"):
+    with pytest.raises(CorruptionError, match="no argument has memory"):
         Bounds({"number": 3}).check(pointers, ours, 4)

@@ -45,13 +45,13 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"placement": Placement.linear(8, 2)}, "placement: got 8 experts on 2 ranks, need 8 on 1"),
     ({"placement": Placement.linear(8, 2).with_copies({0: (1,)}),
       "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies, need a prepare/finalize part"),
-    ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the most"),
+    ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the max"),
     ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
     ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor exa"),
     ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor exactly"),
     ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
     ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
-    ({"device": "gpus"}, "device: got 'gpus', need a device of torch"),
+    ({"device": "gpus"}, "device: got 'gpus', need a torch device"),
     ({"layer_id": "a"}, "layer_id: got 'a', need an int or None"),
 )  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_bad_routers() -> None:
         router(torch.zeros(3, 5))
     with pytest.raises(DtypeError, match="x of the router: got int64, need floats"):
         router(torch.zeros(3, H, dtype=torch.int64))
-    with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route, or"):
+    with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route or"):
         select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))
     layer = layer_of(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
     with pytest.raises(ConfigurationError, match="routing: got Tensor, need None: the layer has"):

@@ -125,7 +125,7 @@ HOSTILE: dict[str, Any] = {
     "nothing": "",
     "a list": "[]",
     "deep": "[" * 100_000,
-    "a name twice": '{"num_experts": 8, "num_experts": 4}',
+    "a duplicate key": '{"num_experts": 8, "num_experts": 4}',
     "dense": {"hidden_size": 4096, "intermediate_size": 11008},
     "no type": without(MIXTRAL, "model_type"),
     "another type": MIXTRAL | {"model_type": "mixtral2"},

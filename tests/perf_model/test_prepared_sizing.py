@@ -60,7 +60,7 @@ def test_what_prepares_nothing_is_refused(mk: Mk) -> None:
     for quant, *more in (("none",), ("mxfp4_w4a16", "--dtype", "float16")):
         done = mk(*WORDS, "--quant", quant, *more)
         assert (done.code, done.out) == (2, "")
-        assert f"--prepared: got {quant}, of which nothing is prepared by TritonExperts" in done.err
+        assert f"--prepared: got {quant}, not prepared by TritonExperts" in done.err
         need = "such as mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
         assert need in done.err
 

@@ -375,4 +375,7 @@ def test_an_option_that_a_comparison_would_ignore_is_refused(
     done = run_mk(capsys, "plan", "--compare", file, *words.split())
     name = words.split()[0]
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {name}: got {name} beside --compare, need one of them\n"
+    assert (
+        done.err
+        == f"error: {name}: got {name} together with --compare, need only one of the two options\n"
+    )

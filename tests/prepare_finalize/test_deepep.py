@@ -236,7 +236,7 @@ def test_a_manager_refuses_before_anything_is_sent() -> None:
         words = iter(report)
         assert "process group's backend" in next(words)
         assert "tokens 4, 5 by rank" in next(words)
-        assert "no RDMA NIC here, need RDMA NICs with IBGDA" in next(words)
+        assert "an RDMA NIC, need RDMA NICs with IBGDA" in next(words)
         assert "num_sms 20, 22 by rank" in next(words)
         assert "process group's size: got 2, need 4" in next(words)
         assert "a destroyed manager" in next(words)

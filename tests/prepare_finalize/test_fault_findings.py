@@ -43,7 +43,7 @@ def test_every_part_over_gloo_has_its_scenarios() -> None:
 
 def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
     (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", seconds=-1)
-    assert result.findings() == [f"rank {rank}: not begun: the time was up" for rank in (0, 1)]
+    assert result.findings() == [f"rank {rank}: not started: time limit reached" for rank in (0, 1)]
 
 
 def test_a_call_that_returns_something_else_is_an_error() -> None:
@@ -56,7 +56,7 @@ def test_a_call_that_returns_something_else_is_an_error() -> None:
     right = outcome(kernel, given, good)
     assert (right.error, right.good) == ("", 2)
     wrong = outcome(kernel, given, good + 1)
-    assert (wrong.error, wrong.message) == ("AssertionError", "a call returned, and was wrong")
+    assert (wrong.error, wrong.message) == ("AssertionError", "a call returned a wrong result")
     assert outcome(kernel, given, None).error == "AssertionError"
 
 
@@ -76,7 +76,7 @@ def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
     late = replace(killed, kind="late")
     assert findings(late, {}, good, good, good) == []
     bad = {
-        "rank 2: raised nothing": replace(good, error=""),
+        "rank 2: raised no error": replace(good, error=""),
         "rank 2: raised AssertionError": replace(good, error="AssertionError"),
         "rank 2: names (0,)": replace(good, peers=(0,)),
         "rank 2: in counts": replace(good, phase="counts"),
@@ -86,9 +86,9 @@ def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
         (found,) = findings(killed, dead, good, report)
         assert found.startswith(text)
     (found,) = findings(late, {}, good, replace(good, error=""), good)
-    assert found == "rank 1: raised nothing"
+    assert found == "rank 1: raised no error"
     (found,) = findings(late, {}, good, good, replace(good, serves_again=False))
-    assert "does not serve again" in found
+    assert "is not usable afterwards" in found
     (found,) = findings(killed, {**dead, 2: "did not answer"}, good)
     assert found == "rank 2: did not answer"
     assert findings(late, dead, good, good) == ["rank 1: died: killed by signal SIGKILL"]

@@ -113,9 +113,13 @@ def test_chunks_change_no_bit(four: RankPool) -> None:
         ("aabb", 2, "made"),
         ("aaaa", None, "made"),
         ("abcd", 1, "made"),
-        ("abab", None, "got 4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b, need as many on each"),
-        ("aaab", None, "need as many on each, in blocks"),
-        ("aabb", 1, "need 1 on each, in blocks, as Parallel.ranks_per_host says"),
+        (
+            "abab",
+            None,
+            "got 4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b, need the same number of consecutive",
+        ),
+        ("aaab", None, "need the same number of consecutive ranks on each"),
+        ("aabb", 1, "need 1 consecutive ranks on each (Parallel.ranks_per_host)"),
     ],
 )
 def test_hosts_that_it_takes(four: RankPool, ids: str, per_host: int | None, told: str) -> None:

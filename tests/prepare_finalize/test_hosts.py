@@ -119,8 +119,8 @@ def made(rank: int, world: int, group: object, ids: str, part: str, per_host: in
     [
         ("aabb", ALL2ALL, 2, "made"),
         ("aabb", ALL2ALL, None, "made"),
-        ("aabb", ALL2ALL, 4, "need 4 on each, in blocks"),
-        ("aaaa", ALL2ALL, 2, "need 2 on each, in blocks"),
+        ("aabb", ALL2ALL, 4, "need 4 consecutive ranks on each"),
+        ("aaaa", ALL2ALL, 2, "need 2 consecutive ranks on each"),
         ("abab", ALL2ALL, 2, "got 4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_skewed_clock_accuses_nobody(four: RankPool, skew_s: float) -> None:
         assert told[rank].startswith("(2,)"), told
         assert "s late" in told[rank]
         assert "rank 2: on host b" in told[rank]
-    assert "this rank came at least" in told[2]
+    assert "gave up on this rank, which was at least" in told[2]
 
 
 def gone(rank: int, world: int, group: object) -> str:

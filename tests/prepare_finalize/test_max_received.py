@@ -69,7 +69,7 @@ def test_beyond_it_every_rank_is_told_before_rows_move_and_goes_on(
         # Rank 3 passes on what comes from its like on the other host.
         peers, more = ("(2, 3)", "; 12 rows for rank 3") if ids == "aabb" else ("(2,)", "")
         assert told.startswith(f"{peers} counts 24 rows for rank 2{more}")
-        assert told.endswith("<= 10, as Problem.max_received says")
+        assert told.endswith("<= 10 (Problem.max_received)")
         assert bound[rank][1:] == free[rank][1:]
         assert isinstance(free[rank][0], float)
     # As many as come are enough.

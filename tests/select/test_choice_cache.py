@@ -152,7 +152,7 @@ CORRUPT = {
     "half": b'{"schema": "mk-choices/2", "iden',
     "not utf-8": b"\xff\xfe\x00",
     "nan": b'{"schema": NaN}',
-    "a name twice": b'{"schema": 1, "schema": "mk-choices/2"}',
+    "a duplicate key": b'{"schema": 1, "schema": "mk-choices/2"}',
     "deep": b"[" * 100_000,
     "long number": b"[" + b"9" * 10_000 + b"]",
     "large": b" " * (saved_choices.MOST_BYTES + 1),
@@ -182,7 +182,7 @@ def test_what_is_no_file_is_not_read(cache: Cache, tmp_path: Path) -> None:
     assert not cache.path.is_symlink()
     cache.path.unlink()
     os.mkfifo(cache.path)  # opening one to read would wait for a writer
-    assert "no regular file" in cache.load().notes[0]
+    assert "not a regular file" in cache.load().notes[0]
     cache.path.unlink()
     cache.path.mkdir()
     assert cache.load().record is None

@@ -74,7 +74,9 @@ def test_without_a_kind_of_part_the_error_is_what_failed(
     with pytest.raises(BrokenPartError, match=f"{kind} from modular-kernel: got /home/me/{kind}"):
         compose(PROBLEM, CPU)
     if kind == "experts":
-        with pytest.raises(UnknownPartError, match="need a part, and none can be used here"):
+        with pytest.raises(
+            UnknownPartError, match="need a part, but none is usable on this machine"
+        ):
             Catalog(parts, (failed,)).experts("TorchExperts")
 
 
@@ -270,7 +272,7 @@ def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
     assert set(choice.candidates.silent) == set(choice.candidates.order) > {TORCH, NAIVE}
     assert (choice.timed, choice.measured) == (0, False)
     assert [segment.pair for segment in choice.segments] == [TORCH]
-    assert choice.summary.startswith("4 token counts: 4 default (Triton's interpreter is on")
+    assert choice.summary.startswith("4 token counts: 4 default (Triton's interpreter is enabled")
 
 
 def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
@@ -394,7 +396,7 @@ def test_the_verb_chooses_explains_and_reuses(
     assert f" pairings are valid without Triton's interpreter ({many} with it, untimed)" in out
     assert "0 to 1 " in out
     assert "2 token counts: 2 timed (" in out
-    assert "not measured, they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out
+    assert "not measured because they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out
     lines = [line.split() for line in out.splitlines()]
     assert "8 tokens: " in err
     code, out, _ = ended(capsys, *SMALL, "--json")
@@ -420,5 +422,5 @@ def test_who_waits_is_told_once(
     monkeypatch.setattr(search, "_SILENT_S", 0.0)
     monkeypatch.setattr(Stopwatch, "_once", lambda *_: time.sleep(0.02) or 1e-3)
     compose(PROBLEM, CPU, terms=Terms(tell=(lambda _: None) if quiet else None))
-    told = "timing 2 pairings for at most 20 s, this once: the cache keeps their times"
+    told = "timing 2 pairings for up to 20 s; the times are cached"
     assert [record.getMessage() for record in caplog.records] == ([] if quiet else [told])

@@ -107,8 +107,13 @@ def told(line: str) -> str:
     [
         (REPLICATED, counts_layers_by_two, "misunderstood", "layer 1, 3 by rank"),
         (REPLICATED, tells_nobody, "broken-off", "rank 0: faults: "),
-        (REPLICATED, in_any_order, "finished-by-turns", "right, not (0, 'counts', 3, 1, 3, (1,))"),
-        (BY_HOSTS, notes_no_memory, "misunderstood", "no record of memory, not right"),
+        (
+            REPLICATED,
+            in_any_order,
+            "finished-by-turns",
+            "right, expected (0, 'counts', 3, 1, 3, (1,))",
+        ),
+        (BY_HOSTS, notes_no_memory, "misunderstood", "no record of memory, expected right"),
         (BY_HOSTS, partial(forgets, lost="(8, 'counts')"), "misunderstood", "[(8, 'counts')"),
         (REPLICATED, partial(forgets, lost="(2, 'counts')"), "misunderstood", "[(2, 'counts')"),
         (REPLICATED, partial(forgets, lost="(1, 'combine')"), "misunderstood", "[(1, 'combine')"),

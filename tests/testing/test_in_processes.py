@@ -42,7 +42,7 @@ def test_a_process_that_ends_is_an_error_that_names_the_case(
 ) -> None:
     case = cases_for(*PAIR, machine, "smoke").cases[0]
     deadly = Deadly(case.prepare_finalize, case.experts, case.problem)
-    with pytest.raises(WorkerError, match=r"ends its process: mk test --one") as ended:
+    with pytest.raises(WorkerError, match=r"ended it: mk test --one") as ended:
         list(prove_all([deadly], machine, 2))
 
     def dead(host: Host, cases: Sequence[Case], workers: int) -> Generator[Proof, None, None]:
@@ -145,7 +145,7 @@ def test_full_lists_are_shared_by_one_process_a_processor(
     assert asked == [1, 3, 2]
     ended = run_mk(capsys, "test", *TORCH_PAIR, "--workers", "1000")
     assert asked[-1] == 3
-    assert "--workers 1000: 3 are started, one for each CPU\n" in ended.err
+    assert "--workers 1000: using 3, one per CPU\n" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_workers_that_could_share_nothing_are_refused(
 ) -> None:
     ended = run_mk(capsys, "test", *TORCH_PAIR, "--workers", *words)
     assert ended.code == 2
-    assert f"--workers: got {words[0]}, need 1 or more, without --one" in ended.err
+    assert f"--workers: got {words[0]}, need 1 or more; it cannot be combined with" in ended.err

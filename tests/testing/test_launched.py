@@ -92,7 +92,7 @@ def test_a_world_whose_other_rank_never_comes_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MASTER_PORT", port)
     launcher = read_launcher()
     assert launcher is not None
-    with pytest.raises(RankError, match=f"does not reach the store of 127.0.0.1:{port}"):
+    with pytest.raises(RankError, match=f"cannot connect to the store at 127.0.0.1:{port}"):
         LaunchedRanks(launcher, group_timeout=2)
 
 

@@ -69,7 +69,7 @@ def test_a_pairing_that_lost_cases_is_noticed() -> None:
     ledger = parse_ledger("cpu SomePrepare SomeExperts 3")
     assert unmet_entries(ledger, Counter({PAIR: 3}), "cpu") == ()
     (line,) = unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
-    assert line == "cpu: SomePrepare x SomeExperts: 2 cases, 3 are promised"
+    assert line == "cpu: SomePrepare x SomeExperts: 2 cases, need 3"
     assert unmet_entries(ledger, Counter(), "cpu") != ()
     assert unmet_entries(ledger, Counter(), "cuda") == ()
 

@@ -152,5 +152,5 @@ def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Pat
     assert "total = (total)" in text
     assert "mask = (offsets <= columns) & (row >= 0)" in text
     assert texts_of((clamp,))["module"][1] == clamp.text()
-    with pytest.raises(ConfigurationError, match="two of one place"):
+    with pytest.raises(ConfigurationError, match="two at the same place"):
         texts_of((clamp, clamp))

@@ -151,7 +151,7 @@ def test_a_hanging_rank_is_named_with_the_place_where_it_is(pool: RankPool) -> N
 def test_a_stopped_rank(pool: RankPool) -> None:
     error = failure(pool, samples.die, 0, signal.SIGSTOP, timeout=3)
     assert set(error.failures) == {0, 1}
-    assert error.failures[0].endswith("(no trace: it does not take signals)")
+    assert error.failures[0].endswith("(no stack trace: the process does not handle signals)")
     assert "barrier" in error.failures[1]
 
 

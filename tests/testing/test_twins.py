@@ -150,7 +150,7 @@ def test_few_rows_may_differ_and_typical_ones_may_not() -> None:
     few[:3], many[:4] = 0.9, 0.2
     assert list(check_shares(few, own, where)) == []
     (line,) = check_shares(many, own, where)
-    assert "4 of 20 rows are not those of" in line
+    assert "4 of 20 rows differ from the bitwise reference" in line
     assert "at most 3 may" in line
     (line,) = check_shares(torch.full((20,), 0.04), own, where)
     assert "typical row" in line

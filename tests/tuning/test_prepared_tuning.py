@@ -206,7 +206,7 @@ def test_the_command_says_what_is_launched_without_and_with(mk: Mk, here: Path) 
     words = ("--quant", "mxfp4_w4a16,none", "--tokens-list", "4,64,4096,32768")
     done = mk(*ON_H200, *words)
     assert done.code == 0
-    assert done.err.strip() == "left out: mixtral none: nothing is prepared of its weights"
+    assert done.err.strip() == "skipped mixtral none: no experts part prepares its weights"
     said = [
         ("prepared weights" in text.splitlines()[0], text.partition("path: ")[2].split()[0])
         for text in done.out.split("\n\n")

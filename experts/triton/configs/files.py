@@ -254,7 +254,7 @@ def _content(path: Path) -> bytes:
     what = f"config file {path}"
     try:
         if not path.is_file():  # also a dangling link
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         return json_files.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigurationError(what, got=str(error), need="a readable file") from error
@@ -269,7 +269,7 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
     try:
         value = json_files.parse(text)
     except ValueError as error:  # includes JSONDecodeError
-        need = "JSON, every key once, finite"
+        need = "JSON with unique keys and finite numbers"
         raise ConfigurationError(what, got=str(error), need=need) from error
     return _build_recipe(value, what, origin)
 

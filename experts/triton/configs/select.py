@@ -126,7 +126,11 @@ def explain(
     lines = [
         f"{problem.with_tokens(tokens)}, {call_label}, on {store.device.name or 'no GPU'}",
         f"  from {reason}",
-        *([f"  not launched as it says, {from_file}"] if from_file.path != unprepared.path else []),
+        *(
+            [f"  the file's launch is not used: {from_file}"]
+            if from_file.path != unprepared.path
+            else []
+        ),
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
@@ -161,7 +165,7 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
 def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
     lender = source.whose[source.steps.index(tokens)] if source.whose else ""
     if lender == "heuristics":
-        return "heuristics: no layer with a file is near"
+        return "heuristics: no tuned layer is close enough"
     if lender:
         rows = tokens * problem.top_k / problem.experts
         if rows > MIN_COMPUTE_BOUND_ROWS and launched != source.steps.choose(tokens):

@@ -49,7 +49,7 @@ def capacity_multiple(p: Pairing) -> Violations:
     capacity = p.problem.parallel.world_size * -(-max(1, p.problem.tokens) // unit) * unit
     if capacity % multiple:
         need = f"a multiple of {multiple} for {p.ex_name}"
-        hint = "give the problem that many tokens more, or another PrepareAndFinalize"
+        hint = "round problem.tokens up, or use another PrepareAndFinalize"
         yield Rejection("capacity_multiple", p.both, f"{capacity} rows for an expert", need, hint)
 
 

@@ -126,13 +126,13 @@ def hosts(p: Pairing) -> Violations:
     if p.pf.one_host and hosts != 1:
         yield Rejection("hosts", parties, f"{hosts} hosts", "at most 1")
     if limit is not None and per_host > limit:
-        hint = "Parallel.ranks_per_host says where they are"
+        hint = "set Parallel.ranks_per_host"
         yield Rejection("hosts", parties, f"{per_host} ranks on a host", f"at most {limit}", hint)
     elif p.pf.full_hosts and hosts != 1 and per_host != limit:
         got = f"{per_host} on each of {hosts} hosts"
         yield Rejection("hosts", parties, got, f"{limit} ranks on each of several hosts")
     if p.problem.graph and hosts != 1 and not p.pf.graph_across_hosts:
-        need = "graph=False: between hosts the host waits for the numbers of rows"
+        need = "graph=False: across hosts the CPU waits for row counts"
         yield Rejection("hosts", parties, "graph=True", need)
 
 
@@ -220,7 +220,7 @@ def batch_invariant(p: Pairing) -> Violations:
         got = f"{scheme}: one activation scale, computed from all tokens of a call"
         yield Rejection(rule, ("problem",), got, "a scale per token, per group, or static")
     if p.problem.placement.has_copies:
-        got = "copies of an expert, which take turns by a token's place in the call"
+        got = "expert copies, chosen by a token's position in the call"
         yield Rejection(rule, ("problem",), got, "each expert on one rank")
 
 
@@ -237,8 +237,12 @@ def lora(p: Pairing) -> Violations:
     for name, req in p.each():
         if not req.lora:
             moves = isinstance(req, PrepareFinalizeRequirements)
-            hint = "tokens lose their slots on the way" if moves else "products without deltas"
+            hint = (
+                "the dispatch does not carry adapter slots"
+                if moves
+                else "its GEMMs do not add LoRA deltas"
+            )
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
     if p.problem.scheme.act_order:
         # h is ordered like w2's columns, but adapters are trained in the original order.
-        yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")
+        yield Rejection("lora", ("problem",), p.problem.quant, "no act_order")

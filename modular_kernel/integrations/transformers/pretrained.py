@@ -106,11 +106,14 @@ def from_pretrained(
         return (model, info) if with_info else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
-            need = "none: the format is the checkpoint's own, and what returns is a model alone"
+            need = "unset: the checkpoint defines the format; only the model is returned"
             raise UnsupportedError("quantized experts", got=option, need=need)
     distributed = [name for name in _DISTRIBUTED_OPTIONS if kwargs.get(name) is not None]
     if distributed:
-        need = "a model in one process: register() and plain from_pretrained share unquantized ones"
+        need = (
+            "a model in one process; use register() and transformers' from_pretrained to "
+            "distribute unquantized models"
+        )
         raise UnsupportedError("quantized experts", got=", ".join(distributed), need=need)
     requested_dtype = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
     layer_dtype = parse_dtype(torch.bfloat16 if requested_dtype is None else requested_dtype)

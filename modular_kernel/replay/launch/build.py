@@ -39,7 +39,7 @@ def module_of(
     library = find_cached(stem, _SUFFIX)
     if library is None:
         if compiler is None:
-            raise BuildError("there is no C compiler: neither CC, nor gcc, nor clang")
+            raise BuildError("no C compiler found (CC, gcc or clang)")
         command = [compiler, str(source), *flags]
         try:
             library = build_cached(stem, _SUFFIX, lambda made: _compile(command, made))

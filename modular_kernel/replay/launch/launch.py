@@ -15,7 +15,7 @@ from modular_kernel.replay.launch import cuda_replay
 from modular_kernel.replay.launch.runtime import HAS_TRITON, patch_interpreter_once
 from modular_kernel.replay.recording import recorder
 
-_NO_GPU = "there is no GPU of NVIDIA's"
+_NO_GPU = "no NVIDIA GPU"
 # Triton has no type annotations.
 Foreign = Any
 
@@ -42,7 +42,7 @@ def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None
 def why_not_replayed() -> str:
     """Return why plans on this machine cannot replay launches; "" if they can."""
     if not HAS_TRITON:
-        return "there is no triton"
+        return "triton is not installed"
     import triton
 
     if triton.knobs.runtime.interpret:

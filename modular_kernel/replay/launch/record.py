@@ -58,7 +58,7 @@ def record_launch(
 def _why_not_replayable(kernel: Foreign, compiled: Foreign) -> str:
     """Return why a launch cannot be replayed without triton's own code; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
-        return f"{kernel} is interpreted, or no plain @triton.jit function"
+        return f"{kernel} is interpreted or not a plain @triton.jit function"
     if kernel.pre_run_hooks:
         return f"{kernel} has pre-run hooks"
     reason = triton_versions.why_not_replayed(compiled.metadata)

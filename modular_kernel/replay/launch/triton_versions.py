@@ -69,9 +69,9 @@ def why_not_replayed(metadata: Foreign) -> str:
     if getattr(metadata, "instrumentation_mode", ""):
         return f"kernels are instrumented ({metadata.instrumentation_mode})"
     if metadata.target.backend != "cuda" or metadata.num_ctas != 1:
-        return "it is for clusters, or for no GPU of NVIDIA's"
+        return "it uses clusters, or does not target an NVIDIA GPU"
     if metadata.global_scratch_size or metadata.profile_scratch_size:
-        return "it takes scratch memory"
+        return "it uses scratch memory"
     if metadata.shared > _OVERSIZED_SHARED:
         return f"it takes {metadata.shared} bytes of shared memory"
     return ""

@@ -95,7 +95,8 @@ def unsupported_reason(problem: Problem, values: str) -> str | None:
     """Return why these values cannot be checked in `problem`, or None."""
     one_for_all = problem.scheme.activation_granularity == "tensor"
     if one_for_all and values in ("large", "nan_token", "inf_token"):
-        return f"[values] {values}: one activation scale is for all tokens, so none is apart"
+        why = "all tokens share one activation scale, so no token is independent of the others"
+        return f"[values] {values}: {why}"
     if values == "ties" and not problem.scheme.quantizes_activations:
         return "[values] ties: activations are not quantized"
     if values == "faint" and problem.dtype is torch.float16:

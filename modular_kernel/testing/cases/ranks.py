@@ -83,7 +83,7 @@ class RankCase(Case):
         parallel = self.problem.parallel
         if len(self.tokens) != parallel.world_size or parallel.rank:
             got = f"{len(self.tokens)} numbers, rank {parallel.rank}"
-            need = f"{parallel.world_size} numbers, one of each rank, and rank 0's problem"
+            need = f"{parallel.world_size} numbers, one per rank, and the problem of rank 0"
             raise ConfigurationError("tokens", got=got, need=need)
         if max(self.tokens) > self.problem.tokens:
             need = f"at most problem.tokens = {self.problem.tokens} on each rank"
@@ -92,7 +92,7 @@ class RankCase(Case):
             need = f"one of {', '.join(SCENARIOS)}"
             raise ConfigurationError("fault", got=repr(self.fault), need=need)
         if self.replicated and len(set(self.tokens)) > 1:
-            need = f"as many on each rank: {self.prepare_finalize} takes replicated input"
+            need = f"the same number on each rank: {self.prepare_finalize} needs replicated input"
             raise ConfigurationError("tokens", got=self.tokens, need=need)
 
     @property

@@ -198,11 +198,11 @@ def _run_step(target: str, only: str, index: int) -> list[CompiledRow]:
 
 def _why_left_out(kernel: DefinedKernel, target: str) -> str:
     if kernel.targets and target not in kernel.targets:
-        return f"for {', '.join(kernel.targets)} alone"
+        return f"{', '.join(kernel.targets)} only"
     if kernel.left_out:
         return kernel.left_out
     fp8 = kernel.name in _FP8_ALONE and int(target.removeprefix("sm_")) < _FP8_ARCH
-    return f"for fp8 alone, from sm_{_FP8_ARCH} on" if fp8 else ""
+    return f"fp8 only, sm_{_FP8_ARCH} or newer" if fp8 else ""
 
 
 @contextmanager

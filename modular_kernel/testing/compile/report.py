@@ -120,8 +120,8 @@ def check(
     counts = {} if expect is None else record.instructions
     nonzero = {name: count for name, count in counts.items() if count}
     reasons = (
-        (record.stack > 0, f"{record.stack} bytes of stack a thread: registers are spilled"),
-        (record.spill > 0, f"{record.spill} bytes of local memory a thread"),
+        (record.stack > 0, f"{record.stack} bytes of stack per thread: registers are spilled"),
+        (record.spill > 0, f"{record.spill} bytes of local memory per thread"),
         (
             record.shared > max_shared,
             f"{record.shared} bytes of shared memory, the limit is {max_shared}",
@@ -147,7 +147,7 @@ def record_compiles(
     ConfigurationError in an interpreting process and for a malformed target.
     """
     if triton.knobs.runtime.interpret:
-        need = "a process without it, which compiles its kernels"
+        need = "a process without TRITON_INTERPRET"
         raise ConfigurationError("compile-only report", got="TRITON_INTERPRET=1", need=need)
     driver = NoDevice(target)
     records: list[CompileRecord] = []

@@ -21,7 +21,7 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
         return f"got and need are both {got}"
     satisfied = _is_satisfied(got, need)
     if satisfied:
-        return f"refused, though {got} is {need}"
+        return f"refused although {got} satisfies {need}"
     if satisfied is None or values is None:
         return ""
     is_declared = "requires" in field
@@ -33,7 +33,11 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
     start, end = matches[-1 if field.endswith("[1]") else 0].span()
     changed = words[:start] + passing + words[end:]
     got, need = (got, changed) if is_declared else (changed, need)
-    return f"accepted, though {got} is not {need}" if _is_satisfied(got, need) is False else ""
+    return (
+        f"accepted although {got} does not satisfy {need}"
+        if _is_satisfied(got, need) is False
+        else ""
+    )
 
 
 def _format_number(number: int, words: str) -> str:

@@ -26,8 +26,8 @@ class Effect(IntEnum):
 
 
 _WHY = {
-    Effect.NONE: "what it would change is not there",
-    Effect.UNREAD: "nobody reads what it changes",
+    Effect.NONE: "the tensors it changes are absent",
+    Effect.UNREAD: "what it changes is never read",
 }
 _noted: dict[str, Effect] = {}  # strongest effect by name of the defect, in this process
 

@@ -27,7 +27,7 @@ MUTANTS: tuple[CallMutant, ...] = (
     ),
     CallMutant(
         "interleave_ignored",
-        "rows that alternate are read as halves, or the reverse",
+        "interleaved rows are read as halves, or vice versa",
         when.gated,
         problem=lambda p: given.with_activation(p, interleaved=not p.act.interleaved),
     ),
@@ -87,7 +87,7 @@ MUTANTS: tuple[CallMutant, ...] = (
     ),
     CallMutant(
         "x_stride_ignored",
-        "rows of x are read as if nothing lay between them",
+        "x is read as if its rows were contiguous",
         when.both(when.several_tokens, lambda p: not p.inplace and p.tokens > 2),
         arguments=given.ignore_row_stride,
     ),

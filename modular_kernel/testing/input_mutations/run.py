@@ -54,9 +54,7 @@ class Kill:
         return self.unsound is None and (self.killed_by is not None or self.nothing is not None)
 
     def __str__(self) -> str:
-        outcome = (
-            f"changes nothing: {self.nothing}" if self.nothing else self.killed_by or "SURVIVED"
-        )
+        outcome = f"no effect: {self.nothing}" if self.nothing else self.killed_by or "SURVIVED"
         if self.unsound is not None:
             outcome = f"fails without the mutant: {self.unsound}"
         return f"{self.mutant} in {self.case}: {outcome}"

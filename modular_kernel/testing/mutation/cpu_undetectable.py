@@ -19,7 +19,7 @@ _INSTRUCTION = re.compile(r"\b[a-z][a-z0-9]*\.(?:\w+\.)*[bsuf](?:16|32|64)(?:x2)
 
 OFFSETS = "offsets of 32 bits, wrong from 2^31 elements on (tests/gpu/test_addressing.py)"
 DEVICE = "statements about a GPU, or about whether an operation is interpreted"
-RELEASES = "statements about the release of triton: the one installed is one of their sides"
+RELEASES = "statements that depend on the Triton release; only the installed one can be tested"
 REASONS = (OFFSETS, DEVICE, RELEASES)
 
 

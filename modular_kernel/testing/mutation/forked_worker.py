@@ -39,7 +39,7 @@ class ChildProcess:
 
     def __init__(self, work: Callable[[Tell], None], patience: float) -> None:
         self.patience = patience
-        self.ended = ChildExit("crash", "said nothing")
+        self.ended = ChildExit("crash", "sent no message")
         self._reader, writer = os.pipe()
         self._pid = os.fork()
         if not self._pid:
@@ -53,7 +53,7 @@ class ChildProcess:
             while True:
                 ready, _, _ = select.select([self._reader], [], [], self.patience)
                 if not ready:
-                    self.ended = ChildExit("hang", f"nothing for {self.patience:.0f} s")
+                    self.ended = ChildExit("hang", f"no message for {self.patience:.0f} s")
                     return
                 data = os.read(self._reader, 1 << 20)
                 if not data:

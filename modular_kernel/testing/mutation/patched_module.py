@@ -44,7 +44,9 @@ def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
         module_mutants = [mutant for mutant in mutants if mutant.module == module]
         module_mutants.sort(key=lambda mutant: mutant.edit.start, reverse=True)
         if any(one.edit.start < two.edit.end for one, two in pairwise(module_mutants)):
-            raise ConfigurationError("mutants", got="two of one place", need="places of their own")
+            raise ConfigurationError(
+                "mutants", got="two at the same place", need="different places"
+            )
         source = Source(module, module_mutants[0].path)
         data = source.data
         for mutant in module_mutants:

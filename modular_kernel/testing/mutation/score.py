@@ -194,13 +194,13 @@ def pairs_of(
 
 def _needed(part: str, world_size: int) -> str:
     if world_size > 1:
-        return f"a part that some pairing has a case for over {world_size} ranks on a CPU"
+        return f"a part with a case over {world_size} ranks on a CPU"
     catalog = load_catalog()
     if part in catalog.names("prepare_finalize"):
         min_ranks, _ = catalog.prepare_finalize(part).requires.world_sizes
         if min_ranks > 1:
-            return f"--world-size {min_ranks} beside it: it is a part over ranks"
-    return "a part that some pairing has a case for in one process here"
+            return f"--world-size {min_ranks} as well, since the part needs ranks"
+    return "a part with a case in one process on this machine"
 
 
 def draw_sample(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:

@@ -124,7 +124,9 @@ class LaunchedRanks(Closeable):
             store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
         except (RuntimeError, ValueError) as error:
             why = str(error).partition("\n")[0]  # C++ stack frames follow
-            text = f"rank {self.rank} does not reach the store of {self._launcher.address}: {why}"
+            text = (
+                f"rank {self.rank} cannot connect to the store at {self._launcher.address}: {why}"
+            )
             raise RankError({self.rank: text}, {}) from error
         return PrefixStore("modular_kernel", store)
 
@@ -240,7 +242,7 @@ def _call_read(rank: int, _world_size: int, _group: object, read: Callable[[int]
 def _check_same_run(mine: str, good: bool, value: Any, theirs: str) -> tuple[bool, Any]:
     """Return the answer of a rank, or a failure if it ran another function."""
     if theirs != mine:
-        return False, (0.0, f"ran {theirs}, and not {mine}: ranks must run the same command")
+        return False, (0.0, f"ran {theirs} instead of {mine}: all ranks must run the same command")
     return good, value
 
 
@@ -248,7 +250,7 @@ def _pickled(answer: tuple[bool, Any, str]) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001  __reduce__ may raise anything
-        text = f"returned what cannot be pickled: {error!r}"
+        text = f"its result cannot be pickled: {error!r}"
         return pickle.dumps((False, (0.0, text), answer[2]))
 
 
@@ -256,7 +258,7 @@ def _unpickled(told: bytes) -> tuple[bool, Any, str]:
     try:
         answer: tuple[bool, Any, str] = pickle.loads(told)
     except Exception as error:  # noqa: BLE001  unpickling may raise anything
-        return False, (0.0, f"returned what cannot be unpickled: {error!r}"), "?"
+        return False, (0.0, f"its result cannot be unpickled: {error!r}"), "?"
     return answer
 
 

@@ -249,7 +249,7 @@ class RankPool(Closeable):
             failures[number] = self._epitaph(number)
         # Unpickling a result may raise anything.
         except Exception as error:  # noqa: BLE001
-            failures[number] = f"returned what cannot be unpickled: {error!r}"
+            failures[number] = f"its result cannot be unpickled: {error!r}"
         else:
             if good:
                 results[number] = value
@@ -280,7 +280,7 @@ class RankPool(Closeable):
         time.sleep(0.2)  # wait for the traces; a stopped process writes none
         for number in sorted(pending):
             text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
-            trace = self._trace(number) or "(no trace: it does not take signals)"
+            trace = self._trace(number) or "(no stack trace: the process does not handle signals)"
             failures[number] = f"{text}\n{trace}"
 
     def _trace(self, number: int) -> str:

@@ -62,15 +62,15 @@ class FaultResult:
                 ]
         victim = self.reports.get(VICTIM)
         if victim is not None and not victim.error:
-            deviations.append(f"rank {VICTIM}: raised nothing")
+            deviations.append(f"rank {VICTIM}: raised no error")
         for rank, report in self.reports.items():
             if scenario.kind != "killed" and not report.serves_again:
-                deviations.append(f"rank {rank}: the group does not serve again")
+                deviations.append(f"rank {rank}: the group is not usable afterwards")
         return deviations
 
     def _of_survivor(self, report: RankReport) -> Iterator[str]:
         if report.error != "CommunicationError":
-            yield f"raised {report.error or 'nothing'}: {report.message[:200]}"
+            yield f"raised {report.error or 'no error'}: {report.message[:200]}"
             return
         if report.peers != (VICTIM,):
             yield f"names {report.peers}: {report.message[:200]}"
@@ -184,7 +184,7 @@ def _try_scenario(scenario: Scenario, pool: RankPool) -> FaultResult:
 
 
 def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
-    lost = dict.fromkeys(range(world_size), "not begun: the time was up")
+    lost = dict.fromkeys(range(world_size), "not started: time limit reached")
     return FaultResult(scenario, world_size, {}, lost, 0.0)
 
 

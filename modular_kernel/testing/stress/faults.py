@@ -257,9 +257,9 @@ def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | N
         out = kernel(given.x_TH, given.weights, given.routing)
         _raise_pending_errors(kernel)
         if good is None:
-            raise AssertionError("ranks that mean different layers made a call")
+            raise AssertionError("a call succeeded although ranks use different layers")
         if not (torch.equal(out, good) if exact else torch.allclose(out, good)):
-            raise AssertionError("a call returned, and was wrong")
+            raise AssertionError("a call returned a wrong result")
 
     return report_of_calls(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
 

@@ -192,7 +192,7 @@ class _Run:
         max_growth = job.cuda_bytes, job.rss_bytes, 0
         for what, increase, limit in zip(names, growth, max_growth, strict=True):
             if increase > limit:
-                self.findings.append(f"{what}: {increase} more than when settled, {limit} may be")
+                self.findings.append(f"{what} grew by {increase}, limit {limit}")
         return SoakReport(
             self.step,
             time.monotonic() - started,
@@ -266,4 +266,4 @@ def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
     for name in names:
         if check(part, name, problem, machine).ok:
             return name
-    raise ConfigurationError("experts", got=f"none that pair with {part}", need="one at least")
+    raise ConfigurationError("experts", got=f"none compatible with {part}", need="at least one")

@@ -87,13 +87,16 @@ def check_shares(
     share, max_share = float(shares.median()), max(TYPICAL_SHARE, FACTOR * float(own.median()))
     if share > max_share:
         yield (
-            f"{share:.0%} of the values of a typical row are not those of {what}, "
-            f"at most {max_share:.0%} may differ by the order of sums"
+            f"{share:.0%} of the values of a typical row differ from the bitwise "
+            f"reference ({what}); at most {max_share:.0%} may differ by the order of sums"
         )
     odd, max_odd = int((shares > ROW_SHARE).sum()), 1 + len(shares) // ODD_ROWS
     max_odd += int(FACTOR * float((own > ROW_SHARE).double().mean()) * len(shares))
     if odd > max_odd:
-        yield f"{odd} of {len(shares)} rows are not those of {what}, at most {max_odd} may differ"
+        yield (
+            f"{odd} of {len(shares)} rows differ from the bitwise reference ({what}); at most "
+            f"{max_odd} may differ"
+        )
 
 
 def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:

@@ -49,7 +49,7 @@ def invalid_ids(trial: Trial) -> Findings:
     """Check that each id outside [-1, E) is counted once, and that nothing else is counted."""
     counted = trial.first_call.invalid_ids
     if counted != trial.first.invalid_ids:
-        yield f"counted {counted}, there are {trial.first.invalid_ids}"
+        yield f"counted {counted} invalid ids, expected {trial.first.invalid_ids}"
 
 
 def races(trial: Trial) -> Findings:
@@ -67,7 +67,7 @@ def staged_reference(trial: Trial) -> Findings:
     if experts.twin is None:
         return
     if experts.requires != experts.twin.requires:
-        yield f"declares other things than {experts.twin.__name__}"
+        yield f"its requirements differ from those of {experts.twin.__name__}"
     kernel = make_kernel(
         trial.case.prepare_finalize,
         experts.twin,
@@ -78,7 +78,8 @@ def staged_reference(trial: Trial) -> Findings:
     staged = call(kernel, trial.first)
     staged_invalid_ids = kernel.count_invalid_ids()
     if staged_invalid_ids != trial.first_call.invalid_ids:
-        yield f"counted {trial.first_call.invalid_ids} invalid ids, {staged_invalid_ids} by stages"
+        counted = trial.first_call.invalid_ids
+        yield f"counted {counted} invalid ids, the staged part {staged_invalid_ids}"
     ordinary = token_groups(trial.case.manner.values, len(staged)) == 0
     if trial.case.manner.nan:
         ordinary &= staged.flatten(1).isfinite().all(1).cpu()

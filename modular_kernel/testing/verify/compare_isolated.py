@@ -108,7 +108,7 @@ def _check_group(
         row, column = bad.nonzero()[0].tolist()
         got, want = float(output[row, column]), float(need[row, column])
         messages.append(
-            f"{int(bad.sum())} values neither right nor not finite where the recipe overflows, "
+            f"{int(bad.sum())} values are finite but wrong where the recipe overflows, "
             f"the first {got:.4g} instead of {want:.4g}"
         )
     return tuple(messages)

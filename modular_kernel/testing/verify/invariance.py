@@ -71,7 +71,7 @@ def batch_invariant(trial: Trial) -> Iterator[str]:
     for description, rows in regrouped_calls(trial):
         count = rows_that_differ(rows, trial.eager)
         if count:
-            yield f"{description}: {count} of {len(rows)} rows have other bits"
+            yield f"{description}: the bits of {count} of {len(rows)} rows differ"
 
 
 def regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,7 +91,7 @@ def regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     yield "in a plan for twice as many", gather_rows(call_on(larger, inputs), one_call, want)
     rechunked = rechunked_kernel(trial)
     if rechunked is not None:
-        yield "split otherwise", gather_rows(call_on(rechunked, inputs), one_call, want)
+        yield "with other chunks", gather_rows(call_on(rechunked, inputs), one_call, want)
 
 
 def rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:

@@ -80,7 +80,7 @@ def unmet_entries(
     """
     promises = [promise for promise in ledger if promise.machine == kind]
     short = [
-        f"{kind}: {' x '.join(p.pairing)}: {counts[p.pairing]} cases, {p.cases} are promised"
+        f"{kind}: {' x '.join(p.pairing)}: {counts[p.pairing]} cases, need {p.cases}"
         for p in promises
         if counts[p.pairing] < p.cases
     ]

@@ -220,7 +220,7 @@ def faults(trial: Trial) -> Findings:
     assert isinstance(trial, RankTrial)
     for number, (outcome, expected) in enumerate(trial.scenario_outcomes, 1):
         if outcome != expected:
-            yield f"call {number} of {trial.fault}: {outcome}, not {expected}"
+            yield f"call {number} of {trial.fault}: got {outcome}, expected {expected}"
             return  # later differences follow from this one
 
 

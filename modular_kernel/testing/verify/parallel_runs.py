@@ -64,8 +64,8 @@ def _wait_for_proof(proof: Future[Proof], case: Case) -> Proof:
     try:
         return proof.result()
     except BrokenProcessPool as error:
-        why = "this case or one begun beside it ends its process"
-        raise WorkerError(f"a process that proves cases ended, {why}: {command(case)}") from error
+        why = "this case or one that ran at the same time ended it"
+        raise WorkerError(f"a worker process ended; {why}: {command(case)}") from error
 
 
 def _init_worker() -> None:

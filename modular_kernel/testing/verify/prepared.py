@@ -17,14 +17,14 @@ def prepared_weights(trial: Trial) -> Iterator[str]:
     prepared = kernel.prepare_weights(weights)
     if not kernel.experts.prepared_specs():
         if prepared is not weights:
-            yield "other weights, of experts that prepare nothing"
+            yield "prepare_weights returned other weights although the experts prepare nothing"
         return
     if changed := [
         n
         for n, t in vars(weights).items()
         if t is not getattr(prepared, n) and n not in SOURCE_FIELDS
     ]:
-        yield f"other {', '.join(changed)}"
+        yield f"prepare_weights replaced {', '.join(changed)}"
     plan, routing = kernel.plan(), sample.inputs.routing
     for run in (kernel, plan, plan):
         output = run(sample.x_TH(), prepared, routing).clone()

@@ -66,7 +66,7 @@ def inconsistent_calls(on: ScenarioContext) -> Lines:
         outcome_of(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
         "DtypeError" if on.at_fault else on.counts_error(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
-            "calls that every rank takes", layer=1, call=2, step=4,
+            "calls that every rank accepts", layer=1, call=2, step=4,
         ),
     )  # fmt: skip
     yield on.goes(first)
@@ -115,7 +115,7 @@ def _pass_meta(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str,
     )
     got, need = (
         "rank 1 refused its call 2 of layer 1 with DeviceError",
-        "calls that every rank takes",
+        "calls that every rank accepts",
     )
     return outcome, "DeviceError" if on.at_fault else on.counts_error(
         got, need, layer=1, call=2, step=2
@@ -130,10 +130,11 @@ def _raise_in_prepare(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tup
     outcome = outcome_of(lambda: on.judged(on.call(kernel)))
     if on.at_fault:
         del part.prepare, part.prepare_no_receive
-    got, need = "rank 1 refused its call 2 of layer 1 with an error", "calls that every rank takes"
-    return outcome, "RuntimeError" if on.at_fault else on.counts_error(
-        got, need, layer=1, call=2, step=3
+    got, need = (
+        "rank 1 refused its call 2 of layer 1 with an error",
+        "calls that every rank accepts",
     )
+    return outcome, "RuntimeError" if on.at_fault else on.counts_error(got, need, layer=1, call=2, step=3)
 
 
 def _pass_fewer_tokens(

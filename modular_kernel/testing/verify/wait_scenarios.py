@@ -42,7 +42,11 @@ def late_rank(on: ScenarioContext) -> Lines:
     outcome = outcome_of(lambda: on.judged(on.call(kernel)))
     seconds = time.monotonic() - start
     if counts:
-        why = "gave up: this rank came at least N s late" if on.at_fault else "no sign of life"
+        why = (
+            "gave up on this rank, which was at least N s late"
+            if on.at_fault
+            else "no sign of life"
+        )
         layer, phase = (1, 3, 3), "counts"
     else:
         why = f"no flag of call 3 from rank {VICTIM}"

@@ -39,7 +39,7 @@ def without_adapters(trial: Trial) -> Iterator[str]:
         routing = replace(i.routing, adapters_T=None)
         got = kernel(trial.first.x_TH(), weights, routing)
         if count := rows_that_differ(got, trial.eager):
-            yield f"{count} rows of a call without adapters are not those of the layer without any"
+            yield f"{count} rows of a call without adapters differ from the layer without adapters"
         return
     scheme = case.problem.scheme
     if scheme.activation_granularity == "tensor" and not scheme.static:
@@ -48,7 +48,8 @@ def without_adapters(trial: Trial) -> Iterator[str]:
     got = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=none_T))
     base_T = slots_T < 0
     if count := rows_that_differ(got[base_T], trial.eager[base_T]):
-        yield f"{count} of {int(base_T.sum())} rows without an adapter are changed by the others'"
+        base = int(base_T.sum())
+        yield f"{count} of {base} rows without an adapter depend on other tokens' adapters"
 
 
 def alternating_adapters(trial: Trial) -> Iterator[str]:
@@ -74,7 +75,12 @@ def alternating_adapters(trial: Trial) -> Iterator[str]:
     plan(trial.first.x_TH(), i.weights, i.routing)
     got = plan(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T="none"))
     if count := rows_that_differ(got, want):
-        yield f"{count} rows without adapters, behind a call with some, are not the plain layer's"
+        yield (
+            f"{count} rows without adapters, after a call with adapters, differ from the layer "
+            "without adapters"
+        )
     again = plan(trial.first.x_TH(), i.weights, i.routing)
     if count := rows_that_differ(again, trial.eager):
-        yield f"{count} rows with adapters, behind a call without any, are others"
+        yield (
+            f"{count} rows with adapters, after a call without adapters, differ from the first call"
+        )

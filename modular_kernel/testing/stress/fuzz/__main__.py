@@ -16,10 +16,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the requested configurations and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m modular_kernel.testing.stress.fuzz")
     parser.add_argument("--count", type=int, default=2000, help="configurations")
-    parser.add_argument("--seed", default=secrets.token_hex(4), help="fresh if not given")
+    parser.add_argument("--seed", default=secrets.token_hex(4), help="random if omitted")
     parser.add_argument("--only", type=int, help="run this configuration alone")
     parser.add_argument("--interpreted", action="store_true", help="all with interpreted kernels")
-    parser.add_argument("--target", choices=NAMES, default="", help="this one alone")
+    parser.add_argument("--target", choices=NAMES, default="", help="run this target only")
     args = parser.parse_args(argv)
     if args.only is not None:
         numbers_of_one = range(args.only, args.only + 1)

@@ -90,7 +90,7 @@ def nan_call(rng: Random) -> FuzzOutcome:
             )
         router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
         inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
-        what = f"{what}, skipped pairs weigh NaN"
+        what = f"{what}, router weights of skipped pairs are NaN"
     result = run_or_outcome(what, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
         return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
@@ -128,7 +128,7 @@ def _judged(
             return result
         if started:
             return FuzzOutcome(LATE, what)
-        return result if refusable else FuzzOutcome(WRONG, f"{what}: a right call is refused")
+        return result if refusable else FuzzOutcome(WRONG, f"{what}: a valid call was refused")
     fault = oracle.fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 

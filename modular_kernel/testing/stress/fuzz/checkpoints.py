@@ -106,7 +106,7 @@ def checkpoints(rng: Random) -> FuzzOutcome:
         )
     if isinstance(fault, FuzzOutcome):
         return FuzzOutcome(
-            WRONG, f"{what}{change_text}: what was loaded does not fit: {fault.what}"
+            WRONG, f"{what}{change_text}: the loaded weights are inconsistent: {fault.what}"
         )
     return (
         FuzzOutcome(WRONG, f"{what}{change_text}: {fault}") if fault else FuzzOutcome(RIGHT, what)
@@ -253,8 +253,8 @@ def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
     gate, up = w1[slots].chunk(2, 1)
     loaded = _numbers(weights, partial_problem)
     if not torch.equal(loaded[0], torch.cat([gate[:, columns], up[:, columns]], 1)):
-        return "w1 stands for other numbers"
-    return "" if torch.equal(loaded[1], w2[slots][..., columns]) else "w2 stands for other numbers"
+        return "w1 has other values"
+    return "" if torch.equal(loaded[1], w2[slots][..., columns]) else "w2 has other values"
 
 
 def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

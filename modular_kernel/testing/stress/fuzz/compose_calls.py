@@ -62,7 +62,7 @@ def composed_call(rng: Random) -> FuzzOutcome:
     result = run_or_outcome(what, call)
     if isinstance(result, FuzzOutcome):
         was_started = result.kind == TYPED and bool(oracles)
-        return FuzzOutcome(WRONG, f"{what}: a right call is refused") if was_started else result
+        return FuzzOutcome(WRONG, f"{what}: a valid call was refused") if was_started else result
     if has_junk:
         return FuzzOutcome(ACCEPTED, what)
     fault = oracles[0].fault(result)

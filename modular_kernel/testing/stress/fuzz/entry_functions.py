@@ -264,5 +264,5 @@ def command_line(rng: Random) -> FuzzOutcome:
     if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
         return FuzzOutcome(RAW, f"{what}: exit {status}")
     if "\x1b[2J" in printed.getvalue():
-        return FuzzOutcome(WRONG, f"{what}: a control sequence is printed as it came")
+        return FuzzOutcome(WRONG, f"{what}: a control sequence is printed unescaped")
     return FuzzOutcome(TYPED if status else RIGHT, what)

@@ -155,7 +155,11 @@ def _choices_fault(records: Any) -> str:
                     return "text that is not printable"
     text = import_name("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
     again = sorted(_choices(text), key=lambda record: str(record))
-    return "" if again == sorted(records, key=lambda record: str(record)) else "read otherwise"
+    return (
+        ""
+        if again == sorted(records, key=lambda record: str(record))
+        else "differs after writing and reading"
+    )
 
 
 _MODEL = {
