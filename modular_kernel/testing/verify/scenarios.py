@@ -134,7 +134,9 @@ def _raise_in_prepare(on: ScenarioContext, kernel: FusedMoEModularKernel) -> tup
         "rank 1 refused its call 2 of layer 1 with an error",
         "calls that every rank accepts",
     )
-    return outcome, "RuntimeError" if on.at_fault else on.counts_error(got, need, layer=1, call=2, step=3)
+    return outcome, "RuntimeError" if on.at_fault else on.counts_error(
+        got, need, layer=1, call=2, step=3
+    )
 
 
 def _pass_fewer_tokens(
