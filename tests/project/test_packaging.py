@@ -243,7 +243,7 @@ def strings_of(path: Path) -> Iterator[str]:
 
 
 # What they say goes into pages of the docs, keys of records there, or stands above records.
-IN_DOCS = ("mutation_page.py", "apart.py", "benchmarks.py")
+IN_DOCS = ("mutation_page.py", "cpu_undetectable.py", "benchmarks.py")
 
 
 def test_no_message_sends_an_installation_to_a_file_of_the_source_tree_alone() -> None:

@@ -50,16 +50,16 @@ def scope(one: Mutant, tests: tuple[str, ...]) -> object:
 
 
 def test_a_mutant_dies_before_the_test_that_notices_it() -> None:
-    wider = mutant("MOST_ADAPTERS, MOST_RANK = 65537, 256")
-    fate = tool.put_in(wider, scope(wider, (DOES_NOT, NOTICES)))
+    wider = mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    fate = tool.run_mutant(wider, scope(wider, (DOES_NOT, NOTICES)))
     assert (fate.how, fate.by, fate.ran) == ("killed", f"test: {NOTICES}", 2)
-    fate = tool.put_in(wider, scope(wider, (DOES_NOT,)))
+    fate = tool.run_mutant(wider, scope(wider, (DOES_NOT,)))
     assert (fate.how, fate.ran) == ("survived", 1)
 
 
 def test_what_cannot_be_imported_is_dead() -> None:
-    broken = mutant("MOST_ADAPTERS, MOST_RANK = 65537, 256")
-    fate = tool.put_in(broken, scope(broken, ("tests/layers/test_adapters.py::no_such_test",)))
+    broken = mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    fate = tool.run_mutant(broken, scope(broken, ("tests/layers/test_adapters.py::no_such_test",)))
     assert (fate.how, fate.by) == ("killed", "import: pytest ended with 4")
 
 

@@ -128,20 +128,22 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
         (GATHERED, "common/torch_group", "layer: int = 0", "layer: int = 1", "call 0 of layer 1"),
         (BY_HOSTS, "symm_mem/group", 'begin(0, "construct", nbytes)',
          'begin(1, "construct", nbytes)', "'step': 1, 'phase': 'construct'"),
-        (BY_HOSTS, "rendezvous/hosts", "    if most is None:\n", "    if most is not None:\n",
-         "expected 1 on each, in blocks"),
+        (BY_HOSTS, "rendezvous/hosts", "    if max_ranks is None:\n",
+         "    if max_ranks is not None:\n", "expected 1 on each, in blocks"),
         (BY_HOSTS, "rendezvous/store_rounds", "heard and self._store.check([self._key(rank)]):",
          "heard:", "Timed out waiting"),
-        (BY_HOSTS, "host_then_rank/slots", "flags + place * each", "flags", "expected right"),
+        (BY_HOSTS, "host_then_rank/slots", "flag_nbytes + index * slot_nbytes",
+         "flag_nbytes", "expected right"),
         (BY_HOSTS, "host_then_rank/group", "            self.inside.destroy()", "            pass",
          "expected UnsupportedError"),
-        (GATHERED, "common/torch_group", "max(time.monotonic() + _LEAST_S, started_s",
+        (GATHERED, "common/torch_group", "max(time.monotonic() + _MIN_GRACE_S, started_s",
          "max(0.0, started_s", "expected (0, 'combine', 1, 0, 0, (1,)) exchange between ranks"),
         (GATHERED, "common/torch_group", 'self.device == "cpu"', 'self.device != "cpu"',
          "not the reason of the library"),
         (ALL2ALL, "common/torch_group", "history: int = 1024", "history: int = 1023",
          "1023, expected 1024"),
-        (ALL2ALL, "rendezvous/hosts", " or (exact and each != most)", "", "expected 2 on each"),
+        (ALL2ALL, "rendezvous/hosts", "        or (exact and ranks_on_each != max_ranks)\n",
+         "", "expected 2 on each"),
         (ALL2ALL, "common/row_buffers", "rows * int(problem.adapters is not None)", "rows",
          "without_adapters: 56 bytes of rows_adapters"),
     ],
@@ -155,7 +157,7 @@ def test_scenes_tell_a_part_that_errs_of(
 ) -> None:
     mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
     faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "heard and": "stays-out",
-              "_LEAST_S": "late", "self.device": "late"}  # fmt: skip
+              "_MIN_GRACE_S": "late", "self.device": "late"}  # fmt: skip
     fault = next((faults[line] for line in faults if line in old), "misunderstood")
     machine = this_machine(device="cpu")
     case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)

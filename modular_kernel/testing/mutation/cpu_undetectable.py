@@ -10,7 +10,7 @@ from modular_kernel.testing.mutation.source import Mutant
 # Words in statements that concern a GPU or are executed only on one.
 _GPU = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
-    r"|after_predecessor|overlap\(|inline_asm|== \"cuda\"|debug_barrier"
+    r"|pdl_wait|pdl_arguments\(|inline_asm|== \"cuda\"|debug_barrier"
 )
 # Statements that depend on the installed Triton release.
 _RELEASE = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
