@@ -255,7 +255,7 @@ def test_the_default_launches_change_where_turns_say(zeros: str, experts: int, t
     layer = {"experts": experts, "top_k": min(top_k, experts), "hidden": 2048, "intermediate": 768}
     for quant in (f"{_INT4}{zeros}", "mxfp4_w4a16"):
         problem = replace(_BASE, quant=quant, **layer)
-        turns = set(aligned_w4_config.turns(problem))
+        turns = set(aligned_w4_config.breakpoints(problem))
         most = min(aligned_w4_config.max_tokens(problem), 2000)
         for tokens in range(1, most):
             here, next_ = (aligned_w4_config.default(problem, t) for t in (tokens, tokens + 1))

@@ -89,7 +89,7 @@ def test_memory_that_grows(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(soak, job)
     assert first.findings == ()
     (finding,) = second.findings
-    assert finding.startswith("bytes of the process: ")
+    assert finding.startswith("bytes of the process grew by ")
 
 
 def test_a_raise_is_told_with_its_step(rank_pool: Pool) -> None:
