@@ -6,7 +6,7 @@ from modular_kernel.testing.compile.cases import CompiledRow, CompileResult, com
 
 pytestmark = [
     pytest.mark.timeout(1200),  # about 300 variants of kernels
-    pytest.mark.budget(quick=0.0, rest=200.0, module=True),
+    pytest.mark.budget(quick=0.0, rest=60.0, module=True),
 ]
 GLUON = ("grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel")
 

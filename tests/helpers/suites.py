@@ -21,7 +21,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 RECORD = Path(__file__).parents[1] / "durations.json"
-BUDGETS_S = {"quick": 0.5, "rest": 5.0}  # of a function; @pytest.mark.budget sets others
+BUDGETS_S = {"quick": 0.5, "rest": 3.0}  # of a function; @pytest.mark.budget sets others
 _RECORDED_FROM_S = 0.5
 
 

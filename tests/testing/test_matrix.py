@@ -21,7 +21,7 @@ PROVEN = drawn_once("proven", lambda: proven_here(PAIRINGS, MACHINE, tree_hash()
 CASES = [case for cases in PROVEN.values() for case in cases]
 
 
-@pytest.mark.budget(quick=40.0, rest=200.0)
+@pytest.mark.budget(quick=40.0, rest=120.0)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
