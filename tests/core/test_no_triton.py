@@ -77,6 +77,7 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
     modules = [_module(path) for path in paths if path not in own and path.name != "__main__.py"]
     assert {path.relative_to(ROOT).parts[:2] for path in own} == {
         ("modular_kernel", "ops"),
+        ("modular_kernel", "replay"),
         ("modular_kernel", "testing"),
         ("modular_kernel", "interpreter"),
         ("experts", "compat"),

@@ -57,8 +57,8 @@ def test_judging_leaves_out_what_only_computing_needs() -> None:
     assert [name for name in HEAVY if name in found - of_torch] == []
 
 
-# Rooms of the laboratory, which judge nothing.
-LABORATORY = ("testing", "bench", "select", "tuning", "profiling", "report", "importers", "layers")
+# Packages that measure or test, which a judgment does not need.
+MEASURING = ("testing", "bench", "select", "tuning", "profiling", "report", "checkpoints", "layers")
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_verbs_that_only_judge_load_no_kernel_and_no_laboratory(words: list[str]
     found, of_torch = loaded(run), loaded("import torch")
     assert [name for name in HEAVY if name in found - of_torch] == []
     assert [name for name in found if "kernels" in name.split(".")] == []
-    rooms = {name.split(".")[1] for name in found if name.startswith("modular_kernel.")}
-    assert {"cli", "rules"} <= rooms
-    assert rooms & set(LABORATORY) == set()
+    packages = {name.split(".")[1] for name in found if name.startswith("modular_kernel.")}
+    assert {"cli", "compatibility"} <= packages
+    assert packages & set(MEASURING) == set()
 
 
 def test_verbs_that_only_judge_load_no_package_but_these() -> None:
