@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 
+import pytest
 import torch
 
 from modular_kernel import reference
@@ -45,7 +46,7 @@ def test_a_plan_reads_the_weights_that_it_is_given() -> None:
     if kernel.machine.device != "cpu":
         return
     plan, numbers = kernel.plan(), list[int]()
-    for seed in range(12):
+    for seed in range(300):  # until the interpreter reuses an address, which is up to it
         inputs = make_inputs(BASE, "uniform", CPU, seed=seed)
         weights = replace(inputs.weights)
         numbers.append(id(weights))
@@ -53,4 +54,7 @@ def test_a_plan_reads_the_weights_that_it_is_given() -> None:
         given = inputs.x_TH, weights, inputs.routing, BASE
         assert compare(out, reference.oracle(*given), reference.recipe(*given), BASE).ok
         del weights, given
-    assert len(set(numbers)) < len(numbers)  # else nothing was tried
+        if seed >= 11 and len(set(numbers)) < len(numbers):
+            break
+    else:
+        pytest.fail("no object had the address of an earlier one: nothing was tried")
