@@ -86,7 +86,7 @@ endif
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
 	@echo "make test    a test suite of about eight minutes on a CPU: kernels interpreted, then compiled"
-	@echo "make test-rest      most of the tests that 'make test' leaves out, in about ten minutes"
+	@echo "make test-rest      most of the tests that 'make test' leaves out, in about twelve minutes"
 	@echo "make test-all       every test"
 	@echo "make test-isa       parts of plain torch under each CPU instruction set that this machine has"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
