@@ -348,7 +348,7 @@ def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
     )
 
 
-def make_kernel(
+def make_kernel(  # noqa: PLR0913 (the arguments of a kernel, and the group of its part)
     prepare_finalize: str | type[PrepareAndFinalize],
     experts: str | type[PermuteExpertsUnpermute],
     problem: Problem,
@@ -357,6 +357,7 @@ def make_kernel(
     machine: Machine | None = None,
     checked: bool = False,
     poison: bool = False,
+    auto_prepare: bool | None = None,
 ) -> FusedMoEModularKernel:
     """Build both parts and compose them; raise IncompatibleError with every reason if refused.
 
@@ -378,5 +379,10 @@ def make_kernel(
     pf_part = catalog.prepare_finalize(prepare_finalize)(problem, group)
     experts_part = catalog.experts(experts)(problem)
     return FusedMoEModularKernel(
-        pf_part, experts_part, machine=machine, checked=checked, poison=poison
+        pf_part,
+        experts_part,
+        machine=machine,
+        checked=checked,
+        poison=poison,
+        auto_prepare=auto_prepare,
     )

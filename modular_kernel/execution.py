@@ -23,6 +23,7 @@ from modular_kernel.contracts import (
 )
 from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.quant import prepared
+from modular_kernel.quant.auto_prepare import WeightPreparer
 from modular_kernel.replay import modes, recording, stages
 from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.tensors import (
@@ -64,6 +65,7 @@ class Execution:
         machine: Machine,
         checked: bool,
         poison: bool,
+        auto_prepare: bool | None,
     ) -> None:
         self.prepare_finalize, self.experts = prepare_finalize, experts
         self._pairing = f"{type(prepare_finalize).__name__} x {type(experts).__name__}"
@@ -90,8 +92,13 @@ class Execution:
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
         self._told_invalid_ids = False
-        self.known_weights = recording.CheckedWeightsCache()
+        self.auto_prepare = auto_prepare
         self._reader = prepared.layout_key(type(experts), self.problem)
+        self.known_weights = recording.CheckedWeightsCache(
+            WeightPreparer(
+                experts.prepared_specs, experts.prepare, self._reader, enabled=auto_prepare
+            )
+        )
         forks.on_fork(self)
 
     def after_fork(self) -> None:
@@ -135,12 +142,16 @@ class Execution:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-    ) -> None:
-        """Raise the InputError for the first tensor that does not match the problem."""
+    ) -> ExpertWeights:
+        """Return the weights that the call reads: `weights`, or the kernel's prepared ones.
+
+        Raises the InputError for the first tensor that does not match the problem.
+        """
         validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)
-        self.check_weights(weights, x_TH)
+        checked = self.check_weights(weights, x_TH)
         self.check_call(x_TH, weights, routing, out)
+        return checked.prepared or weights
 
     def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
         """Check weights on their first call, and again if the memory of a tensor was replaced."""

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from modular_kernel import validate
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import (
@@ -39,7 +40,9 @@ class FusedMoEModularKernel(Execution):
     machine: where it will run; None detects this machine. checked: read ids on every call and raise
     RoutingError for an invalid one (synchronizes); otherwise such pairs are skipped and counted in
     `invalid_ids`. poison: before each call fill workspaces and output with NaN and other values in
-    rotation, and check red zones after it (for tests; synchronizes).
+    rotation, and check red zones after it (for tests; synchronizes). auto_prepare: derive what the
+    experts precompute from weights (see `prepare_weights`) when they are first used, if memory
+    allows; None does so on GPUs only.
     Raises IncompatibleError with every reason if the pairing is refused.
     """
 
@@ -51,12 +54,14 @@ class FusedMoEModularKernel(Execution):
         machine: Machine | None = None,
         checked: bool = False,
         poison: bool = False,
+        auto_prepare: bool | None = None,
     ) -> None:
         expect("prepare_finalize", prepare_finalize, PrepareAndFinalize)
         expect("experts", experts, PermuteExpertsUnpermute)
         expect("machine", machine, Machine | None)
         expect("checked", checked, bool)
         expect("poison", poison, bool)
+        expect("auto_prepare", auto_prepare, bool | None)
         if prepare_finalize.problem != experts.problem:
             got, need = prepare_finalize.problem, experts.problem
             raise ConfigurationError("the two parts' problems", got=got, need=need)
@@ -70,7 +75,14 @@ class FusedMoEModularKernel(Execution):
         if not verdict.ok:
             raise IncompatibleError(verdict.pairing, verdict.rejections)
         prepare_finalize.check_machine(machine)
-        super().__init__(prepare_finalize, experts, machine=machine, checked=checked, poison=poison)
+        super().__init__(
+            prepare_finalize,
+            experts,
+            machine=machine,
+            checked=checked,
+            poison=poison,
+            auto_prepare=auto_prepare,
+        )
         self._call_plans = CallPlans(problem.tokens if self._may_plan_calls() else 0)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -79,7 +91,11 @@ class FusedMoEModularKernel(Execution):
         Raises UnsupportedError if a part holds a process group.
         """
         constructor = partial(
-            type(self), machine=self.machine, checked=self.checked, poison=self.poison
+            type(self),
+            machine=self.machine,
+            checked=self.checked,
+            poison=self.poison,
+            auto_prepare=self.auto_prepare,
         )
         return constructor, (self.prepare_finalize, self.experts)
 
@@ -170,7 +186,7 @@ class FusedMoEModularKernel(Execution):
         at_once: bool,
     ) -> "Pending":
         try:
-            self.check(x_TH, weights, routing, out)
+            weights = self.check(x_TH, weights, routing, out)
         except Exception as error:
             self.prepare_finalize.refuse(error)
             raise
@@ -202,7 +218,7 @@ class FusedMoEModularKernel(Execution):
             need = f"a {self.machine.device} tensor for this kernel"
             raise DeviceError("w1", got=device, need=need)
         weights, specs = prepared.without_prepared(weights), self.experts.prepared_specs()
-        self.check_weights(weights, torch.empty(0, problem.hidden, device=device))
+        validate.check_weights(weights, torch.empty(0, problem.hidden, device=device), problem)
         if not specs:
             return weights
         prepared_tensors = prepared.allocate_prepared(weights, specs, self._reader)

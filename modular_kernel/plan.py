@@ -10,9 +10,8 @@ allocate their own.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from sys import modules
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from modular_kernel import validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.execution import Execution, Pending
 from modular_kernel.replay import modes, recording, stages
-from modular_kernel.replay.recording import capturing
+from modular_kernel.replay.recording import device_index, in_graph_trees, may_keep_buffers
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils import forks
@@ -193,6 +192,7 @@ class BoundCalls:
         kernel = self.kernel
         bound = kernel.known_weights.bound(weights, self._device)
         assert bound is not None
+        weights = bound.prepared or weights
         self._poison(out)
         if self._makes_output and not named:
             return self._start(x_TH, weights, routing, None).finish()
@@ -451,7 +451,7 @@ class StreamMemories:
 
     def of(self, device: torch.device, stream: int) -> StreamMemory:
         """Return the memory shared by calls on a stream of `device`; the CPU has only stream 0."""
-        key = (_index_of(device), stream)
+        key = (device_index(device), stream)
         with self._lock:
             memory = self._memories.get(key)
             if memory is None:
@@ -534,8 +534,7 @@ class CallPlans:
             index = x_TH.get_device()
             if index != _C._cuda_getDevice() or _C._cuda_isCurrentStreamCapturing():
                 return None
-            trees = modules.get("torch._inductor.cudagraph_trees")
-            if trees is not None and _uses_graph_trees(trees, index):
+            if in_graph_trees(index):
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
         plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
@@ -550,7 +549,7 @@ class CallPlans:
         if tokens <= self._most_tokens and may_keep_buffers(device):
             stream = 0
             if device.type == "cuda":
-                device = torch.device("cuda", _index_of(device))
+                device = torch.device("cuda", device_index(device))
                 stream = torch.cuda.current_stream(device).cuda_stream
             plan = self._made(kernel, device, stream, tokens)
             if plan is not None:
@@ -561,7 +560,7 @@ class CallPlans:
     ) -> "_CallPlan | None":
         if device.type != kernel.machine.device:  # the call's checks will refuse it
             return None
-        index = _index_of(device)
+        index = device_index(device)
         capacity = min(plan_capacity(tokens), kernel.problem.tokens)
         with self._lock:
             candidates = (p for key, p in self._plans.items() if key[:2] == (index, stream))
@@ -658,29 +657,3 @@ class _CallPlan(BoundCalls):
         if self._makes_output:
             return self._nothing
         return torch.empty(shape, dtype=self.problem.dtype, device=self._device)
-
-
-def may_keep_buffers(device: torch.device) -> bool:
-    """Return whether memory allocated now belongs to the process, not to a CUDA graph's pool.
-
-    During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
-    the graph's pool, which every replay overwrites.
-    """
-    if device.type != "cuda":
-        return True
-    trees = modules.get("torch._inductor.cudagraph_trees")
-    in_trees = trees is not None and _uses_graph_trees(trees, _index_of(device))
-    return not (in_trees or capturing(device))
-
-
-def _index_of(device: torch.device) -> int:
-    """Return a GPU's index (the current GPU if unspecified), or -1 for the CPU."""
-    index: int | None = device.index
-    if device.type != "cuda":
-        return -1
-    return torch.cuda.current_device() if index is None else index
-
-
-def _uses_graph_trees(trees: Any, index: int) -> bool:
-    manager: Callable[..., object] = trees.get_manager
-    return manager(index, create_if_none_exists=False) is not None

@@ -150,7 +150,8 @@ class PairLayer(Layer):
     def _planned(self, tokens: int) -> Plan:
         self._plan = None  # its buffers go first
         problem = self.problem.with_tokens(tokens)
-        self._plan = make_kernel(*self.pair, problem, machine=self.machine).plan()
+        kernel = make_kernel(*self.pair, problem, machine=self.machine, auto_prepare=False)
+        self._plan = kernel.plan()
         return self._plan
 
 

@@ -13,6 +13,7 @@ from modular_kernel.layers.parallel import GROUPS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import layer_text
 from modular_kernel.quant import prepared
+from modular_kernel.quant.auto_prepare import AUTO_PREPARED
 from modular_kernel.quant.quantized_weights import TensorSpec, weight_specs
 from modular_kernel.replay import modes
 from modular_kernel.spec.placement import Placement
@@ -204,6 +205,8 @@ class ExpertParameters(nn.Module):
             self._make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         self._drop_prepared_if_moved()
+        if self._bound is not None:
+            AUTO_PREPARED.refresh(self._bound[1])
         if self._ready and self._unloaded:
             names = [name for name, each in self._parameters.items() if each is not None]
             self._unloaded = not state_is_loaded(names, state_dict, prefix)

@@ -251,7 +251,12 @@ class _Bench:
     def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """Create and warm up a plan; return it with its memory use and its first output."""
         before = self._allocated(reset=True)
-        kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
+        kernel = make_kernel(
+            *(pf, experts, self.problem),
+            group=self.group,
+            machine=self.job.machine,
+            auto_prepare=False,
+        )
         prepared = self._prepared(kernel)
         plan, inputs = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH

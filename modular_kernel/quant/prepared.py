@@ -91,11 +91,19 @@ def allocate_prepared(
     with modes.outside_inference_mode():
         for name, spec in specs.items():
             tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
-            sources = (
-                _Source(_place(t), storage_of(t)) for t in _tensors(weights, SOURCE_FIELDS[name])
-            )
-            _made[tensors[name]] = _Made(reader, tuple(sources))
+    record_sources(weights, tensors, reader)
     return tensors
+
+
+def record_sources(
+    weights: ExpertWeights, tensors: Mapping[str, torch.Tensor], layout: str
+) -> None:
+    """Record that prepared tensors, about to be written, are derived from these weights."""
+    for name, tensor in tensors.items():
+        sources = (
+            _Source(_place(t), storage_of(t)) for t in _tensors(weights, SOURCE_FIELDS[name])
+        )
+        _made[tensor] = _Made(layout, tuple(sources))
 
 
 def mark_complete(made: Mapping[str, torch.Tensor]) -> None:
@@ -155,10 +163,25 @@ def _check_as(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.d
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
 
 
+def is_current(weights: ExpertWeights, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether complete prepared tensors were derived from the weights' current values."""
+    for name, tensor in tensors.items():
+        record = _made.get(tensor)
+        if record is None or record.own is None:
+            return False
+        if not (record.holds(weights, name) and record.own.holds(tensor)):
+            return False
+    return True
+
+
+def sources_of(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
+    """Return the tensors that the prepared fields `names` are derived from, without duplicates."""
+    return _tensors(weights, sorted({source for name in names for source in SOURCE_FIELDS[name]}))
+
+
 def source_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
     """Return the tensors that prepared tensors are derived from, without duplicates."""
-    names = {of for name, of in SOURCE_FIELDS.items() if getattr(weights, name) is not None}
-    return _tensors(weights, sorted({name for of in names for name in of}))
+    return sources_of(weights, [n for n in SOURCE_FIELDS if getattr(weights, n) is not None])
 
 
 def prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:

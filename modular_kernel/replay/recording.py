@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import count, groupby, pairwise
 from operator import attrgetter, itemgetter, or_
+from sys import modules
 from typing import Any
 
 import torch
@@ -148,6 +149,32 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def may_keep_buffers(device: torch.device) -> bool:
+    """Return whether memory allocated now belongs to the process, not to a CUDA graph's pool.
+
+    During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
+    the graph's pool, which every replay overwrites.
+    """
+    return device.type != "cuda" or not (in_graph_trees(device_index(device)) or capturing(device))
+
+
+def in_graph_trees(index: int) -> bool:
+    """Return whether torch.compile's CUDA graphs manage the memory of GPU `index`."""
+    trees = modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager: Callable[..., object] = trees.get_manager
+    return manager(index, create_if_none_exists=False) is not None
+
+
+def device_index(device: torch.device) -> int:
+    """Return a GPU's index (the current GPU if unspecified), or -1 for the CPU."""
+    index: int | None = device.index
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if index is None else index
+
+
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """Return a weak reference to the storage of a tensor."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -161,7 +188,8 @@ class CheckedWeights:
     ranges. bits: bitwise or of all pointers. signature: number that identifies layout and dtypes.
     unwritten, versions: tensors that must not be written, because they are prepared or sources of
     prepared ones, with their version counters; inference tensors have none. storages: of the
-    sources. While a storage is alive, no other can have its address.
+    sources. While a storage is alive, no other can have its address. prepared: the weights with
+    tensors that the kernel has prepared by itself, which calls read instead; None if it has not.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -175,6 +203,7 @@ class CheckedWeights:
     unwritten: tuple[torch.Tensor, ...]
     versions: list[int]
     storages: tuple[StorageWeakRef, ...]
+    prepared: ExpertWeights | None = None
 
     def holds(self) -> bool:
         """Return whether all tensors are where they were, and unwritten if tracked."""
@@ -186,14 +215,22 @@ class CheckedWeights:
         return self.places == _places(self.tensors)
 
 
+# Weights with prepared tensors, the sources of these, and the prepared tensors.
+Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
 class CheckedWeightsCache:
     """Weights that a kernel and its plans have checked, so that calls need not check them again.
 
     Weights are remembered while they are alive, and not kept alive. Another ExpertWeights with the
     same memory, for example made anew for each call, is not checked again. A copy starts empty.
+
+    prepare: returns checked weights with prepared tensors, their sources, and the prepared tensors;
+        or None to use the weights as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[ExpertWeights], Prepared | None] | None = None) -> None:
+        self._prepare = prepare
         self._bound: dict[int, CheckedWeights] = {}
         # Layouts that passed the checks, as addresses and sizes, so that nothing is kept alive.
         self._passed: dict[tuple[Hashable, ...], None] = {}
@@ -201,8 +238,8 @@ class CheckedWeightsCache:
         self._signatures: dict[Hashable, int] = {}
         self._next_number = count().__next__  # atomic; the dict's length could be read twice
 
-    def __reduce__(self) -> tuple[type["CheckedWeightsCache"], tuple[()]]:
-        return CheckedWeightsCache, ()
+    def __reduce__(self) -> tuple[type["CheckedWeightsCache"], tuple[Any]]:
+        return CheckedWeightsCache, (self._prepare,)
 
     def bind(
         self,
@@ -210,13 +247,17 @@ class CheckedWeightsCache:
         sources: Sequence[torch.Tensor] = (),
         made: Sequence[torch.Tensor] = (),
     ) -> CheckedWeights:
-        """Remember checked weights.
+        """Remember checked weights; prepare them if the kernel does so by itself.
 
         made: prepared tensors among them, derived from `sources`. A write to either invalidates the
         entry.
         """
+        if not sources:  # explicitly prepared tensors are identified by object, not by memory
+            self._remember(_layout({n: t for n, t in vars(weights).items() if t is not None}))
+        auto_prepared = None if made or self._prepare is None else self._prepare(weights)
+        run_weights, sources, made = auto_prepared or (weights, sources, made)
         versioned = tuple(tensor for tensor in (*sources, *made) if not tensor.is_inference())
-        by_name = {name: t for name, t in vars(weights).items() if t is not None}
+        by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
         unique = {id(tensor): tensor for tensor in by_name.values()}
         order = list(unique)
         fields = tuple((name, order.index(id(tensor))) for name, tensor in by_name.items())
@@ -237,9 +278,8 @@ class CheckedWeightsCache:
             unwritten=versioned,
             versions=[*map(_version, versioned)],
             storages=tuple(map(storage_of, sources)),
+            prepared=None if auto_prepared is None else run_weights,
         )
-        if not sources:  # prepared tensors are identified by object, not by memory
-            self._remember(_layout(by_name))
         return bound[key]
 
     def _remember(self, layout: tuple[Hashable, ...] | None) -> None:

@@ -195,4 +195,6 @@ class TimedSearch(Bench):
     def _kernel(self, situation: TuneWorkload, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair
         names = pair.prepare_finalize, pair.experts
-        return make_kernel(*names, situation.problem, machine=pair.machine, poison=poison)
+        return make_kernel(
+            *names, situation.problem, machine=pair.machine, poison=poison, auto_prepare=False
+        )

@@ -74,6 +74,7 @@ def staged_reference(trial: Trial) -> Findings:
         trial.case.problem,
         machine=trial.machine,
         poison=True,
+        auto_prepare=False,
     )
     staged = call(kernel, trial.first)
     staged_invalid_ids = kernel.count_invalid_ids()

@@ -253,6 +253,7 @@ def build_kernel(
         group=group,
         machine=machine,
         poison=poison,
+        auto_prepare=False,
     )
 
 

@@ -18,9 +18,14 @@ Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
 
 
 def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-    """Make the kernel of a case."""
+    """Make the kernel of a case; weights are prepared only where a case asks for it."""
     return make_kernel(
-        case.prepare_finalize, case.experts, case.problem, machine=machine, poison=poison
+        case.prepare_finalize,
+        case.experts,
+        case.problem,
+        machine=machine,
+        poison=poison,
+        auto_prepare=False,
     )
 
 

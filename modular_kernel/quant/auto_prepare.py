@@ -1,0 +1,206 @@
+"""Automatic preparation: a kernel prepares weights the first time it uses them.
+
+`AUTO_PREPARED.find(...)` returns the weights with prepared tensors (see
+`modular_kernel.quant.prepared`), deriving them on first use. They are kept as long as the memory of
+the source weights is alive, whatever object refers to it, and shared by all kernels whose experts
+read the same layout. After a write that torch tracks they are derived again, in the same memory,
+so that CUDA graphs which read them stay valid.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from modular_kernel.quant import prepared
+from modular_kernel.replay.recording import Prepared, may_keep_buffers, storage_of
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.utils import forks
+from modular_kernel.workspace import BufferSpec
+
+_LOG = logging.getLogger("modular_kernel.weights")
+
+# Fraction of a GPU's memory that must stay free, for activations, caches and other weights.
+_MIN_FREE = 0.2
+
+Prepare = Callable[[ExpertWeights, Mapping[str, torch.Tensor]], None]
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Prepared tensors, the function that derives them, and the storages of their sources."""
+
+    tensors: dict[str, torch.Tensor]
+    prepare: Prepare
+    storages: tuple[StorageWeakRef, ...]
+
+    def is_alive(self) -> bool:
+        """Return whether all source storages exist: no other can then have their addresses."""
+        return not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
+
+
+class AutoPrepared:
+    """Weights prepared by kernels on their own, by the memory of their sources and by layout."""
+
+    def __init__(self) -> None:
+        self._entries: dict[_Key, _Entry] = {}
+        self._lock = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, renew the lock; drop GPU tensors: their context is the parent's."""
+        forks.reset_lock(self._lock)
+        for key, entry in tuple(self._entries.items()):
+            if any(tensor.is_cuda for tensor in entry.tensors.values()):
+                del self._entries[key]
+
+    def find(
+        self,
+        weights: ExpertWeights,
+        specs: Mapping[str, BufferSpec],
+        layout: str,
+        prepare: Prepare,
+    ) -> ExpertWeights | None:
+        """Return `weights` with prepared tensors; None if there is not enough memory for them.
+
+        weights: checked, without prepared tensors. specs, prepare: of the experts. layout: see
+        `prepared.layout_key`. Deriving the tensors synchronizes with the current stream, so that
+        calls on other streams can use them.
+        """
+        sources = prepared.sources_of(weights, specs)
+        key = layout, *_addresses(sources)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.is_alive():
+                entry = None
+            if entry is None:
+                self._drop_dead()
+                tensors = self._allocated(weights, specs, layout)
+                if tensors is None:
+                    return None
+                _derive(weights, tensors, layout, prepare)
+                entry = _Entry(tensors, prepare, tuple(map(storage_of, sources)))
+                self._entries[key] = entry
+            elif not prepared.is_current(weights, entry.tensors):
+                _derive(weights, entry.tensors, layout, prepare)
+        return replace(weights, **entry.tensors)
+
+    def refresh(self, weights: ExpertWeights) -> None:
+        """Derive anew, now, what was prepared of weights that have been written since.
+
+        Otherwise the next call does, but a captured CUDA graph would read the former values.
+        """
+        with self._lock:
+            for (layout, *addresses), entry in self._entries.items():
+                sources = prepared.sources_of(weights, entry.tensors)
+                if tuple(addresses) != _addresses(sources) or not entry.is_alive():
+                    continue
+                if not prepared.is_current(weights, entry.tensors):
+                    _derive(weights, entry.tensors, str(layout), entry.prepare)
+
+    def held_bytes(self) -> dict[torch.device, int]:
+        """Return the bytes of the prepared tensors by device."""
+        held: dict[torch.device, int] = {}
+        with self._lock:
+            self._drop_dead()
+            for entry in self._entries.values():
+                for tensor in entry.tensors.values():
+                    held[tensor.device] = held.get(tensor.device, 0) + tensor.nbytes
+        return held
+
+    def _drop_dead(self) -> None:
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.is_alive()}
+
+    def _allocated(
+        self, weights: ExpertWeights, specs: Mapping[str, BufferSpec], layout: str
+    ) -> dict[str, torch.Tensor] | None:
+        """Allocate the prepared tensors; None, with a warning, if too little memory is free."""
+        device, nbytes = weights.w1.device, sum(spec.nbytes for spec in specs.values())
+        free = 0
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if not has_room(nbytes, free, total):
+                _warn_short(nbytes, free, device)
+                return None
+        try:
+            return prepared.allocate_prepared(weights, specs, layout)
+        except torch.OutOfMemoryError:
+            _warn_short(nbytes, free, device)
+            return None
+
+
+def has_room(nbytes: int, free: int, total: int) -> bool:
+    """Return whether a fifth of `total` bytes of memory stays free after `nbytes` more are used."""
+    return free - nbytes >= _MIN_FREE * total
+
+
+def _addresses(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    return tuple((t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources)
+
+
+def _derive(
+    weights: ExpertWeights, tensors: Mapping[str, torch.Tensor], layout: str, prepare: Prepare
+) -> None:
+    """Write prepared tensors, and wait until they are complete."""
+    prepared.record_sources(weights, tensors, layout)
+    prepare(weights, tensors)
+    prepared.mark_complete(tensors)
+    if weights.w1.is_cuda:
+        torch.cuda.current_stream(weights.w1.device).synchronize()
+
+
+def _warn_short(nbytes: int, free: int, device: torch.device) -> None:
+    _LOG.warning(
+        "4-bit weights stay as loaded, which is slower: preparing them takes %d MiB, and %d MiB "
+        "are free on %s, of which %d%% of its memory are left free",
+        nbytes >> 20, free >> 20, device, round(100 * _MIN_FREE),
+    )  # fmt: skip
+
+
+AUTO_PREPARED = AutoPrepared()
+
+
+class WeightPreparer:
+    """Preparation of the weights of one kernel, on their first use.
+
+    specs, prepare: `prepared_specs` and `prepare` of the experts. layout: see
+    `prepared.layout_key`. enabled: None prepares weights on GPUs only.
+    """
+
+    def __init__(
+        self,
+        specs: Callable[[], Mapping[str, BufferSpec]],
+        prepare: Prepare,
+        layout: str,
+        *,
+        enabled: bool | None,
+    ) -> None:
+        self._make_specs, self._prepare = specs, prepare
+        self._layout, self._enabled = layout, enabled
+
+    @cached_property
+    def _specs(self) -> Mapping[str, BufferSpec]:
+        return self._make_specs()
+
+    def enabled_on(self, device: torch.device) -> bool:
+        """Return whether weights on this device are to be prepared."""
+        return device.type == "cuda" if self._enabled is None else self._enabled
+
+    def __call__(self, weights: ExpertWeights) -> Prepared | None:
+        """Return the weights with prepared tensors, the sources of these, and the tensors.
+
+        None if the experts prepare nothing, if memory is short, or while a CUDA graph is captured.
+        """
+        device = weights.w1.device
+        if not (self.enabled_on(device) and self._specs and may_keep_buffers(device)):
+            return None
+        found = AUTO_PREPARED.find(weights, self._specs, self._layout, self._prepare)
+        if found is None:
+            return None
+        return found, prepared.source_tensors(found), prepared.prepared_tensors(found)

@@ -1,0 +1,176 @@
+"""Weights that kernels prepare by themselves, on first use."""
+
+import gc
+import logging
+import pickle
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from grouped_products import MXFP4
+from prepared_samples import CPU, NO_GPU, PAIR, called, launched_tiles, made_layer
+
+from experts.triton.contiguous import TritonExperts
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
+from modular_kernel import FusedMoEModularKernel, make_kernel
+from modular_kernel.quant import auto_prepare, prepared
+from modular_kernel.quant.auto_prepare import AUTO_PREPARED
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+
+pytestmark = NO_GPU
+launched = launched_tiles()
+
+
+@pytest.fixture(name="prepared_counts", autouse=True)
+def prepared_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the calls of GroupedW4Path.prepare, which derives the tensors of one kernel."""
+    counts, prepare = list[int](), GroupedW4Path.prepare
+
+    def counted(self: GroupedW4Path, *args: Any) -> None:
+        counts.append(len(counts))
+        prepare(self, *args)
+
+    monkeypatch.setattr(GroupedW4Path, "prepare", counted)
+    return counts
+
+
+def auto_kernel(auto: bool | None = True, tokens: int = 40) -> tuple[FusedMoEModularKernel, Inputs]:
+    problem = replace(MXFP4, tokens=tokens)
+    return make_kernel(*PAIR, problem, auto_prepare=auto), make_inputs(problem, "uniform", CPU)
+
+
+def test_weights_are_prepared_once_for_all_kernels_plans_and_equal_weights(
+    launched: list[int], prepared_counts: list[int]
+) -> None:
+    kernel, i = auto_kernel()
+    other, _ = auto_kernel(tokens=64)
+    plan = kernel.plan()
+    expected = called(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i,
+                      kernel.prepare_weights(i.weights))  # fmt: skip
+    launched.clear(), prepared_counts.clear()
+    for weights in (i.weights, i.weights, replace(i.weights)):
+        for run in (kernel, plan, other):
+            assert torch.equal(run(i.x_TH, weights, i.routing), expected)
+    for run in (kernel, other):
+        assert torch.equal(run.start(i.x_TH, i.weights, i.routing).finish(), expected)
+    assert prepared_counts == [0]
+    assert launched == [32] * 22
+    nbytes = sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
+    assert AUTO_PREPARED.held_bytes()[CPU] >= nbytes
+
+
+def test_a_cpu_and_a_kernel_that_was_told_not_to_use_weights_as_loaded(
+    launched: list[int], prepared_counts: list[int]
+) -> None:
+    for auto in (None, False):
+        kernel, i = auto_kernel(auto)
+        called(kernel, i)
+    assert not prepared_counts
+
+
+@pytest.mark.parametrize("name", ["w1", "w1_scale", "w2", "w2_scale"])
+def test_a_write_derives_them_again_in_the_same_memory(
+    name: str, prepared_counts: list[int]
+) -> None:
+    kernel, i = auto_kernel()
+    plan = kernel.plan()
+    called(kernel, i)
+    bound = kernel.known_weights.bound(i.weights, CPU)
+    assert bound is not None
+    assert bound.prepared is not None
+    tiles = bound.prepared.w1_tiles
+    tensor: torch.Tensor = getattr(i.weights, name)
+    tensor[0] = tensor[1].clone()
+    manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
+    expected = called(manual, i, kernel.prepare_weights(i.weights))
+    prepared_counts.clear()
+    for run in (plan, kernel):
+        assert torch.equal(run(i.x_TH, i.weights, i.routing), expected)
+    assert prepared_counts == [0]
+    bound = kernel.known_weights.bound(i.weights, CPU)
+    assert bound is not None
+    assert bound.prepared is not None
+    assert bound.prepared.w1_tiles is tiles
+
+
+def test_they_are_freed_with_the_memory_of_the_weights() -> None:
+    gc.collect()
+    before = AUTO_PREPARED.held_bytes().get(CPU, 0)
+    kernel, i = auto_kernel()
+    called(kernel, i)
+    alias = i.weights.w1[:1]
+    held = AUTO_PREPARED.held_bytes()[CPU]
+    assert held > before
+    del i
+    gc.collect()
+    assert AUTO_PREPARED.held_bytes().get(CPU, 0) == before  # w2 and the scales are gone
+    del alias
+
+
+def test_weights_stay_as_loaded_if_memory_is_short(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, launched: list[int]
+) -> None:
+    kernel, i = auto_kernel()
+    expected = called(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
+    launched.clear()
+
+    def fail(*_: object) -> dict[str, torch.Tensor]:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(prepared, "allocate_prepared", fail)
+    with caplog.at_level(logging.WARNING, "modular_kernel.weights"):
+        assert torch.equal(called(kernel, i), expected)
+        assert torch.equal(called(kernel, i), expected)
+    assert [record.getMessage().startswith("4-bit weights stay as loaded")
+            for record in caplog.records] == [True]  # fmt: skip
+
+
+def test_a_gpu_keeps_a_fifth_of_its_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, experts = 1 << 30, TritonExperts(MXFP4)
+    specs, weights = experts.prepared_specs(), make_inputs(MXFP4, "uniform", CPU).weights
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    assert auto_prepare.has_room(nbytes, nbytes + gib, 5 * gib)
+    assert not auto_prepare.has_room(nbytes, nbytes + gib - 1, 5 * gib)
+    assert weights.w1_tiles is None
+
+
+def test_threads_prepare_once(prepared_counts: list[int]) -> None:
+    kernel, i = auto_kernel()
+    barrier, outputs = threading.Barrier(4), list[torch.Tensor]()
+
+    def run() -> None:
+        barrier.wait()
+        outputs.append(called(kernel, i))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert prepared_counts == [0]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_a_pickled_kernel_keeps_the_option() -> None:
+    kernel, _ = auto_kernel()
+    assert pickle.loads(pickle.dumps(kernel)).auto_prepare is True
+
+
+def test_loading_a_state_derives_them_at_once(
+    monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
+) -> None:
+    layer, i = made_layer()
+    monkeypatch.setattr(auto_prepare.WeightPreparer, "enabled_on", lambda *_: True)
+    layer(i.x_TH, i.routing)
+    assert prepared_counts == [0]
+    state = {name: tensor.roll(1, 0) for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    assert prepared_counts == [0, 1]
+    got = layer(i.x_TH, i.routing)
+    assert prepared_counts == [0, 1]
+    other, _ = made_layer()
+    other.load_state_dict(state)
+    other.prepare_weights()
+    assert torch.equal(got, other(i.x_TH, i.routing))
