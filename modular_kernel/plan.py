@@ -646,7 +646,11 @@ class _CallPlan(BoundCalls):
         if out is not None:
             return out
         shape = self._shapes.get(x_TH.shape)
-        return None if shape is None else self._new(shape)
+        if shape is None:
+            return None
+        if shape == x_TH.shape and x_TH.is_contiguous() and x_TH.dtype is self.problem.dtype:
+            return torch.empty_like(x_TH)  # half the time of torch.empty
+        return self._new(shape)
 
     def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         tokens = 0 if self._makes_output else x_TH.shape[0]

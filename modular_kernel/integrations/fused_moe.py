@@ -6,14 +6,15 @@
 
 Wrappers of `make_kernel` with MoEPrepareAndFinalizeNoEP and TritonExperts, or TorchExperts where
 Triton is not available. They are registered as torch.ops.modular_kernel.outplace_fused_experts and
-inplace_fused_experts, which torch.compile traces without a graph break. Each call allocates its
-buffers; `FusedMoEModularKernel.plan` allocates them once.
+inplace_fused_experts, which torch.compile traces without a graph break. Eager calls run without the
+dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call__`.
 """
 
 from collections.abc import Sequence
 from typing import Unpack
 
 import torch
+from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.integrations.fused_moe_kernels import (
@@ -31,10 +32,11 @@ from modular_kernel.integrations.fused_moe_options import (
     quant_of,
     split_options,
 )
+from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.ops.route import route
 from modular_kernel.spec.problem import Combine
 from modular_kernel.spec.router import MAX_TOP_K, RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import Routing, check_lead
+from modular_kernel.tensors import ExpertWeights, Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor, check_tensors
 
@@ -82,11 +84,10 @@ def _fused_experts(
     options: Quantization,
 ) -> torch.Tensor:
     device = check_tensor("x", hidden_states, meta=True).device
-    tensors = {"x": hidden_states, "w1": w1, "w2": w2}
-    for what, tensor in tensors.items():
-        check_tensor(what, tensor, device=device, meta=True)
-    tensors |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
-    check_tensors(tensors, optional=FIELDS, device=device, meta=True)
+    weights: dict[str, torch.Tensor | None] = {"w1": w1, "w2": w2}
+    weights |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
+    check_tensors(weights, optional=FIELDS, device=device, meta=True)
+    tensors = {"x": hidden_states, **weights}
     check_no_gradients(tensors)
     x_TH = _flat(hidden_states, inplace=config.inplace)
     weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))
@@ -95,7 +96,7 @@ def _fused_experts(
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
     quant = quant_of(options)
     check_config(config, x_TH, w1, w2, options, depth=values_per_element(quant))
-    extras = [options.get(name) for name in FIELDS.values()]
+    extras = [weights[name] for name in FIELDS]
     settings = (
         quant,
         str(config.activation_spec()),
@@ -103,12 +104,13 @@ def _fused_experts(
         1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor),
     )
     arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
+    direct = _needs_no_operator(x_TH)
     if config.inplace:
-        inplace_fused_experts(*arguments, config.chunk_tokens)
+        run = _run_in_place if direct else inplace_fused_experts
+        run(*arguments, config.chunk_tokens)
         return hidden_states
-    output: torch.Tensor = outplace_fused_experts(
-        *arguments, config.no_combine, config.chunk_tokens
-    )
+    run_new = _run if direct else outplace_fused_experts
+    output: torch.Tensor = run_new(*arguments, config.no_combine, config.chunk_tokens)
     if hidden_states.dim() == 2:
         return output
     return output.view(*hidden_states.shape[:-1], *output.shape[1:])
@@ -197,12 +199,23 @@ def topk_tensors(
     return weights_TK, ids_TK
 
 
+def _needs_no_operator(x_TH: torch.Tensor) -> bool:
+    """Return whether nothing traces or intercepts this call, so that it may skip the dispatcher.
+
+    An operator written in Python costs the host tens of microseconds.
+    """
+    return (
+        not is_compiling()
+        and type(x_TH) in (torch.Tensor, torch.nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 # ------------------------------------------------------------------------------ torch operators
 # extras: the fields of an ExpertWeights, in the order of FIELDS.
 
 
-@torch.library.custom_op("modular_kernel::outplace_fused_experts", mutates_args=())
-def outplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no records)
+def _run(  # noqa: PLR0913 (as the operator below)
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
@@ -217,9 +230,14 @@ def outplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no record
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     combine = Combine.TOPK_WEIGHTED if no_combine else Combine.SUM
-    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
+    routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, combine, False, chunk_tokens)
     return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
+
+
+outplace_fused_experts = torch.library.custom_op(
+    "modular_kernel::outplace_fused_experts", _run, mutates_args=()
+)
 
 
 @outplace_fused_experts.register_fake
@@ -230,8 +248,7 @@ def _(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type
     return hidden_states.new_empty((tokens, *middle, hidden))
 
 
-@torch.library.custom_op("modular_kernel::inplace_fused_experts", mutates_args=("hidden_states",))
-def inplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no records)
+def _run_in_place(  # noqa: PLR0913 (as the operator below)
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
@@ -244,6 +261,28 @@ def inplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no records
     scale: float,
     chunk_tokens: int | None = None,
 ) -> None:
-    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
+    routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
     kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
+
+
+inplace_fused_experts = torch.library.custom_op(
+    "modular_kernel::inplace_fused_experts", _run_in_place, mutates_args=("hidden_states",)
+)
+
+
+_weights_cache = WeightsCache()
+
+
+def _weights(
+    w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
+) -> ExpertWeights:
+    """Return the ExpertWeights of a call; the same object for the same tensors."""
+
+    def make(aliases: list[torch.Tensor | None]) -> ExpertWeights:
+        first, second, *others = aliases
+        assert first is not None
+        assert second is not None
+        return weights_of(first, second, others, quant)
+
+    return _weights_cache.get((w1, w2, *extras), quant, make)

@@ -116,6 +116,7 @@ class Options(Quantization, total=False):
     chunk_tokens: int | None
 
 
+_OUT_OF_PLACE = MoeRunnerConfig(inplace=False)
 _OPTIONS = get_type_hints(Options)
 _CONFIG = tuple(field.name for field in fields(MoeRunnerConfig))
 _OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
@@ -130,7 +131,7 @@ def split_options(
     unknown keyword or for a value of another type.
     """
     expect("moe_runner_config", config, MoeRunnerConfig | None)
-    config = MoeRunnerConfig(inplace=False) if config is None else config
+    config = _OUT_OF_PLACE if config is None else config
     remaining: dict[str, Any] = dict(options)
     for name, value in remaining.items():
         if name not in _OPTIONS:

@@ -42,6 +42,7 @@ from modular_kernel.operators.kernel_cache import (
     NO_EP,
     Experts,
     KernelCache,
+    KernelsBySize,
     Pairing,
     PrepareFinalize,
     convert_ids,
@@ -212,6 +213,7 @@ class FusedMoE(ExpertParameters):
         self._groups = parallel.groups(ep=uses_expert_map) if reduce_results else ()
         # Default experts by device, used if `experts` is None.
         self._default_experts = dict[torch.device, tuple[Problem, Experts]]()
+        self._kernels_by_device = dict[torch.device, tuple[object, KernelsBySize]]()
         self._own_kernel = self._kernel_over_ranks(max_tokens) if spans_ranks else None
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
@@ -480,8 +482,7 @@ class FusedMoE(ExpertParameters):
             self.parallel.check_process()  # before anything is launched
         if kernel is None:
             problem, weights = adapters or (self.problem, weights)
-            pairing = self._pairing(x_TH.device, problem)
-            y_TH = _plan_cache.run(pairing, problem, x_TH, weights, routing)
+            y_TH = self._kernels(x_TH.device, problem).run(x_TH, weights, routing)
             return y_TH, None if shared is None else shared(x_TH)
         with current_device(x_TH.device):
             out = None if kernel.prepare_finalize.allocates_output else torch.empty_like(x_TH)
@@ -552,6 +553,16 @@ class FusedMoE(ExpertParameters):
             self._default_experts[device] = problem, experts
         return self.prepare_finalize, experts
 
+    def _kernels(self, device: torch.device, problem: Problem) -> KernelsBySize:
+        """Return the kernels of calls on a device; looked up again if the layer was changed."""
+        wanted = self.prepare_finalize, self.experts
+        entry = self._kernels_by_device.get(device)
+        if entry is None or entry[0] != wanted or entry[1].problem is not problem:
+            pairing = self._pairing(device, problem)
+            entry = wanted, _plan_cache.kernels_by_size(pairing, problem, device)
+            self._kernels_by_device[device] = entry
+        return entry[1]
+
     def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
         """Create the kernel of a part that spans ranks.
 
@@ -566,6 +577,10 @@ class FusedMoE(ExpertParameters):
         return make_kernel(
             *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which looks up its kernels anew."""
+        return super().__getstate__() | {"_kernels_by_device": {}}
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         dtype = super()._dtype_after(fn)

@@ -93,6 +93,7 @@ class ExpertParameters(nn.Module):
         self.register_buffer("_no_bias", zeros, persistent=False)
         self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
         self._unloaded = True  # until the first call has checked, see `weights`
+        self._names: tuple[Problem | None, dict[str, str]] = None, {}
         self._describe()
 
     def weight_loader(
@@ -282,11 +283,7 @@ class ExpertParameters(nn.Module):
 
     def _describe(self) -> None:
         """Store the layer's constant arguments of the operator `experts`, for torch.compile."""
-        names = {field: PARAMETERS[field] for field in self.specs()}
-        if self._no_bias is not None:
-            names["b2"] = "_no_bias"
-        if self.expert_map is not None:
-            names["expert_map"] = "expert_map"
+        names = self._names_by_field()
         self._operand_names = tuple(names.values())
         checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
         self._operand_fields = ",".join(names), ",".join(checked)
@@ -307,12 +304,24 @@ class ExpertParameters(nn.Module):
         self._bound = self._bound[0], weights
 
     def _found(self) -> dict[str, torch.Tensor]:
-        tensors = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
-        if self._no_bias is not None:
-            tensors["b2"] = self._no_bias
-        if self.expert_map is not None:
-            tensors["expert_map"] = self.expert_map
+        # The dict directly: nn.Module's attribute lookup is slow, and this runs in every call.
+        parameters, tensors = self._parameters, {}
+        for field, name in self._names_by_field().items():
+            tensor = parameters.get(name)
+            tensors[field] = getattr(self, name) if tensor is None else tensor
         return tensors
+
+    def _names_by_field(self) -> dict[str, str]:
+        """Return the parameter or buffer of each field of ExpertWeights that the layer has."""
+        problem, names = self._names
+        if problem is not self.problem:
+            names = {field: PARAMETERS[field] for field in self.specs()}
+            if self._no_bias is not None:
+                names["b2"] = "_no_bias"
+            if self.expert_map is not None:
+                names["expert_map"] = "expert_map"
+            self._names = self.problem, names
+        return names
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast the layer; see the class."""

@@ -84,12 +84,13 @@ def flatten_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.
     if not isinstance(given, torch.Tensor):
         need = "the router's logits (..., E)"
         raise ConfigurationError("routing", got=type(given).__name__, need=need)
-    check_tensor("router logits", given)
     if given.dim() < 2 or given.shape[-1] != columns:
         need = f"(..., E) with E = {columns}"
         raise ShapeError("router logits", got=tuple(given.shape), need=need)
     check_lead("router logits", given, lead, "E")
-    return given.reshape(-1, columns)
+    if given.dim() == 2:  # checked by `route`
+        return given
+    return check_tensor("router logits", given).reshape(-1, columns)
 
 
 def normalize_routing(given: object, lead: tuple[int, ...]) -> Routing:

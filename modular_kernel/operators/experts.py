@@ -8,33 +8,20 @@ field of each tensor in params, see `expert_fields`. layer and pairing: see `pai
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 import modular_kernel.ops.route  # noqa: F401 (registers the router's operator)
-from modular_kernel.operators.expert_fields import tensor_key, weights_from
+from modular_kernel.operators.expert_fields import weights_from
 from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.operators.pairing import pairing_of, problem_of
+from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import ExpertWeights, Routing
 
-
-@dataclass(frozen=True)
-class _Bound:
-    """Weights built from `params`, valid as long as no parameter moves or changes."""
-
-    fields: str
-    others: tuple[int, ...]
-    places: tuple[object, ...]
-    weights: ExpertWeights
-
-
-# Keyed by the first parameter. Entries hold aliases only, so that they are freed with their key.
-_bound: Any = WeakIdKeyDictionary()
+_weights_cache = WeightsCache()
 
 # Prepared weights, by the address of w1, the layer and the pairing. The caller that prepared them
 # keeps them alive.
@@ -139,10 +126,8 @@ def _find_prepared(
 
 
 def _weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    bound = _bound.get(params[0]) if params else None
-    others, places = tuple(map(id, params)), tuple(map(tensor_key, params))
-    if bound is None or (bound.fields, bound.others, bound.places) != (fields, others, places):
-        weights = weights_from([param.detach() for param in params], fields)
-        bound = _Bound(fields, others, places, weights)
-        _bound[params[0]] = bound
-    return bound.weights
+    if not params:
+        return weights_from(params, fields)
+    return _weights_cache.get(
+        params, fields, lambda aliases: weights_from([a for a in aliases if a is not None], fields)
+    )

@@ -1,12 +1,13 @@
 """Cache of kernels by capacity, shared by layers of equal shape at any token count.
 
-    planned = Planned()
-    y_TH = planned.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)
+    cache = KernelCache()
+    y_TH = cache.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)
 
 A call of T tokens runs on the kernel for the next power of two.
 """
 
 import threading
+import weakref
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -73,6 +74,41 @@ def _name(part: PrepareFinalize | Experts) -> str:
     return part if isinstance(part, str) else part.__name__
 
 
+class KernelsBySize:
+    """Kernels of one pairing and layer on one device, by power of two of tokens.
+
+    Looks up the kernel of a call without hashing its problem. Kernels belong to the cache: one that
+    it has evicted is made again.
+    """
+
+    def __init__(
+        self, cache: "KernelCache", pairing: Pairing, problem: Problem, device: torch.device
+    ) -> None:
+        self.problem = problem
+        self._cache, self._pairing, self._device = cache, pairing, device
+        self._index: int | None = device.index if device.type == "cuda" else None
+        # By the bit length of the largest token index: the kernel, and the dtype of its ids.
+        self._kernels: dict[int, tuple[weakref.ref[FusedMoEModularKernel], torch.dtype | None]] = {}
+
+    def run(self, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
+        """Run a call; see `KernelCache.run`."""
+        index = self._index
+        if index is not None and torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.run(x_TH, weights, routing)
+        tokens = x_TH.shape[0]
+        entry = self._kernels.get((tokens - 1).bit_length())
+        kernel = None if entry is None else entry[0]()
+        if entry is None or kernel is None:
+            problem = _with_tokens(self.problem, plan_capacity(tokens))
+            kernel = self._cache.kernel(self._pairing, problem, self._device)
+            dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
+            self._kernels[(tokens - 1).bit_length()] = weakref.ref(kernel), dtype
+        else:
+            dtype = entry[1]
+        return kernel(x_TH, weights, _with_ids_of(dtype, routing))
+
+
 class KernelCache:
     """LRU cache of kernels by pairing, problem and device, with at most `max_kernels` entries.
 
@@ -112,6 +148,12 @@ class KernelCache:
                 self.kernels.popitem(last=False)
         return kernel
 
+    def kernels_by_size(
+        self, pairing: Pairing, problem: Problem, device: torch.device
+    ) -> KernelsBySize:
+        """Return a lookup of this cache's kernels for calls of one layer on one device."""
+        return KernelsBySize(self, pairing, problem, device)
+
     def run(
         self,
         pairing: Pairing,
@@ -124,11 +166,7 @@ class KernelCache:
 
         Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
-        device = x_TH.device
-        problem = _with_tokens(problem, plan_capacity(x_TH.shape[0]))
-        with current_device(device):
-            kernel = self.kernel(pairing, problem, device)
-            return kernel(x_TH, weights, convert_ids(kernel, routing))
+        return KernelsBySize(self, pairing, problem, x_TH.device).run(x_TH, weights, routing)
 
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
         """Make the kernel and plan for problem.tokens, so that such calls only allocate outputs.
@@ -143,6 +181,10 @@ class KernelCache:
 def convert_ids(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
     """Return the routing with ids of the dtype that the kernel requires."""
     dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
+    return _with_ids_of(dtype, routing)
+
+
+def _with_ids_of(dtype: torch.dtype | None, routing: Routing) -> Routing:
     ids_TK = routing.topk_ids_TK
     if dtype in (None, ids_TK.dtype) or ids_TK.dtype not in (torch.int32, torch.int64):
         return routing

@@ -17,7 +17,7 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, IncompatibleError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.operators.kernel_cache import KernelCache, default_experts
+from modular_kernel.operators.kernel_cache import KernelCache, KernelsBySize, default_experts
 from modular_kernel.operators.kernel_cache import Pairing as Parts
 from modular_kernel.plan import MIN_CAPACITY, plan_capacity
 from modular_kernel.spec.problem import DTYPES, Combine, Problem, dtype_name, parse_dtype
@@ -44,6 +44,7 @@ _OPTIONAL = frozenset(
     }
 )
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_LOOKUPS = 1 << 12
 _PER_CALL = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
@@ -147,6 +148,8 @@ class Pairing:
         self.experts = experts
         self.where_served = where_served and experts is None
         self._planned = KernelCache()
+        # By layer, device, and bit length of the largest token index.
+        self._kernels = dict[tuple[str, torch.device, int], KernelsBySize]()
         self._refused = set[tuple[str, torch.device]]()
         _PAIRINGS[str(self)] = self
 
@@ -168,8 +171,16 @@ class Pairing:
         routing: ids of int32 or int64; converted if the parts need it.
         Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
-        problem = problem_of(layer, plan_capacity(x_TH.shape[0]))
-        return self._planned.run(self._parts(x_TH.device, problem), problem, x_TH, weights, routing)
+        tokens, device = x_TH.shape[0], x_TH.device
+        key = layer, device, (tokens - 1).bit_length()
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            problem = problem_of(layer, plan_capacity(tokens))
+            kernels = self._planned.kernels_by_size(self._parts(device, problem), problem, device)
+            if len(self._kernels) >= _MAX_LOOKUPS:
+                self._kernels.clear()
+            self._kernels[key] = kernels
+        return kernels.run(x_TH, weights, routing)
 
     def check(self, layer: str, device: torch.device) -> None:
         """Raise IncompatibleError if the pairing cannot run the layer on a device."""

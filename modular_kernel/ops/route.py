@@ -26,6 +26,7 @@ from modular_kernel.errors import (
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.replay.operation import ReplayedOperation
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
@@ -38,6 +39,7 @@ _LANES = 512  # values per one-warp program, if there are enough tokens
 _FEW_TOKENS = 1024  # up to this many tokens each program handles one
 _LARGEST = torch.finfo(torch.float32).max
 _MAX_LOADED_PLACES = 1 << 12  # cached locations of parameters known to be loaded
+_launches = ReplayedOperation()
 INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
 
 
@@ -104,7 +106,13 @@ def _routed(
     if tokens == 0:
         return routed
     if use_triton(logits_TE):
-        _launch(logits_TE, spec, tensors, token_ids_T, routed)
+        given = (logits_TE, tensors.bias_E, tensors.table_VK, token_ids_T, weights_TK, ids_TK)
+        present = [tensor for tensor in (*given, identity_T) if tensor is not None]
+        _launches.run(
+            spec,
+            present,
+            lambda: _launch(logits_TE, spec, tensors, token_ids_T, routed),
+        )
     else:
         route_ref(logits_TE, spec, tensors, token_ids_T, routed)
     return routed

@@ -339,14 +339,24 @@ def signature_and_pointers(
     tensors: Sequence[torch.Tensor], bound: CheckedWeights
 ) -> tuple[Hashable, list[int]]:
     """Return the signature of a call with these tensors and weights, and its pointers."""
+    layout, pointers = layout_and_pointers(tensors, bound.pointers, bound.bits)
+    return (bound.signature, layout), pointers
+
+
+def layout_and_pointers(
+    tensors: Sequence[torch.Tensor], others: Sequence[int] = (), bits: int = 0
+) -> tuple[Hashable, list[int]]:
+    """Return everything about tensors that a recording depends on, and their addresses.
+
+    others: addresses that follow those of `tensors`. bits: their bitwise or.
+    """
     pointers = [*map(_pointer, tensors)]
-    bits = bound.bits
     for pointer in pointers:
         bits |= pointer
-    pointers += bound.pointers
+    pointers += others
     aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
     shapes, dtypes = map(_size, tensors), map(_dtype_and_device, tensors)
-    return (bound.signature, aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
+    return (aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
 
 
 def _layout(given: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:

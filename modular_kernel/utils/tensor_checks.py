@@ -42,6 +42,15 @@ def compile_only() -> Iterator[None]:
         _compile_only.reset(token)
 
 
+def is_dense(value: object) -> bool:
+    """Return whether `check_strided` accepts `value`; False also for tensors it may accept."""
+    return (
+        type(value) in _PLAIN
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_neg()  # type: ignore[attr-defined]
+    )
+
+
 def check_strided(what: str, value: object) -> None:
     """Check that `value` is a dense tensor; its memory is not checked (see `check_tensor`).
 

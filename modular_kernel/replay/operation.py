@@ -1,0 +1,55 @@
+"""Replay of an operation's launches outside a plan, such as the router's."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from modular_kernel.replay import stages
+from modular_kernel.replay.recording import RecordedCall, layout_and_pointers, recorder, recording
+
+_MAX_SIGNATURES = 256
+_UNSEEN, _SEEN_ONCE, _NOT_REPLAYABLE = "unseen", "seen once", "not replayable"
+_C: Any = torch._C
+
+
+class ReplayedOperation:
+    """The launches of an operation by signature, recorded in its second call with that signature.
+
+    A signature is the key, and shape, strides, dtype, device and alignment of each tensor. Calls
+    with a number of tokens that occurs once are therefore not recorded. At most 256 signatures are
+    kept; the oldest is dropped first.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, RecordedCall | str] = {}
+
+    def run(
+        self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Callable[[], None]
+    ) -> None:
+        """Do what `launch` does: launch kernels on the current stream that read or write `tensors`.
+
+        key: everything besides the tensors that determines the launches.
+        """
+        index = tensors[0].get_device()
+        if index < 0 or index != _C._cuda_getDevice() or recorder() is not None:
+            launch()
+            return
+        layout, pointers = layout_and_pointers(tensors)
+        signature, calls = (key, layout), self._calls
+        call = calls.get(signature, _UNSEEN)
+        if isinstance(call, RecordedCall):
+            if 0 in pointers or stages.profiling() or call.watched():
+                launch()
+            else:
+                call.replay(_C._cuda_getCurrentRawStream(index), pointers)
+        elif call is _SEEN_ONCE:
+            with recording(tensors) as recorded:
+                launch()
+            calls[signature] = recorded.recorded() or _NOT_REPLAYABLE
+        else:
+            launch()
+            if call is _UNSEEN:
+                while len(calls) >= _MAX_SIGNATURES:
+                    calls.pop(next(iter(calls)), None)
+                calls[signature] = _SEEN_ONCE

@@ -1,0 +1,92 @@
+"""Weights that a kernel prepares by itself, and the router's replayed launches, on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from grouped_products import MXFP4
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
+from modular_kernel.quant.auto_prepare import AUTO_PREPARED
+from modular_kernel.spec.router import RouterSpec
+from modular_kernel.tensors import Routing
+from modular_kernel.testing.cases.inputs import make_inputs
+
+CUDA = torch.device("cuda")
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+SCHEMES = ("mxfp4_w4a16", "int4_w4a16_group", "int4_w4a16_group:zero_points=true", "nvfp4_w4a16")
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 512])
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_a_layer_gives_the_bits_of_weights_prepared_by_hand(quant: str, tokens: int) -> None:
+    problem = replace(MXFP4, quant=quant, tokens=tokens, hidden=512, intermediate=768)
+    i = make_inputs(problem, "uniform", CUDA)
+    manual = make_kernel(*PAIR, problem, auto_prepare=False)
+    expected = manual(i.x_TH, manual.prepare_weights(i.weights), i.routing)
+    layer = FusedMoE(
+        problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
+        params_dtype=problem.dtype, quant_config=quant, device="cuda",
+    )  # fmt: skip
+    layer.set_weights(i.weights)
+    for _ in range(3):
+        assert torch.equal(layer(i.x_TH, i.routing), expected)
+    assert AUTO_PREPARED.held_bytes()[torch.device("cuda", 0)] > 0
+
+
+def test_a_capture_before_the_first_call_reads_the_weights_as_loaded() -> None:
+    problem = replace(MXFP4, hidden=512, intermediate=768)
+    i = make_inputs(problem, "uniform", CUDA)
+    warm = make_inputs(replace(problem), "uniform", CUDA)
+    manual = make_kernel(*PAIR, problem, auto_prepare=False)
+    as_loaded = manual(i.x_TH, i.weights, i.routing)
+    kernel = make_kernel(*PAIR, problem)
+    kernel(warm.x_TH, warm.weights, warm.routing)  # compiles, with other weights
+    manual(i.x_TH, i.weights, i.routing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = kernel(i.x_TH, i.weights, i.routing)
+    graph.replay()
+    assert torch.equal(output, as_loaded)
+    expected = manual(i.x_TH, manual.prepare_weights(i.weights), i.routing)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(kernel(i.x_TH, i.weights, i.routing), expected)
+        torch.cuda.current_stream().synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        output = kernel(i.x_TH, i.weights, i.routing)
+    graph.replay()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RouterSpec(8, renormalize=True),
+        RouterSpec(4, order="topk_first"),
+        RouterSpec(
+            8, "sigmoid", groups=8, topk_groups=4, selection_bias=True, renormalize=True, eps=1e-20
+        ),
+    ],
+    ids=["softmax", "topk_first", "deepseek"],
+)
+def test_replayed_routing_is_that_of_torch(spec: RouterSpec) -> None:
+    experts, generator = 128, torch.Generator("cuda").manual_seed(3)
+    bias = None
+    if spec.selection_bias:
+        bias = torch.randn(experts, device="cuda", generator=generator)
+    tensors = RouterTensors(bias)
+    for tokens in (1, 3, 64, 1025):
+        outputs: list[tuple[Routing, Routing]] = []
+        for _ in range(4):
+            logits = torch.randn(tokens, experts, device="cuda", generator=generator)
+            got = route(logits, spec, tensors).routing
+            expected = Routed(
+                Routing(torch.empty_like(got.topk_weights_TK), torch.empty_like(got.topk_ids_TK))
+            )
+            route_ref(logits, spec, tensors, None, expected)
+            outputs.append((got, expected.routing))
+        for got, want in outputs:  # after all calls: none wrote to the results of another
+            assert torch.equal(got.topk_ids_TK, want.topk_ids_TK)
+            torch.testing.assert_close(got.topk_weights_TK, want.topk_weights_TK)

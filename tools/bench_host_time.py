@@ -1,0 +1,161 @@
+"""Host time of the public calls of a layer on one GPU.
+
+    python tools/bench_host_time.py --json host.json
+    python tools/bench_host_time.py --profile fp8_w8a8_block:64
+
+Each time is the median of `--calls` calls, each issued to an idle GPU. Rows: a kernel, a kernel
+with an `ExpertWeights` and a `Routing` made anew, a plan, `FusedMoE` with a router, and
+`fused_experts` where it has the scheme; the kernel once more under `torch.set_default_device` and
+in deterministic mode, without its fill of new outputs.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import triton
+
+from modular_kernel import FusedMoE, RouterSpec, make_kernel
+from modular_kernel.integrations.fused_moe import fused_experts
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import Routing
+from modular_kernel.testing.cases.inputs import make_inputs
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+LAYER = Problem(1024, hidden=2048, intermediate=512, experts=256, top_k=8)
+SCHEMES = {
+    "none": {},
+    "fp8_w8a8_block": {"use_fp8_w8a8": True, "block_shape": [128, 128]},
+    "int4_w4a16_group": {"use_int4_w4a16": True, "block_shape": [0, 128]},
+    "mxfp4_w4a16": None,
+}
+TOKENS = (1, 64, 1024)
+Call = Callable[[], object]
+
+
+def median_us(call: Call, calls: int) -> float:
+    """Return the median host time of a call, in microseconds."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return round(statistics.median(times), 2)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Enable deterministic mode, without its fill of new tensors."""
+    torch.use_deterministic_algorithms(True)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(False)
+
+
+def public_calls(quant: str, tokens: int) -> dict[str, Call]:
+    """Return the calls to time, by name."""
+    problem = replace(LAYER, quant=quant, tokens=tokens)
+    inputs = make_inputs(problem, "uniform", torch.device("cuda"))
+    x_TH, weights, routing = inputs.x_TH, inputs.weights, inputs.routing
+    kernel = make_kernel(*PAIR, problem)
+    plan = kernel.plan()
+    spec = RouterSpec(problem.top_k, renormalize=True)
+    layer = FusedMoE(
+        problem.experts, problem.hidden, problem.intermediate, quant_config=None if quant == "none"
+        else quant, params_dtype=problem.dtype, router=spec, device="cuda",
+    )  # fmt: skip
+    layer.set_weights(weights)
+    logits = torch.randn(tokens, problem.experts, device="cuda", dtype=problem.dtype)
+    calls: dict[str, Call] = {
+        "kernel": lambda: kernel(x_TH, weights, routing),
+        "kernel, new objects": lambda: kernel(
+            x_TH, replace(weights), Routing(routing.topk_weights_TK, routing.topk_ids_TK)
+        ),
+        "plan": lambda: plan(x_TH, weights, routing),
+        "FusedMoE": lambda: layer(x_TH, logits),
+    }
+    flags = SCHEMES[quant]
+    if flags is not None:
+        scales = {"w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale} if flags else {}
+        topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+        calls["fused_experts"] = lambda: fused_experts(
+            x_TH, weights.w1, weights.w2, topk, **flags, **scales
+        )
+    shape = tuple(x_TH.shape)
+    calls["torch.empty"] = lambda: torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
+    return calls
+
+
+def measured(quant: str, tokens: int, calls: int) -> dict[str, object]:
+    """Return one row: host times in microseconds, by call."""
+    row: dict[str, object] = {"quant": quant, "tokens": tokens}
+    timed = public_calls(quant, tokens)
+    with torch.no_grad():
+        for name, call in timed.items():
+            row[name] = median_us(call, calls)
+        torch.set_default_device("cuda")
+        row["kernel, default device"] = median_us(timed["kernel"], calls)
+        row["FusedMoE, default device"] = median_us(timed["FusedMoE"], calls)
+        torch.set_default_device(None)
+        with deterministic():
+            row["kernel, deterministic"] = median_us(timed["kernel"], calls)
+        row["kernel, again"] = median_us(timed["kernel"], calls)
+    return row
+
+
+def profile(cell: str) -> None:
+    """Print where the host time of one cell's calls goes."""
+    quant, _, tokens = cell.partition(":")
+    with torch.no_grad():
+        for name, call in public_calls(quant, int(tokens)).items():
+            for _ in range(10):
+                call()
+            profiler = cProfile.Profile()
+            profiler.enable()
+            for _ in range(2000):
+                call()
+            profiler.disable()
+            torch.cuda.synchronize()
+            print(f"== {name}")
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(16)
+
+
+def main() -> None:
+    """Time all cells, or profile one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", metavar="SCHEME:TOKENS")
+    arguments = parser.parse_args()
+    if arguments.profile:
+        profile(arguments.profile)
+        return
+    rows = [measured(quant, tokens, arguments.calls) for quant in SCHEMES for tokens in TOKENS]
+    names = [name for name in rows[0] if name not in ("quant", "tokens")]
+    for row in rows:
+        cells = (f"{name} {row[name]}" for name in names if name in row)
+        print(f"{row['quant']:18} T={row['tokens']:<5}", *cells, sep="  ")
+    if arguments.json:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        record = {"gpu": torch.cuda.get_device_name(), "versions": versions, "host_us": rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
