@@ -28,7 +28,7 @@ from modular_kernel.replay import modes
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.text import notebook_html
-from modular_kernel.utils.argument_checks import Count, expect
+from modular_kernel.utils.argument_checks import Count, available_device, expect
 from modular_kernel.workspace import Workspace
 
 __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
@@ -134,7 +134,8 @@ class FusedMoEModularKernel(Execution):
         2,048 tokens reserve nothing: each allocates its own workspace.
         """
         expect("tokens", tokens, Count)
-        self._call_plans.reserve(self, device or torch.device(self.machine.device), tokens)
+        device = available_device(self.machine.device if device is None else device)
+        self._call_plans.reserve(self, device, tokens)
 
     @modes.untraced
     def __call__(

@@ -23,11 +23,13 @@ from pathlib import Path
 import torch
 import triton
 
-from modular_kernel import FusedMoE, RouterSpec, make_kernel
+from modular_kernel.catalog import make_kernel
 from modular_kernel.integrations.fused_moe import fused_experts
+from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
-from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.random_inputs import Inputs, random_inputs
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 LAYER = Problem(1024, hidden=2048, intermediate=512, experts=256, top_k=8)
@@ -68,11 +70,12 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def public_calls(quant: str, tokens: int) -> dict[str, Call]:
-    """Return the calls to time, by name."""
+def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
+    """Return the calls to time, by name. inputs: of LAYER in this scheme."""
     problem = replace(LAYER, quant=quant, tokens=tokens)
-    inputs = make_inputs(problem, "uniform", torch.device("cuda"))
-    x_TH, weights, routing = inputs.x_TH, inputs.weights, inputs.routing
+    weights, routing = inputs.weights, inputs.routing.of(slice(tokens))
+    x_TH = inputs.x_TH[:tokens].clone()
+    routing = Routing(routing.topk_weights_TK.clone(), routing.topk_ids_TK.clone())
     kernel = make_kernel(*PAIR, problem)
     plan = kernel.plan()
     spec = RouterSpec(problem.top_k, renormalize=True)
@@ -102,10 +105,15 @@ def public_calls(quant: str, tokens: int) -> dict[str, Call]:
     return calls
 
 
-def measured(quant: str, tokens: int, calls: int) -> dict[str, object]:
+def layer_inputs(quant: str) -> Inputs:
+    """Return the tensors of LAYER in a scheme; values do not matter to the host."""
+    return random_inputs(replace(LAYER, quant=quant), torch.device("cuda"))
+
+
+def measured(quant: str, tokens: int, inputs: Inputs, calls: int) -> dict[str, object]:
     """Return one row: host times in microseconds, by call."""
     row: dict[str, object] = {"quant": quant, "tokens": tokens}
-    timed = public_calls(quant, tokens)
+    timed = public_calls(quant, tokens, inputs)
     with torch.no_grad():
         for name, call in timed.items():
             row[name] = median_us(call, calls)
@@ -123,7 +131,7 @@ def profile(cell: str) -> None:
     """Print where the host time of one cell's calls goes."""
     quant, _, tokens = cell.partition(":")
     with torch.no_grad():
-        for name, call in public_calls(quant, int(tokens)).items():
+        for name, call in public_calls(quant, int(tokens), layer_inputs(quant)).items():
             for _ in range(10):
                 call()
             profiler = cProfile.Profile()
@@ -146,11 +154,13 @@ def main() -> None:
     if arguments.profile:
         profile(arguments.profile)
         return
-    rows = [measured(quant, tokens, arguments.calls) for quant in SCHEMES for tokens in TOKENS]
-    names = [name for name in rows[0] if name not in ("quant", "tokens")]
-    for row in rows:
-        cells = (f"{name} {row[name]}" for name in names if name in row)
-        print(f"{row['quant']:18} T={row['tokens']:<5}", *cells, sep="  ")
+    rows = []
+    for quant in SCHEMES:
+        inputs = layer_inputs(quant)
+        for tokens in TOKENS:
+            row = measured(quant, tokens, inputs, arguments.calls)
+            print(*(f"{name} {value}" for name, value in row.items()), sep="; ", flush=True)
+            rows.append(row)
     if arguments.json:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         record = {"gpu": torch.cuda.get_device_name(), "versions": versions, "host_us": rows}

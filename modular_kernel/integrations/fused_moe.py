@@ -11,6 +11,7 @@ dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Unpack
 
 import torch
@@ -99,7 +100,7 @@ def _fused_experts(
     extras = [weights[name] for name in FIELDS]
     settings = (
         quant,
-        str(config.activation_spec()),
+        _activation_text(config) if is_compiling() else _cached_activation_text(config),
         config.apply_router_weight_on_input,
         1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor),
     )
@@ -162,6 +163,13 @@ def fused_moe(
     routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
     topk_output = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
     return _fused_experts(hidden_states, w1, w2, topk_output, config, quantization)
+
+
+def _activation_text(config: MoeRunnerConfig) -> str:
+    return str(config.activation_spec())
+
+
+_cached_activation_text = lru_cache(maxsize=256)(_activation_text)  # not traced by torch.compile
 
 
 def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:

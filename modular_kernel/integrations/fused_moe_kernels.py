@@ -147,11 +147,16 @@ def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activat
     if (e2, h2) != (e, h):
         need = f"(E, H, I{_halved(depth)}) with E = {e}, as w1, and H = {h}, as x"
         raise ShapeError("w2", got=tuple(w2.shape), need=need)
-    gated = ActivationSpec.parse(activation).gated
+    gated = _is_gated(activation)
     if rows != i * (1 + gated):
         got = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
         need = f"N = {'2I' if gated else 'I'} for {activation}: w1 has N = {rows}, w2 I = {i}"
         raise ShapeError("w1 and w2", got=got, need=need)
+
+
+@lru_cache(maxsize=256)
+def _is_gated(activation: str) -> bool:
+    return ActivationSpec.parse(activation).gated
 
 
 def _halved(depth: int) -> str:

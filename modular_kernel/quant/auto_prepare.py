@@ -192,6 +192,10 @@ class WeightPreparer:
         """Return whether weights on this device are to be prepared."""
         return device.type == "cuda" if self._enabled is None else self._enabled
 
+    def is_postponed(self, device: torch.device) -> bool:
+        """Return whether weights are to be prepared, but not during the current capture."""
+        return self.enabled_on(device) and bool(self._specs) and not may_keep_buffers(device)
+
     def __call__(self, weights: ExpertWeights) -> Prepared | None:
         """Return the weights with prepared tensors, the sources of these, and the tensors.
 

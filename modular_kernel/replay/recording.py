@@ -16,14 +16,14 @@ from functools import reduce
 from itertools import count, groupby, pairwise
 from operator import attrgetter, itemgetter, or_
 from sys import modules
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.utils.tensor_checks import span
+from modular_kernel.utils.tensor_checks import is_dense, span
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
 Replayer = Callable[[Sequence[Any], int], Replay]  # (recorded launches, number of inputs) -> Replay
@@ -37,7 +37,6 @@ _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tenso
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
 _version = attrgetter("_version")
 _expired: Any = torch.UntypedStorage._expired
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
 
 
@@ -190,6 +189,7 @@ class CheckedWeights:
     prepared ones, with their version counters; inference tensors have none. storages: of the
     sources. While a storage is alive, no other can have its address. prepared: the weights with
     tensors that the kernel has prepared by itself, which calls read instead; None if it has not.
+    postponed: it will prepare them in a later call, outside the capture of a CUDA graph.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -204,6 +204,7 @@ class CheckedWeights:
     versions: list[int]
     storages: tuple[StorageWeakRef, ...]
     prepared: ExpertWeights | None = None
+    postponed: bool = False
 
     def holds(self) -> bool:
         """Return whether all tensors are where they were, and unwritten if tracked."""
@@ -219,17 +220,26 @@ class CheckedWeights:
 Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
+class Preparer(Protocol):
+    """Preparation of a kernel's weights on their first use."""
+
+    def __call__(self, weights: ExpertWeights) -> Prepared | None:
+        """Prepare checked weights; None to use them as they are."""
+
+    def is_postponed(self, device: torch.device) -> bool:
+        """Return whether weights that were not prepared now are to be prepared by a later call."""
+
+
 class CheckedWeightsCache:
     """Weights that a kernel and its plans have checked, so that calls need not check them again.
 
     Weights are remembered while they are alive, and not kept alive. Another ExpertWeights with the
     same memory, for example made anew for each call, is not checked again. A copy starts empty.
 
-    prepare: returns checked weights with prepared tensors, their sources, and the prepared tensors;
-        or None to use the weights as they are.
+    prepare: prepares weights when they are first used; None uses them as they are.
     """
 
-    def __init__(self, prepare: Callable[[ExpertWeights], Prepared | None] | None = None) -> None:
+    def __init__(self, prepare: Preparer | None = None) -> None:
         self._prepare = prepare
         self._bound: dict[int, CheckedWeights] = {}
         # Layouts that passed the checks, as addresses and sizes, so that nothing is kept alive.
@@ -256,6 +266,8 @@ class CheckedWeightsCache:
             self._remember(_layout({n: t for n, t in vars(weights).items() if t is not None}))
         auto_prepared = None if made or self._prepare is None else self._prepare(weights)
         run_weights, sources, made = auto_prepared or (weights, sources, made)
+        prepare, device = self._prepare, weights.w1.device
+        postponed = not made and prepare is not None and prepare.is_postponed(device)
         versioned = tuple(tensor for tensor in (*sources, *made) if not tensor.is_inference())
         by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
         unique = {id(tensor): tensor for tensor in by_name.values()}
@@ -268,7 +280,7 @@ class CheckedWeightsCache:
         signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         bound[key] = CheckedWeights(
             alive,
-            weights.w1.device,
+            device,
             tensors,
             signature=self._signatures.setdefault(signature, self._next_number()),
             places=_places(tensors),
@@ -279,6 +291,7 @@ class CheckedWeightsCache:
             versions=[*map(_version, versioned)],
             storages=tuple(map(storage_of, sources)),
             prepared=None if auto_prepared is None else run_weights,
+            postponed=postponed,
         )
         return bound[key]
 
@@ -307,6 +320,8 @@ class CheckedWeightsCache:
         checked = self._bound.get(id(weights))
         if checked is None or checked.weights() is not weights:
             return self._bind_alike(weights, device)
+        if checked.postponed and may_keep_buffers(device):
+            return None
         return checked if checked.device == device and checked.holds() else None
 
 
@@ -363,7 +378,7 @@ def _layout(given: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
     """Return everything that checks of weights read, by field; None if that is not sufficient."""
     entries: list[Hashable] = []
     for name, tensor in given.items():
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+        if not is_dense(tensor):
             return None
         try:
             pointer = tensor.data_ptr()

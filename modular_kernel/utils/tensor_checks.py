@@ -47,6 +47,7 @@ def is_dense(value: object) -> bool:
     return (
         type(value) in _PLAIN
         and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
         and not value.is_neg()  # type: ignore[attr-defined]
     )
 
@@ -63,6 +64,8 @@ def check_strided(what: str, value: object) -> None:
         check_local(what, value)
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
+    if value.is_nested:
+        raise LayoutError(what, got="a nested tensor", need="a dense tensor")
     if not is_compiling() and value.is_neg():  # torch.compile cannot trace is_neg
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
 

@@ -17,6 +17,7 @@ from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from modular_kernel import FusedMoEModularKernel, make_kernel
 from modular_kernel.quant import auto_prepare, prepared
 from modular_kernel.quant.auto_prepare import AUTO_PREPARED
+from modular_kernel.replay import recording
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 
 pytestmark = NO_GPU
@@ -26,7 +27,8 @@ launched = launched_tiles()
 @pytest.fixture(name="prepared_counts", autouse=True)
 def prepared_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the calls of GroupedW4Path.prepare, which derives the tensors of one kernel."""
-    counts, prepare = list[int](), GroupedW4Path.prepare
+    counts = list[int]()
+    prepare = GroupedW4Path.prepare
 
     def counted(self: GroupedW4Path, *args: Any) -> None:
         counts.append(len(counts))
@@ -174,3 +176,18 @@ def test_loading_a_state_derives_them_at_once(
     other.load_state_dict(state)
     other.prepare_weights()
     assert torch.equal(got, other(i.x_TH, i.routing))
+
+
+def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
+) -> None:
+    kernel, i = auto_kernel()
+    with pytest.MonkeyPatch.context() as capture:
+        for module in (auto_prepare, recording):
+            capture.setattr(module, "may_keep_buffers", lambda _: False)
+        called(kernel, i)
+        called(kernel, i)
+    assert not prepared_counts
+    called(kernel, i)
+    called(kernel, i)
+    assert prepared_counts == [0]
