@@ -195,7 +195,7 @@ def test_refusals() -> None:
     zeros = torch.zeros
     refused(ShapeError, "rows to quantize", x=zeros(135, 48))
     refused(ShapeError, "rows to quantize", act=ActivationSpec.parse("silu"))
-    refused(LayoutError, "side by side", x=zeros(64, 135).T)
+    refused(LayoutError, "contiguous rows", x=zeros(64, 135).T)
     refused(ShapeError, "scales of tiles", out=room_for(135, 64, 3))
     refused(ShapeError, "a multiple of 16", x=zeros(135, 40), out=room_for(135, 40, 4))
     refused(DtypeError, "tiles", tiles=named(TILES, 4).long())

@@ -64,13 +64,13 @@ def staged_reference(trial: Trial) -> Findings:
     add up to sqrt(2) times the bound, which is the tolerance here.
     """
     experts = type(trial.kernel.experts)
-    if experts.twin is None:
+    if experts.unfused is None:
         return
-    if experts.requires != experts.twin.requires:
-        yield f"its requirements differ from those of {experts.twin.__name__}"
+    if experts.requires != experts.unfused.requires:
+        yield f"its requirements differ from those of {experts.unfused.__name__}"
     kernel = make_kernel(
         trial.case.prepare_finalize,
-        experts.twin,
+        experts.unfused,
         trial.case.problem,
         machine=trial.machine,
         poison=True,
@@ -185,7 +185,7 @@ def no_allocation(trial: Trial) -> Findings:
     catalog, case = load_catalog(), trial.case
     part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
     allocates = part.requires.received_by_library or experts.requires.library_allocates
-    copies = bool(experts.requires.providers) and case.manner.layout != "plain"
+    copies = bool(experts.requires.probes) and case.manner.layout != "plain"
     if not trial.capturable or allocates or copies:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
