@@ -54,7 +54,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
         for tensor in (x_TH, routing.topk_weights_TK, routing.topk_ids_TK):
             if not is_dense(tensor):
                 break
-        else:  # the usual call, checked in a microsecond
+        else:  # fast path: all tensors are dense
             return
     check_strided("x", x_TH)
     if not isinstance(routing, Routing):

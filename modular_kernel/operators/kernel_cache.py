@@ -77,8 +77,8 @@ def _name(part: PrepareFinalize | Experts) -> str:
 class KernelsBySize:
     """Kernels of one pairing and layer on one device, by power of two of tokens.
 
-    Looks up the kernel of a call without hashing its problem. Kernels belong to the cache: one that
-    it has evicted is made again.
+    Looks up the kernel of a call without hashing its problem. The cache owns the kernels; an
+    evicted kernel is made again.
     """
 
     def __init__(
