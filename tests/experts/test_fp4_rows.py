@@ -200,7 +200,7 @@ def test_refusals() -> None:
     refused(ShapeError, "a multiple of 16", x=zeros(135, 40), out=room_for(135, 40, 4))
     refused(DtypeError, "tiles", tiles=named(TILES, 4).long())
     refused(DtypeError, "scales of experts", scale_e=torch.ones(3).double())
-    refused(ShapeError, "how many there are", tiles=named(TILES, 4)[:-1])
+    refused(ShapeError, "max_tiles . 1 values", tiles=named(TILES, 4)[:-1])
     refused(LayoutError, "scales of experts", scale_e=torch.ones(6)[::2])
     refused(LayoutError, "scales of experts", scale_e=torch.ones(3, 1))
     refused(ShapeError, "135 or more", x=zeros(134, 64))
