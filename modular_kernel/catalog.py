@@ -297,7 +297,7 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
 def probes_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
     """Return the probes of all parts' packages that a name alone does not identify."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
-    return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.probes))
+    return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:

@@ -68,7 +68,7 @@ class FusedMoEModularKernel(Execution):
         if machine is None:
             declared = prepare_finalize.requires, experts.requires
             packages = tuple(package for requires in declared for package in requires.packages)
-            probes = tuple(probe for requires in declared for probe in requires.probes)
+            probes = tuple(probe for requires in declared for probe in requires.providers)
             machine = current_machine(packages, probes=probes)
         pair, problem = (type(prepare_finalize), type(experts)), experts.problem
         verdict = judge(*pair, problem, machine)

@@ -21,7 +21,7 @@ _NAME = "experts.deepgemm.vendored"
 
 DEEP_GEMM = PackageProbe(
     name="deep_gemm",
-    locations=("deep_gemm", "vllm/third_party/deep_gemm"),
+    places=("deep_gemm", "vllm/third_party/deep_gemm"),
     markers=(
         ("__init__.py", "m_grouped_fp8_gemm_nt_masked"),
         ("__init__.py", "m_grouped_bf16_gemm_nt_contiguous"),

@@ -39,7 +39,7 @@ class DeepGemmExperts(SortedRowsExperts):
         SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=("triton", DEEP_GEMM.name),
-        probes=(DEEP_GEMM,),
+        providers=(DEEP_GEMM,),
         archs=frozenset({(9, 0)}),  # sm_100 needs scales in another format
         dtypes=frozenset({torch.bfloat16}),
         hidden_multiple=BLOCK,

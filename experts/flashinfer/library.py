@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes, of rows and of tensors read by TMA
 
 FLASHINFER = PackageProbe(
     name="flashinfer",
-    locations=("flashinfer",),
+    places=("flashinfer",),
     markers=(
         # Since 0.6.16: sums in a fixed order, and a workspace allocated by the caller.
         ("fused_moe/core.py", "def cutlass_fused_moe_workspace_size("),

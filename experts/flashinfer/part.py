@@ -59,7 +59,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
         packages=("triton", FLASHINFER.name),
-        probes=(FLASHINFER,),
+        providers=(FLASHINFER,),
         triton=True,
         archs=frozenset({(9, 0), (10, 0)}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),

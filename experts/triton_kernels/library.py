@@ -23,7 +23,7 @@ _NAME = "triton_kernels"  # the package imports its own modules by this name
 
 TRITON_KERNELS = PackageProbe(
     name=_NAME,
-    locations=(_NAME, "vllm/third_party/triton_kernels"),
+    places=(_NAME, "vllm/third_party/triton_kernels"),
     markers=(
         ("matmul_ogs.py", "def matmul_ogs("),
         ("routing.py", "block_pid_map: dict[int, torch.Tensor]"),

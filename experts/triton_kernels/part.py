@@ -48,7 +48,7 @@ class TritonKernelsExperts(SortedRowsExperts):
         SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=("triton", TRITON_KERNELS.name),
-        probes=(TRITON_KERNELS,),
+        providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
         hidden_multiple=8,  # rows on 16-byte addresses

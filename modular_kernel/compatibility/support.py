@@ -37,7 +37,7 @@ class Requirements:
     triton: uses Triton kernels, so a CPU needs the interpreter.
     min_arch: minimum compute capability. archs: the only supported ones, None for any.
     packages: optional packages that it imports.
-    probes: checks of the files of packages whose name is ambiguous.
+    providers: probes of packages whose name is ambiguous, by their files.
     packages_from: URL of the source, if no package index has them under that name.
     packages_extra: extra of this distribution that installs them, if their distribution has another
         name.
@@ -59,7 +59,7 @@ class Requirements:
     min_arch: tuple[int, int] | None = None
     archs: frozenset[tuple[int, int]] | None = None
     packages: tuple[str, ...] = ()
-    probes: tuple[PackageProbe, ...] = ()
+    providers: tuple[PackageProbe, ...] = ()
     packages_from: str = ""
     packages_extra: str = ""
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
@@ -74,7 +74,7 @@ class Requirements:
 
     def install_hint(self, package: str) -> str:
         """Return instructions to install one of `packages`."""
-        for probe in self.probes:
+        for probe in self.providers:
             if probe.name == package:
                 return probe.source
         if self.packages_from:

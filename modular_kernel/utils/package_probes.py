@@ -27,7 +27,7 @@ class PackageProbe:
     """An optional package, identified by its content.
 
     name: as in `Requirements.packages`.
-    locations: candidate folders in order of preference, each an importable package with an optional
+    places: candidate folders in order of preference, each an importable package with an optional
         subfolder: "deep_gemm", "vllm/third_party/deep_gemm".
     markers: (file in the folder, text in the file); all must be present.
     need: what the markers indicate, for messages.
@@ -36,7 +36,7 @@ class PackageProbe:
     """
 
     name: str
-    locations: tuple[str, ...]
+    places: tuple[str, ...]
     markers: tuple[tuple[str, str], ...]
     need: str
     source: str
@@ -55,7 +55,7 @@ class ProbeResult:
 def find(probe: PackageProbe) -> ProbeResult:
     """Search a probe's locations in order, without importing anything."""
     reasons = []
-    for location in probe.locations:
+    for location in probe.places:
         for folder in _folders(location):
             missing = next(
                 filter(None, (_missing_marker(folder, *marker) for marker in probe.markers)), ""
@@ -81,7 +81,7 @@ def importing(probe: PackageProbe, *, need: str) -> Iterator[Path]:
         yield result.folder
     except _FAILURES as error:
         got = f"{type(error).__name__}: {error}"[:300]
-        what = f"{probe.locations[0]} in {result.folder}"
+        what = f"{probe.places[0]} in {result.folder}"
         raise ConfigurationError(what, got=got, need=need) from error
 
 

@@ -9,7 +9,7 @@ from modular_kernel.utils.package_probes import PackageProbe, importing
 
 FLASHINFER_ALL2ALL = PackageProbe(
     name="flashinfer.comm",
-    locations=("flashinfer",),
+    places=("flashinfer",),
     markers=(
         ("comm/trtllm_moe_alltoall.py", "class MoeAlltoAll"),
         ("comm/trtllm_moe_alltoall.py", "expert_id_payload_index"),

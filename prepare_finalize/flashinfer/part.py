@@ -63,7 +63,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         devices=frozenset({"cuda"}),
         min_arch=(9, 0),
         packages=(FLASHINFER_ALL2ALL.name,),
-        probes=(FLASHINFER_ALL2ALL,),
+        providers=(FLASHINFER_ALL2ALL,),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         hidden_multiple=16,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),

@@ -80,7 +80,7 @@ def test_a_file_of_the_name_is_no_package(site: Path) -> None:
 
 
 def test_the_machine_says_which_is_which(site: Path) -> None:
-    other = replace(WANTED, name="calm", locations=("calm",))
+    other = replace(WANTED, name="calm", places=("calm",))
     put(site, "calm", api=RIGHT)
     put(site, "swift_gemm", version="0.1")
     here, others = probe_all((WANTED, other))
@@ -93,7 +93,7 @@ def test_the_machine_says_which_is_which(site: Path) -> None:
         activation_format=ActivationFormat.STANDARD,
         reduce=Reduce.NOOP,
         packages=("swift_gemm",),
-        probes=(WANTED,),
+        providers=(WANTED,),
     )
     (rejection,) = unavailable("Fast", requires, machine)
     assert str(rejection) == (

@@ -139,7 +139,7 @@ UP_FIRST = ActivationSpec("silu", up_first=True)
 SIGNS = (("__init__.py", "gemm"),)
 THEIRS = PackageProbe("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
 WHY = (("theirs", "another theirs 1.0: no gemm in __init__.py"),)
-PROVIDED = {"ex.packages": ("theirs",), "ex.probes": (THEIRS,), "machine.others": WHY}
+PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (THEIRS,), "machine.others": WHY}
 ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
 

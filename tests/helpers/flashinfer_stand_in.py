@@ -30,6 +30,6 @@ class FlashInferOverGloo(FlashInferCutlassMoEPrepareAndFinalize):
         devices=frozenset({"cpu"}),
         min_arch=None,
         packages=(),
-        probes=(),
+        providers=(),
     )
     manager_class = GlooGroup

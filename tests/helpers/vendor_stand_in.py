@@ -45,7 +45,7 @@ NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 
 def here(requires, **changes):
     """As declared, but for a CPU."""
-    plain = {"devices": frozenset({"cpu"}), "packages": (), "probes": (), "triton": False}
+    plain = {"devices": frozenset({"cpu"}), "packages": (), "providers": (), "triton": False}
     return replace(requires, min_arch=None, archs=None, **plain, **changes)
 
 

@@ -43,7 +43,7 @@ def package(p: Pairing) -> Violations:
         for package in req.packages:
             if package not in p.machine.packages:
                 other_packages = dict(p.machine.others)
-                needs_by_package = {probe.name: probe.need for probe in req.probes}
+                needs_by_package = {probe.name: probe.need for probe in req.providers}
                 got, need = (
                     other_packages.get(package, "not importable"),
                     needs_by_package.get(package, package),

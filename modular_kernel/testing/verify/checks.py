@@ -185,7 +185,7 @@ def no_allocation(trial: Trial) -> Findings:
     catalog, case = load_catalog(), trial.case
     part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
     allocates = part.requires.received_by_library or experts.requires.library_allocates
-    copies = bool(experts.requires.probes) and case.manner.layout != "plain"
+    copies = bool(experts.requires.providers) and case.manner.layout != "plain"
     if not trial.capturable or allocates or copies:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
