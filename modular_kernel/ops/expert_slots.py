@@ -1,8 +1,9 @@
 """number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
 Such a library expects the same number of experts on each rank, in rank order. Any placement is
-mapped to that form: every rank gets as many numbers as the fullest rank has slots, and an expert's
-number is rank * numbers + slot. Numbers without an expert receive no tokens.
+mapped to that form: every rank gets as many numbers as the rank with the most experts has slots,
+and an expert's number is rank * numbers_per_rank + slot. Numbers without an expert receive no
+tokens.
 
 A library that sends exactly K rows per token cannot drop a pair. For such a library each rank has
 additional numbers after its slots, the sinks; the rows returned from sinks must be zero.
@@ -24,13 +25,13 @@ _WARP_PAIRS = 32  # one per lane
 
 
 def slots_of(placement: Placement) -> int:
-    """Return the number of slots per rank: the experts of the fullest rank."""
+    """Return the number of slots per rank: the maximum number of experts on a rank."""
     return max(map(len, placement.slots))
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Numbering of experts. tables: those of the placement. sinks: number per rank.
+    """Numbering of experts. tables: the tables of the placement. sinks: number of sinks per rank.
 
     first_token: copy (t + first_token) % R of an expert takes token t's pair; the first sink of a
     token is on the corresponding rank.
