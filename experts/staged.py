@@ -25,10 +25,10 @@ from modular_kernel.runner import (
     RunnerOutput,
     Stages,
     check_stage_result,
+    format_key,
     fused_op,
     keep_fused_part,
     keep_part,
-    shown,
     stages_of,
 )
 from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
@@ -108,15 +108,15 @@ _CORE = names.fused(names.GEMM1, names.GEMM2)
 
 
 class FusedExperts(AssembledExperts):
-    """Run one fused operation that replaces the stages of `twin`."""
+    """Run one fused operation that replaces the stages of `unfused`."""
 
     operation: ClassVar[FusedFunction]  # a staticmethod that takes only the call
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return the rejections of `twin`: the fused operation supports the same problems."""
-        assert cls.twin is not None
-        return cls.twin.extra_rejections(problem, machine)
+        """Return the rejections of `unfused`: the fused operation supports the same problems."""
+        assert cls.unfused is not None
+        return cls.unfused.extra_rejections(problem, machine)
 
     def compute(self, call: RunnerCall[Any]) -> None:
         with names.stage(_ALL):
@@ -154,26 +154,26 @@ def make_experts(
 
 
 def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
-    """Return the experts part `name` of a fused function, with the requirements of its twin.
+    """Return the experts part `name` of a fused function, with the requirements of its staged part.
 
     Raises UnknownPartError if no operation is registered, and ConfigurationError if the registered
-    one is a part rather than a function, or if its twin was not made by `make_experts`.
+    one is a part rather than a function, or if its staged part was not made by `make_experts`.
     """
     op = fused_op(a2a_backend, backend)
     check_name(name)
-    subject = f"fused operation {shown((a2a_backend, backend))}"
+    subject = f"fused operation {format_key((a2a_backend, backend))}"
     if isinstance(op.run, type):
         raise ConfigurationError(subject, got=f"the part {op.run.__name__}", need="a function")
-    if not issubclass(op.twin, AssembledExperts):
-        need = "a twin made by experts_of"
-        raise ConfigurationError(subject, got=f"twin {op.twin.__name__}", need=need)
+    if not issubclass(op.unfused, AssembledExperts):
+        need = "a staged part made by experts_of"
+        raise ConfigurationError(subject, got=f"staged part {op.unfused.__name__}", need=need)
     body = {
-        "requires": op.twin.requires,
-        "stages": op.twin.stages,
+        "requires": op.unfused.requires,
+        "stages": op.unfused.stages,
         "operation": staticmethod(op.run),
-        "twin": op.twin,
+        "unfused": op.unfused,
         "__module__": op.run.__module__,
-        "__doc__": f"Fused operation equivalent to {op.twin.__name__}.",
+        "__doc__": f"Fused operation equivalent to {op.unfused.__name__}.",
     }
     part = type(name, (FusedExperts,), body)
     keep_fused_part(part, op)

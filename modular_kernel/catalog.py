@@ -19,8 +19,8 @@ from modular_kernel.compatibility.support import (
     PlannedPart,
     PrepareFinalizeRequirements,
     Verdict,
+    Verdicts,
 )
-from modular_kernel.compatibility.verdicts import Verdicts
 from modular_kernel.contracts import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
@@ -57,7 +57,7 @@ _BASES: dict[Kind, type] = {
     "experts": PermuteExpertsUnpermute,
     "topk_reduce": TopKWeightAndReduce,
 }
-_DECLARED: dict[Kind, type] = {
+_REQUIREMENTS: dict[Kind, type] = {
     "prepare_finalize": PrepareFinalizeRequirements,
     "experts": ExpertsRequirements,
 }
@@ -69,13 +69,13 @@ P = TypeVar("P")
 class Offer:
     """An entry point that is not yet imported: its name, its origin, and how to load it.
 
-    ours: True for this distribution's own entry points, whose import needs no deadline.
+    is_builtin: True for this distribution's own entry points, whose import needs no deadline.
     """
 
     name: str
     origin: str
     load: Callable[[], object]
-    ours: bool = False
+    is_builtin: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Catalog:
         """Raise ConfigurationError, with installation advice, if no entry point provides parts."""
         if not self.parts and not self.broken:
             need = (
-                "an installed package that offers some: parts are found by entry points, and a "
-                "checkout has them after `pip install -e .` or `python setup.py egg_info` in it"
+                "an installed package that provides parts through entry points; in a checkout, run "
+                "`pip install -e .` or `python setup.py egg_info`"
             )
             raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
 
@@ -136,9 +136,9 @@ class Catalog:
         self.require_parts()
         kinds: tuple[Kind, ...] = ("prepare_finalize", "experts")
         if self.broken and not all(self.names(kind) for kind in kinds):
-            raise BrokenPartError("parts", got=self._unusable(), need="parts to pair")
+            raise BrokenPartError("parts", got=self._describe_failures(), need="parts to pair")
 
-    def _unusable(self) -> str:
+    def _describe_failures(self) -> str:
         return "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
 
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
@@ -149,40 +149,40 @@ class Catalog:
         """Return the class with this name; a class is returned unchanged."""
         return self._get("experts", part)
 
-    def _get(self, kind: Kind, wanted: str | type[P]) -> type[P]:
-        if isinstance(wanted, type):
-            if not issubclass(wanted, _BASES[kind]):
+    def _get(self, kind: Kind, name_or_class: str | type[P]) -> type[P]:
+        if isinstance(name_or_class, type):
+            if not issubclass(name_or_class, _BASES[kind]):
                 need = f"a subclass of {_BASES[kind].__name__}"
-                raise ConfigurationError(f"{kind} part", got=wanted.__name__, need=need)
-            return wanted
-        expect(f"{kind} part", wanted, str | type)
-        matches = [part for part in self.parts if part.kind == kind and part.name == wanted]
+                raise ConfigurationError(f"{kind} part", got=name_or_class.__name__, need=need)
+            return name_or_class
+        expect(f"{kind} part", name_or_class, str | type)
+        matches = [part for part in self.parts if part.kind == kind and part.name == name_or_class]
         if len(matches) == 1:
             return matches[0].cls
         if matches:
             origins = " and ".join(part.origin for part in matches)
-            raise DuplicatePartError(f"part {wanted!r}", got=origins, need="one origin")
-        failures = [b for b in self.broken if wanted in (b.name, b.origin)]
+            raise DuplicatePartError(f"part {name_or_class!r}", got=origins, need="one origin")
+        failures = [b for b in self.broken if name_or_class in (b.name, b.origin)]
         if failures:
             raise BrokenPartError(
-                f"part {wanted!r}", got=failures[0].error, need="a part that can be imported"
+                f"part {name_or_class!r}", got=failures[0].error, need="a part that can be imported"
             )
-        plan = next((entry for entry in self.planned if entry.name == wanted), None)
-        if plan is not None:
-            need = f"an available part; this one is planned: {plan.why}"
-            raise UnknownPartError(f"{kind} part", got=repr(wanted), need=need)
+        planned_part = next((entry for entry in self.planned if entry.name == name_or_class), None)
+        if planned_part is not None:
+            need = f"an available part; this one is planned: {planned_part.why}"
+            raise UnknownPartError(f"{kind} part", got=repr(name_or_class), need=need)
         names = self.names(kind)
-        nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
-        hint = (
+        nearest = difflib.get_close_matches(name_or_class, names, n=3, cutoff=0.4)
+        need = (
             f"one of {', '.join(names)}" if names else "a part, but none is usable on this machine"
         )
         if nearest:
-            hint = f"{hint} (did you mean {nearest[0]}?)"
-        if any(part.name == wanted for part in self.parts):
-            hint = f"{hint}; {wanted} is a part of another kind"
+            need = f"{need} (did you mean {nearest[0]}?)"
+        if any(part.name == name_or_class for part in self.parts):
+            need = f"{need}; {name_or_class} is a part of another kind"
         if self.broken:
-            hint = f"{hint}. Not usable: {self._unusable()}"
-        raise UnknownPartError(f"{kind} part", got=repr(wanted), need=hint)
+            need = f"{need}. Not usable: {self._describe_failures()}"
+        raise UnknownPartError(f"{kind} part", got=repr(name_or_class), need=need)
 
 
 def build_catalog(offers: Iterable[Offer]) -> Catalog:
@@ -192,42 +192,44 @@ def build_catalog(offers: Iterable[Offer]) -> Catalog:
     for offer in offers:
         # A third-party package can fail in any way on import; that must not affect the others.
         try:
-            classes = _classes(_loaded(offer))
+            classes = _check_classes(_load_offer(offer))
         except (Exception, SystemExit) as error:  # noqa: BLE001
             broken.append(Broken(offer.name, offer.origin, describe_error(error)))
             continue
         for cls in classes:
             try:
-                parts.append(_part(cls, offer))
+                parts.append(_make_part(cls, offer))
             except Exception as error:  # noqa: BLE001  reading a declaration may run code
-                broken.append(Broken(_name(cls) or offer.name, offer.origin, describe_error(error)))
+                broken.append(
+                    Broken(_class_name(cls) or offer.name, offer.origin, describe_error(error))
+                )
     return Catalog(tuple(parts), tuple(broken))
 
 
-def _loaded(offer: Offer) -> object:
-    if offer.ours:
+def _load_offer(offer: Offer) -> object:
+    if offer.is_builtin:
         return offer.load()
     return load_with_deadline(offer.load, read_settings().import_deadline_s, offer.origin)
 
 
-def _classes(loaded: object) -> tuple[type, ...]:
-    if not isinstance(loaded, tuple) or not all(isinstance(cls, type) for cls in loaded):
-        raise ConfigurationError("entry point", got=repr(loaded)[:200], need="a tuple of classes")
-    return loaded
+def _check_classes(value: object) -> tuple[type, ...]:
+    if not isinstance(value, tuple) or not all(isinstance(cls, type) for cls in value):
+        raise ConfigurationError("entry point", got=repr(value)[:200], need="a tuple of classes")
+    return value
 
 
-def _name(cls: type) -> str:
+def _class_name(cls: type) -> str:
     """Return the class's real name, bypassing its metaclass; "" if it is not an identifier."""
     name = type.__dict__["__name__"].__get__(cls)
     return name if name.isidentifier() else ""
 
 
-def _part(cls: type, offer: Offer) -> Part:
+def _make_part(cls: type, offer: Offer) -> Part:
     """Build the Part for a class.
 
     Raises ConfigurationError if the class lacks the declaration its kind requires.
     """
-    name = _name(cls)
+    name = _class_name(cls)
     if not name:
         raise ConfigurationError("part", got=repr(cls)[:200], need="an identifier for its name")
     kind = next((kind for kind, base in _BASES.items() if issubclass(cls, base)), None)
@@ -238,7 +240,7 @@ def _part(cls: type, offer: Offer) -> Part:
         expect(f"{name}.kind", getattr(cls, "kind", "nothing"), Reduce | None)
     else:
         declared = getattr(cls, "requires", None)
-        expect(f"{name}.requires", declared, _DECLARED[kind])
+        expect(f"{name}.requires", declared, _REQUIREMENTS[kind])
         check_fields(declared, f"{name}.requires.")
     return Part(name, kind, cls, offer.origin)
 
@@ -252,36 +254,38 @@ def load_catalog() -> Catalog:
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in entries}
-    catalog = build_catalog(_offer(entry) for entry in unique.values())
+    catalog = build_catalog(_make_offer(entry) for entry in unique.values())
     broken = (*catalog.broken, *broken_stages())
-    return replace(catalog, broken=broken, planned=_planned())
+    return replace(catalog, broken=broken, planned=_load_planned())
 
 
 def broken_stages() -> tuple[Broken, ...]:
     """Return the backend stages that were registered without their counterparts."""
-    return tuple(Broken(half.name, half.origin, half.lacks) for half in unused_registrations())
+    return tuple(Broken(r.name, r.origin, r.missing) for r in unused_registrations())
 
 
-def _planned() -> tuple[PlannedPart, ...]:
+def _load_planned() -> tuple[PlannedPart, ...]:
     """Return the parts this distribution plans but does not implement, ordered by name."""
     entries = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
     packages = {package for package in OWN_PACKAGES if shadow_of(package) is None}
-    ours = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
-    return tuple(part for entry in ours for part in entry.load() if isinstance(part, PlannedPart))
+    own_entries = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
+    return tuple(
+        part for entry in own_entries for part in entry.load() if isinstance(part, PlannedPart)
+    )
 
 
-def _offer(entry: EntryPoint) -> Offer:
-    package, _, rest = entry.value.partition(":")
-    ours = package in OWN_PACKAGES and rest == "COMPONENTS"
+def _make_offer(entry: EntryPoint) -> Offer:
+    package, _, attribute = entry.value.partition(":")
+    is_builtin = package in OWN_PACKAGES and attribute == "COMPONENTS"
 
     def load() -> object:
-        if ours:
+        if is_builtin:
             require_own_package(package)
         return entry.load()
 
     distribution = entry.dist.name if entry.dist else "unknown"
-    origin = printable(f"{distribution} ({entry.value})", most=_MAX_ORIGIN_CHARS)
-    return Offer(printable(entry.name, most=_MAX_ORIGIN_CHARS), origin, load, ours)
+    origin = printable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
+    return Offer(printable(entry.name, max_chars=_MAX_ORIGIN_CHARS), origin, load, is_builtin)
 
 
 def packages_of(catalog: Catalog) -> frozenset[str]:
@@ -290,7 +294,7 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
     return frozenset(p for requires in declared if requires for p in requires.packages)
 
 
-def providers_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
+def probes_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
     """Return the probes of all parts' packages that a name alone does not identify."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
@@ -299,7 +303,7 @@ def providers_of(catalog: Catalog) -> tuple[PackageProbe, ...]:
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
     """Describe this machine, including which of the parts' packages are installed."""
     catalog = load_catalog()
-    return current_machine(packages_of(catalog), device=device, providers=providers_of(catalog))
+    return current_machine(packages_of(catalog), device=device, probes=probes_of(catalog))
 
 
 def needs_triton(

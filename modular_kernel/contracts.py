@@ -94,10 +94,10 @@ class Tunable(ABC):
         """Return distinct choices to try, most promising first."""
 
     @abstractmethod
-    def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
+    def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the few choices with the best measured times.
 
-        took: times of the candidates and of the untuned choice. Candidates that failed or were
+        times: times of the candidates and of the untuned choice. Candidates that failed or were
         skipped for lack of time are missing.
         """
 
@@ -137,7 +137,7 @@ class TopKWeightAndReduce(ABC):
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
         """Write every element of `out`, (T, H) or (T, K, H) in the problem's dtype.
 
-        `out` may be the same tensor as `rows.rows`; the work is then done in place.
+        `out` may be the same tensor as `rows.rows`, for an in-place reduction.
         """
 
 
@@ -212,11 +212,11 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """Return `rows` rounded up to the capacity multiple."""
         return -(-rows // self.capacity_multiple) * self.capacity_multiple
 
-    def check_machine(self, machine: Machine) -> None:  # most have nothing to check
+    def check_machine(self, machine: Machine) -> None:  # a no-op unless overridden
         """Raise InputError if the part (for example its process group) cannot run on `machine`."""
 
-    def destroy(self) -> None:  # most hold nothing
-        """Free the process group's resources, on all ranks alike; the part is unusable after."""
+    def destroy(self) -> None:  # a no-op unless overridden
+        """Free the process group's resources, on all ranks; the part is unusable afterwards."""
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -232,7 +232,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         return self.requires.topk_indices_dtype
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Return the most tokens that one call may pass; more raise CapacityError.
+        """Return the maximum number of tokens of one call; more raise CapacityError.
 
         None if only the kernel's own problem.tokens limits a call.
         """
@@ -287,7 +287,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """
 
     def abandon(self, error: Exception) -> None:  # a no-op in single-rank parts
-        """Shut down, visibly to the other ranks: a started call cannot finish because of `error`.
+        """Shut down and let the other ranks know: a started call cannot finish because of `error`.
 
         Not for a CommunicationError, which all ranks detect.
         """
@@ -318,7 +318,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         Used for parts with `allocates_output`, whose library allocates its results; without a
         caller-provided `out` this avoids a copy.
         """
-        need = "a part that makes its output"
+        need = "a part that allocates its output"
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
@@ -327,7 +327,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 
     requires: ClassVar[ExpertsRequirements]
     # The staged part that this fused part must match; the test harness compares the two.
-    twin: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
+    unfused: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -381,7 +381,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         """Return where a call with these tensors rounds; None if the part does not declare it.
 
         x_TH: (T, H) tokens of one call, or of one chunk of it. `mk test` verifies the declaration:
-        one rounding more or fewer changes values from those of the declared recipe.
+        an additional or missing rounding changes the output.
         """
         return None
 
@@ -438,10 +438,10 @@ class Call:
     workspace: buffers declared by both parts. invalid_ids: int32 (1,) count of ids outside [-1, E),
     shared by all calls of a kernel and only incremented. defer_quant: dispatch activations
     unquantized, because the experts quantize them. pairing: names of the kernel's parts, which must
-    agree across ranks. told: set by a part once other ranks may have learned of the call.
+    agree across ranks. peers_notified: set by a part once other ranks may have learned of the call.
     """
 
-    __slots__ = ("defer_quant", "invalid_ids", "pairing", "told", "workspace")
+    __slots__ = ("defer_quant", "invalid_ids", "pairing", "peers_notified", "workspace")
 
     def __init__(
         self,
@@ -455,4 +455,4 @@ class Call:
         self.invalid_ids = invalid_ids
         self.defer_quant = defer_quant
         self.pairing = pairing
-        self.told = False
+        self.peers_notified = False

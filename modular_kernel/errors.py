@@ -23,8 +23,8 @@ class InputError(ModularKernelError, ValueError):
     def __init__(self, what: str, *, got: object, need: object) -> None:
         self.what, self.got, self.need = what, got, need
         # The value may come from a downloaded file or another package.
-        shown = printable(got) or "''"
-        super().__init__(f"{printable(what)}: got {shown}, need {printable(need)}")
+        got_text = printable(got) or "''"
+        super().__init__(f"{printable(what)}: got {got_text}, need {printable(need)}")
 
 
 class ConfigurationError(InputError):
@@ -96,7 +96,7 @@ class IncompatibleError(ModularKernelError, ValueError):
 
 
 class CommunicationError(ModularKernelError):
-    """Ranks of an exchange did not take part in time, disappeared, or disagreed.
+    """Ranks of an exchange were late, disappeared, or disagreed.
 
     rank: the rank that raised. phase: "construct", "counts", "dispatch" or "combine". step: the
     manager's exchange for a call, counted from 1 on every rank. layer, call: the part of the

@@ -73,15 +73,17 @@ class Execution:
         self.problem: Problem = experts.problem
         if prepare_finalize.requires.rounds_capacity:
             prepare_finalize.round_capacity(experts.requires.capacity_multiple)
-        self.reduce = _reduce_of(experts)
+        self.reduce = _make_reducer(experts)
         # The experts can write the layer's output directly if finalize moves no data.
-        standard = experts.requires.activation_format is ActivationFormat.STANDARD
+        is_standard = experts.requires.activation_format is ActivationFormat.STANDARD
         self._moves_rows = (
             self.problem.parallel.world_size > 1 and not prepare_finalize.requires.replicated_input
         )
-        nothing_left = self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
+        fully_reduced = self.reduce.kind is Reduce.NOOP or (
+            self.reduce.kind is None and is_standard
+        )
         self._experts_write_out = (
-            nothing_left and not self._moves_rows and not prepare_finalize.allocates_output
+            fully_reduced and not self._moves_rows and not prepare_finalize.allocates_output
         )
         self._part_keeps_output = (
             prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
@@ -91,12 +93,12 @@ class Execution:
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
-        self._told_invalid_ids = False
+        self._logged_invalid_ids = False
         self.auto_prepare = auto_prepare
-        self._reader = prepared.layout_key(type(experts), self.problem)
+        self._layout_key = prepared.layout_key(type(experts), self.problem)
         self.known_weights = recording.CheckedWeightsCache(
             WeightPreparer(
-                experts.prepared_specs, experts.prepare, self._reader, enabled=auto_prepare
+                experts.prepared_specs, experts.prepare, self._layout_key, enabled=auto_prepare
             )
         )
         forks.on_fork(self)
@@ -123,8 +125,8 @@ class Execution:
         The first nonzero read logs a warning (logger `modular_kernel.routing`).
         """
         count = self.count_invalid_ids()
-        if count and not self._told_invalid_ids:
-            self._told_invalid_ids = True
+        if count and not self._logged_invalid_ids:
+            self._logged_invalid_ids = True
             _LOG.warning(
                 "%s skipped %d ids outside [-1, %d): their pairs add nothing to the output; "
                 "checked=True raises instead",
@@ -159,7 +161,7 @@ class Execution:
         if checked is None:
             validate.check_weights(weights, x_TH, self.problem)
             specs = self.experts.prepared_specs()
-            prepared.check_prepared(weights, specs, x_TH.device, self._reader)
+            prepared.check_prepared(weights, specs, x_TH.device, self._layout_key)
             checked = self.known_weights.bind(
                 weights, prepared.source_tensors(weights), prepared.prepared_tensors(weights)
             )
@@ -178,10 +180,10 @@ class Execution:
         validate.check_routing(routing, x_TH, self.problem, self._ids_dtype)
         if out is not None:
             validate.check_out(out, x_TH, self.problem)
-        written = x_TH if self.problem.inplace else out
-        if written is not None:
+        output_tensor = x_TH if self.problem.inplace else out
+        if output_tensor is not None:
             inplace = self.problem.inplace
-            validate.check_no_overlap(written, x_TH, weights, routing, inplace=inplace)
+            validate.check_no_overlap(output_tensor, x_TH, weights, routing, inplace=inplace)
         if self.checked:
             validate.check_ids(routing, self.problem)
             validate.check_adapter_slots(routing, self.problem)
@@ -289,7 +291,7 @@ class Execution:
                     def receive() -> tuple[Dispatched, Handle]:
                         return received
         except Exception as error:
-            (part.abandon if call.told else part.refuse)(error)
+            (part.abandon if call.peers_notified else part.refuse)(error)
             raise
         return Pending(self, receive, weights, workspace, out, x_TH.shape[0])
 
@@ -321,7 +323,7 @@ class Execution:
             return pending.out
         if self._part_keeps_output:
             return self.prepare_finalize.expert_output(handle)
-        shape = self.experts.workspace_shapes(_shape_of(tokens)).output.shape
+        shape = self.experts.workspace_shapes(_dispatch_shape(tokens)).output.shape
         return pending.workspace.take(EXPERT_OUTPUT, shape)
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
@@ -371,7 +373,7 @@ class Pending:
         return output
 
 
-def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
+def _make_reducer(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
     """Return the experts' reducer; raise ConfigurationError unless its kind is the declared one."""
     reduce = experts.finalize_weight_and_reduce_impl()
     declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
@@ -381,7 +383,7 @@ def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
     return reduce
 
 
-def _shape_of(tokens: Dispatched) -> DispatchShape:
+def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
     """Return the shape of a received dispatch, which may be smaller than the worst case."""
     if isinstance(tokens, ContiguousTokens):
         return ContiguousShape(*tokens.routing.topk_ids_TK.shape)

@@ -68,8 +68,8 @@ class FusedMoEModularKernel(Execution):
         if machine is None:
             declared = prepare_finalize.requires, experts.requires
             packages = tuple(package for requires in declared for package in requires.packages)
-            providers = tuple(provider for requires in declared for provider in requires.providers)
-            machine = current_machine(packages, providers=providers)
+            probes = tuple(probe for requires in declared for probe in requires.providers)
+            machine = current_machine(packages, probes=probes)
         pair, problem = (type(prepare_finalize), type(experts)), experts.problem
         verdict = judge(*pair, problem, machine)
         if not verdict.ok:
@@ -222,7 +222,7 @@ class FusedMoEModularKernel(Execution):
         validate.check_weights(weights, torch.empty(0, problem.hidden, device=device), problem)
         if not specs:
             return weights
-        prepared_tensors = prepared.allocate_prepared(weights, specs, self._reader)
+        prepared_tensors = prepared.allocate_prepared(weights, specs, self._layout_key)
         self.experts.prepare(weights, prepared_tensors)
         prepared.mark_complete(prepared_tensors)
         return replace(weights, **prepared_tensors)

@@ -13,7 +13,7 @@ from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine
 from modular_kernel.utils.package_probes import PackageProbe, probe_all
 
-_torch_reference: ContextVar[bool] = ContextVar("torch_twins", default=False)
+_torch_reference: ContextVar[bool] = ContextVar("torch_reference", default=False)
 
 
 def importable(packages: Iterable[str]) -> frozenset[str]:
@@ -43,16 +43,16 @@ def current_machine(
     packages: Iterable[str] = (),
     *,
     device: Literal["cuda", "cpu"] | None = None,
-    providers: Iterable[PackageProbe] = (),
+    probes: Iterable[PackageProbe] = (),
 ) -> Machine:
     """Describe this machine. `packages` are looked up in addition to triton and ml_dtypes.
 
-    providers: probes of packages that a name alone does not identify.
+    probes: probes of packages that a name alone does not identify.
     device: "cpu" describes this machine's CPU even if a GPU is present; None prefers the GPU.
     """
-    probed = tuple(providers)
-    confirmed, others = probe_all(probed)
-    by_name = {"triton", "ml_dtypes", *packages} - {provider.name for provider in probed}
+    probes = tuple(probes)
+    confirmed, others = probe_all(probes)
+    by_name = {"triton", "ml_dtypes", *packages} - {probe.name for probe in probes}
     available, mismatched = importable(by_name) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
@@ -74,16 +74,16 @@ def _cuda_version() -> tuple[int, int] | None:
 
 
 @contextmanager
-def prefer_torch_reference(*, wanted: bool = True) -> Iterator[None]:
+def prefer_torch_reference(*, enabled: bool = True) -> Iterator[None]:
     """Inside the block, run CPU operations by their torch references, even when interpreting.
 
-    For timing plain-torch parts as a user runs them. wanted: False changes nothing.
+    For timing plain-torch parts as a user runs them. enabled: False changes nothing.
     """
-    before = _torch_reference.set(_torch_reference.get() or wanted)
+    token = _torch_reference.set(_torch_reference.get() or enabled)
     try:
         yield
     finally:
-        _torch_reference.reset(before)
+        _torch_reference.reset(token)
 
 
 def torch_reference_preferred() -> bool:

@@ -21,8 +21,9 @@ _LOGGED: set["ProcessState"] = set()
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One setting. word: its status. why: the reason if the status is not the best one, else "".
+    """One setting.
 
+    word: its status, such as "on". why: the reason if the status is not the best one, else "".
     loud: log it as a warning.
     """
 
@@ -39,10 +40,10 @@ def replay() -> ProcessState:
     """Return whether plans replay their launches: "on" or "off"."""
     from modular_kernel.replay.launch.launch import why_not_replayed  # noqa: PLC0415  imports triton
 
-    why = why_not_replayed()
+    reason = why_not_replayed()
     return (
-        ProcessState("replay", "off", printable(why), _on_gpu())
-        if why
+        ProcessState("replay", "off", printable(reason), _on_gpu())
+        if reason
         else ProcessState("replay", "on")
     )
 
@@ -51,18 +52,20 @@ def interpreter() -> ProcessState:
     """Return whether Triton kernels are interpreted on the CPU: "on" or "off"."""
     requested, imported = read_settings().triton_interpret, interpreted_since_import()
     missing = sorted({"triton", "ml_dtypes"} - importable(("triton", "ml_dtypes")))
-    why = ""
+    reason = ""
     if requested and missing:
-        why = f"{' and '.join(missing)} cannot be imported"
+        reason = f"{' and '.join(missing)} cannot be imported"
     elif requested and imported is False:
-        why = "TRITON_INTERPRET was set after triton was imported: set it before"
+        reason = "TRITON_INTERPRET was set after triton was imported: set it before"
     elif not requested and imported:
-        why = "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
-        return ProcessState("interpreter", "on", why, loud=True)
+        reason = (
+            "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
+        )
+        return ProcessState("interpreter", "on", reason, loud=True)
     if requested:
         return (
-            ProcessState("interpreter", "off", why, loud=True)
-            if why
+            ProcessState("interpreter", "off", reason, loud=True)
+            if reason
             else ProcessState("interpreter", "on")
         )
     if _on_gpu():
@@ -75,16 +78,18 @@ def interpreter() -> ProcessState:
 def packages() -> ProcessState:
     """Return whether this distribution's own parts are the ones imported: "ours" or "shadowed"."""
     shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
-    why = ", ".join(f"{package} by {path}" for package, path in shadows.items() if path is not None)
-    return ProcessState("packages", "shadowed", printable(why), loud=True) if why else _OURS
+    reason = ", ".join(
+        f"{package} by {path}" for package, path in shadows.items() if path is not None
+    )
+    return ProcessState("packages", "shadowed", printable(reason), loud=True) if reason else _OURS
 
 
 def compiler() -> ProcessState:
     """Return whether a C compiler, needed to build Triton launchers, is "found" or "missing"."""
     if c_compiler() is not None:
         return ProcessState("C compiler", "found")
-    why = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay"
-    return ProcessState("C compiler", "missing", why, loud=_on_gpu())
+    reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay"
+    return ProcessState("C compiler", "missing", reason, loud=_on_gpu())
 
 
 def caches() -> ProcessState:
@@ -99,11 +104,11 @@ def variables() -> ProcessState:
     unknown = unknown_variables()
     if not unknown:
         return ProcessState("variables", "known")
-    why = ", ".join(
+    reason = ", ".join(
         f"{v} (did you mean {suggestion}?)" if suggestion else v
         for v, suggestion in unknown.items()
     )
-    return ProcessState("variables", "unknown", printable(why, most=500), loud=True)
+    return ProcessState("variables", "unknown", printable(reason, max_chars=500), loud=True)
 
 
 def all_states() -> tuple[ProcessState, ...]:
@@ -116,9 +121,9 @@ def states_without_replay() -> tuple[ProcessState, ...]:
     return interpreter(), packages(), compiler(), caches(), variables()
 
 
-def log_once(found: tuple[ProcessState, ...]) -> None:
+def log_once(states: tuple[ProcessState, ...]) -> None:
     """Log each state that has a reason, once per process."""
-    for state in found:
+    for state in states:
         if state.why and state not in _LOGGED:
             _LOGGED.add(state)
             level = logging.WARNING if state.loud else logging.INFO

@@ -9,7 +9,7 @@
 
 `experts.staged.experts_of("ToyExperts", "toy", "standard", ...)` builds an experts part from the
 stages. A package provides that part like any other; nothing else needs to be registered. A fused
-operation replaces the three stages by one. It names the staged part that it replaces (its twin),
+operation replaces the three stages by one. It names the staged part that it replaces (`unfused`),
 and tests verify that both give equal results.
 """
 
@@ -24,8 +24,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
 from modular_kernel.spec.problem import ActivationFormat, Problem
 from modular_kernel.tensors import Dispatched, DispatchShape, ExpertWeights
-from modular_kernel.utils.argument_checks import expect
-from modular_kernel.utils.argument_checks import format_value as shown_value
+from modular_kernel.utils.argument_checks import expect, format_value
 from modular_kernel.workspace import BufferSpec, Workspace
 
 # SGLang's and vLLM's names of dispatch formats, and the matching activation formats.
@@ -110,13 +109,13 @@ Implementation = FusedFunction | type[PermuteExpertsUnpermute]
 class FusedOp:
     """One operation that replaces a backend's three stages.
 
-    run: a function that writes call.output, or a complete experts part. twin: the staged part.
+    run: a function that writes call.output, or a complete experts part. unfused: the staged part.
     """
 
     a2a_backend: str
     runner_backend: str
     run: Implementation
-    twin: type[PermuteExpertsUnpermute]
+    unfused: type[PermuteExpertsUnpermute]
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class UnusedRegistration:
 
     name: str
     origin: str
-    lacks: str
+    missing: str
 
 
 class _Registry(Generic[T]):
@@ -144,7 +143,7 @@ class _Registry(Generic[T]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.found: dict[Key, T] = {}
+        self.entries: dict[Key, T] = {}
         self._sources: dict[Key, object] = {}
 
     def add(self, key: Key, value: T, source: object) -> None:
@@ -155,20 +154,20 @@ class _Registry(Generic[T]):
         for name in key:
             expect(f"{self.kind} name", name, str)
             if not name:
-                raise ConfigurationError(f"{self.kind} name", got="''", need="a text")
-        other = self._sources.get(key)
-        if other is not None and not _is_reimport(other, source):
-            got = f"{origin_of(other)} and {origin_of(source)}"
-            raise DuplicatePartError(f"{self.kind} {shown(key)}", got=got, need="one origin")
-        self.found[key], self._sources[key] = value, source
+                raise ConfigurationError(f"{self.kind} name", got="''", need="a non-empty string")
+        previous = self._sources.get(key)
+        if previous is not None and not _is_reimport(previous, source):
+            got = f"{origin_of(previous)} and {origin_of(source)}"
+            raise DuplicatePartError(f"{self.kind} {format_key(key)}", got=got, need="one origin")
+        self.entries[key], self._sources[key] = value, source
 
     def get(self, key: Key) -> T:
         """Return the value of the key; UnknownPartError lists the registered keys."""
-        value = self.found.get(key)
+        value = self.entries.get(key)
         if value is None:
-            known = ", ".join(shown(known_key) for known_key in sorted(self.found))
-            need = f"one of {known}" if known else "a registered one: there is none"
-            raise UnknownPartError(self.kind, got=shown(key), need=need)
+            registered = ", ".join(format_key(known_key) for known_key in sorted(self.entries))
+            need = f"one of {registered}" if registered else "a registered one: there is none"
+            raise UnknownPartError(self.kind, got=format_key(key), need=need)
         return value
 
     def origin(self, key: Key) -> str:
@@ -185,7 +184,7 @@ class FusedOpPool:
 
     def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
         """Return the fused operation, or None."""
-        return self.ops.found.get((a2a_backend, runner_backend))
+        return self.ops.entries.get((a2a_backend, runner_backend))
 
 
 class PermuteMethodPool:
@@ -204,31 +203,31 @@ class PermuteMethodPool:
         core = self.cores.get((backend, "core"))
         return Stages(backend, format, pre, core, self.post.get((backend, format)))
 
-    def halves(self) -> Iterable[UnusedRegistration]:
-        """Yield a Half for every stage whose counterparts are missing."""
-        for format, backend in self.pre.found:
+    def unused(self) -> Iterable[UnusedRegistration]:
+        """Yield every stage whose counterparts are missing."""
+        for format, backend in self.pre.entries:
             name, origin = f"{backend} {format}", self.pre.origin((format, backend))
-            if (backend, format) not in self.post.found:
+            if (backend, format) not in self.post.entries:
                 yield UnusedRegistration(
                     name, origin, f"a pre-permute without post-permute {backend, format}"
                 )
             yield from self._without_core(name, origin, backend)
-        for backend, format in self.post.found:
+        for backend, format in self.post.entries:
             name, origin = f"{backend} {format}", self.post.origin((backend, format))
-            if (format, backend) not in self.pre.found:
+            if (format, backend) not in self.pre.entries:
                 yield UnusedRegistration(
                     name, origin, f"a post-permute without pre-permute {format, backend}"
                 )
                 yield from self._without_core(name, origin, backend)
-        permuted = {backend for _, backend in self.pre.found} | {b for b, _ in self.post.found}
-        for key in self.cores.found:
+        permuted = {backend for _, backend in self.pre.entries} | {b for b, _ in self.post.entries}
+        for key in self.cores.entries:
             if key[0] not in permuted:
                 yield UnusedRegistration(
                     key[0], self.cores.origin(key), f"a core without permutes of {key[0]!r}"
                 )
 
     def _without_core(self, name: str, origin: str, backend: str) -> Iterable[UnusedRegistration]:
-        if (backend, "core") not in self.cores.found:
+        if (backend, "core") not in self.cores.entries:
             yield UnusedRegistration(name, origin, f"a permute without core {backend!r}")
 
 
@@ -280,21 +279,22 @@ F = TypeVar("F", bound=Implementation)
 
 
 def register_fused_func(
-    a2a_backend: str, runner_backend: str, *, twin: type[PermuteExpertsUnpermute]
+    a2a_backend: str, runner_backend: str, *, unfused: type[PermuteExpertsUnpermute]
 ) -> Callable[[F], F]:
-    """Register an operation, for tokens dispatched by `a2a_backend`, that replaces `twin`'s stages.
+    """Register an operation, for tokens dispatched by `a2a_backend`, that replaces `unfused`'s
+    stages.
 
-    The operation is either a function that writes call.output, given a RunnerCall of the twin's
-    core, or an experts part that declares the same requirements as the twin (else
+    The operation is either a function that writes call.output, given a RunnerCall of that part's
+    core, or an experts part that declares the same requirements as `unfused` (else
     ConfigurationError).
     """
-    _check_class("twin", twin, PermuteExpertsUnpermute)
+    _check_class("unfused", unfused, PermuteExpertsUnpermute)
 
     def register(run: F) -> F:
         if isinstance(run, type):
             _check_class("fused operation", run, PermuteExpertsUnpermute)
-            _check_declared(run, twin)
-        op = FusedOp(a2a_backend, runner_backend, run, twin)
+            _check_declared(run, unfused)
+        op = FusedOp(a2a_backend, runner_backend, run, unfused)
         FUSED.ops.add((a2a_backend, runner_backend), op, run)
         if isinstance(run, type):
             FUSED.parts[a2a_backend, runner_backend] = run
@@ -303,21 +303,23 @@ def register_fused_func(
     return register
 
 
-def _check_class(what: str, given: object, base: type) -> None:
-    if not isinstance(given, type) or not issubclass(given, base):
+def _check_class(what: str, value: object, base: type) -> None:
+    if not isinstance(value, type) or not issubclass(value, base):
         raise ConfigurationError(
-            what, got=shown_value(given), need=f"a subclass of {base.__name__}"
+            what, got=format_value(value), need=f"a subclass of {base.__name__}"
         )
 
 
 def _check_declared(
-    part: type[PermuteExpertsUnpermute], twin: type[PermuteExpertsUnpermute]
+    part: type[PermuteExpertsUnpermute], unfused: type[PermuteExpertsUnpermute]
 ) -> None:
-    declared, need = vars(part.requires), vars(twin.requires)
-    differ = ", ".join(name for name, value in declared.items() if value != need.get(name))
-    if differ:
+    declared, expected = vars(part.requires), vars(unfused.requires)
+    differences = ", ".join(name for name, value in declared.items() if value != expected.get(name))
+    if differences:
         what = f"{part.__name__}.requires"
-        raise ConfigurationError(what, got=f"other {differ}", need=f"what {twin.__name__} declares")
+        raise ConfigurationError(
+            what, got=f"other {differences}", need=f"what {unfused.__name__} declares"
+        )
 
 
 def stages_of(backend: str, format: str) -> Stages:
@@ -342,7 +344,7 @@ def keep_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
 
 def unused_registrations() -> tuple[UnusedRegistration, ...]:
     """Return every registration that no part can use, with what it lacks."""
-    return tuple(dict.fromkeys(PERMUTES.halves()))
+    return tuple(dict.fromkeys(PERMUTES.unused()))
 
 
 def check_format(format: object) -> None:
@@ -371,7 +373,7 @@ def origin_of(source: Any) -> str:
     return f"{getattr(source, '__module__', 'unknown')}:{name}{line}"
 
 
-def shown(key: Key) -> str:
+def format_key(key: Key) -> str:
     """Format a key for a message."""
     return f"({key[0]!r}, {key[1]!r})"
 

@@ -44,8 +44,8 @@ def read_settings() -> Settings:
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
     return Settings(
         triton_interpret=interpret,
-        cache_dir=_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
-        config_dir=_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
+        cache_dir=_user_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
+        config_dir=_user_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
         deadline_s=_read_seconds("MK_DEADLINE_S", 10.0),
         host_id=os.environ.get("MK_HOST_ID", ""),
         import_deadline_s=_read_seconds("MK_IMPORT_DEADLINE_S", 60.0),
@@ -54,10 +54,10 @@ def read_settings() -> Settings:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The world that a launcher such as torchrun started this process in.
+    """The process group that a launcher such as torchrun started this process in.
 
-    local_rank: rank among this host's processes; the GPU to use. local_world_size: number of these
-    processes, if the launcher sets it. address: host:port of the store.
+    local_rank: rank among this host's processes, also the index of its GPU. local_world_size:
+    number of processes on this host, if the launcher sets it. address: host:port of the store.
     """
 
     rank: int
@@ -97,30 +97,30 @@ def read_launcher() -> Launcher | None:
     address = f"{os.environ['MASTER_ADDR']}:{_read_int('MASTER_PORT', 1, 1 << 16)}"
     variable = "LOCAL_WORLD_SIZE"
     local_world_size = _read_int(variable, 1, world_size + 1) if os.environ.get(variable) else None
-    end = local_world_size or world_size
-    local = _read_int("LOCAL_RANK", 0, end) if os.environ.get("LOCAL_RANK") else rank
+    local_end = local_world_size or world_size
+    local = _read_int("LOCAL_RANK", 0, local_end) if os.environ.get("LOCAL_RANK") else rank
     return Launcher(rank, world_size, local, local_world_size, address)
 
 
-def _read_int(name: str, least: int, end: int | None) -> int:
-    """Read an integer variable; ConfigurationError unless it is in [least, end)."""
+def _read_int(name: str, start: int, end: int | None) -> int:
+    """Read an integer variable; ConfigurationError unless it is in [start, end)."""
     text = os.environ[name]
-    short = len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
-    number = int(text) if short else -1
-    if number < least or (end is not None and number >= end):
-        need = f">= {least}" if end is None else f"in [{least}, {end})"
+    is_integer = len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
+    number = int(text) if is_integer else -1
+    if number < start or (end is not None and number >= end):
+        need = f">= {start}" if end is None else f"in [{start}, {end})"
         raise ConfigurationError(name, got=text[:80], need=need)
     return number
 
 
-def _folder(own: str, user_s: str, below_home: str) -> Path | None:
-    """Return the folder in `own`, else ours in the user's folder; None if neither is set."""
-    if os.environ.get(own):
-        return Path(os.environ[own])
-    if os.environ.get(user_s):
-        return Path(os.environ[user_s], "modular_kernel")
+def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path | None:
+    """Return the folder in `variable`, else this package's one in the user's; None if unset."""
+    if os.environ.get(variable):
+        return Path(os.environ[variable])
+    if os.environ.get(xdg_variable):
+        return Path(os.environ[xdg_variable], "modular_kernel")
     try:
-        return Path.home() / below_home / "modular_kernel"
+        return Path.home() / home_subfolder / "modular_kernel"
     except RuntimeError:  # HOME is unset and the user has no passwd entry, as in some containers
         return None
 
@@ -183,15 +183,15 @@ def use_host_id(name: str) -> Iterator[None]:
 
 @contextmanager
 def _set_variable(variable: str, value: str) -> Iterator[None]:
-    before = os.environ.get(variable)
+    previous = os.environ.get(variable)
     os.environ[variable] = value
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[variable]
         else:
-            os.environ[variable] = before
+            os.environ[variable] = previous
 
 
 def hide_gpus() -> None:
@@ -221,9 +221,9 @@ def child_environment(*, interpreted: bool) -> dict[str, str]:
 @contextmanager
 def preserve_environment() -> Iterator[None]:
     """Restore the environment after the block, for commands that change it."""
-    before = dict(os.environ)
+    previous = dict(os.environ)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)

@@ -1,8 +1,8 @@
 """Tensors passed between parts, and the shape legend.
 
     T tokens of this rank     H hidden size         I intermediate size per rank
-    E experts of the model    e experts here        K top-k
-    N rows of w1 (2I gated, I ungated)              R routed rows
+    E experts of the model    e experts here        K top-k N rows of w1 (2I gated, I ungated)
+    R routed rows
     C capacity: rows reserved per expert in the batched format
     P routed pairs, P = T * K; pair p = t * K + k
 
@@ -58,14 +58,14 @@ class Routing:
         return Routing(weights_TK[tokens], ids_TK[tokens], slots)
 
 
-def _check_indices(tokens: object, most: int) -> None:
-    """Check an index into `most` tokens. Values are not read, which would synchronize."""
+def _check_indices(tokens: object, tokens_in_call: int) -> None:
+    """Check an index into `tokens_in_call` tokens. Values are not read, which would synchronize."""
     index = check_tensor("tokens", tokens)
     if index.dtype not in (torch.bool, torch.int32, torch.int64):
         raise DtypeError("tokens", got=index.dtype, need="int32 or int64 indices, or bool")
-    if index.dim() != 1 or (index.dtype is torch.bool and len(index) != most):
+    if index.dim() != 1 or (index.dtype is torch.bool and len(index) != tokens_in_call):
         raise ShapeError(
-            "tokens", got=tuple(index.shape), need=f"(N,) indices, or a ({most},) mask"
+            "tokens", got=tuple(index.shape), need=f"(N,) indices, or a ({tokens_in_call},) mask"
         )
 
 
@@ -79,8 +79,8 @@ class ExpertWeights:
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 if the expert is on another rank.
         Other values skip too, and raise WeightsError in checked mode.
     *_scale, *_zero_point: see `modular_kernel.quant.quantized_weights.weight_specs`; None if
-        unquantized. An a1_scale or a2_scale that values cannot be divided by raises WeightsError in
-        checked mode.
+        unquantized. An a1_scale or a2_scale that is not positive, or has no finite inverse, raises
+        WeightsError in checked mode.
     w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies. Other
         values read 0, and raise WeightsError in checked mode. Each column must occur once;
         `load_experts` ensures it, and permutes w1's rows to match w2's columns.
@@ -92,7 +92,7 @@ class ExpertWeights:
             share them. An adapter's scaling is folded into its B. Beyond its rank, A and B are
             zero; all values are finite. Strides are free except that the last dimension is
             contiguous.
-    *_tiles, *_tile_scales: int32, 4-bit w1 and w2 once more, in the order in which some GEMMs read
+    *_tiles, *_tile_scales: int32, copies of 4-bit w1 and w2 in the order in which some GEMMs read
         them (experts.triton.grouped_w4.layout), from `kernel.prepare_weights`. None: each call
         derives them anew.
     """
@@ -159,17 +159,17 @@ class ContiguousTokens:
     def rows(self, start: int, stop: int) -> "ContiguousTokens":
         """Return tokens [start, stop)."""
         weights_TK = self.routing.topk_weights_TK
-        part = replace(
+        routing = replace(
             self.routing,
             topk_weights_TK=None if weights_TK is None else weights_TK[start:stop],
             topk_ids_TK=self.routing.topk_ids_TK[start:stop],
-            adapters_T=_part(self.routing.adapters_T, start, stop),
+            adapters_T=_slice_rows(self.routing.adapters_T, start, stop),
         )
         scale = self.scale
         if scale is not None and scale.dim() == 2:  # else one scale per tensor
             scale = scale[start:stop]
-        rows_TH = _part(self.unquantized_TH, start, stop)
-        return ContiguousTokens(self.x_TH[start:stop], part, scale, rows_TH)
+        rows_TH = _slice_rows(self.unquantized_TH, start, stop)
+        return ContiguousTokens(self.x_TH[start:stop], routing, scale, rows_TH)
 
     @property
     def plain_TH(self) -> torch.Tensor:
@@ -177,7 +177,7 @@ class ContiguousTokens:
         return self.x_TH if self.unquantized_TH is None else self.unquantized_TH
 
 
-def _part(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+def _slice_rows(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
     return None if rows is None else rows[start:stop]
 
 
@@ -185,9 +185,9 @@ def _part(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | No
 class BatchedTokens:
     """Tokens in BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
 
-    Rows c < counts_e[i] of expert i are tokens. The other rows and their scales are undefined and
-    never read. scale: None if unquantized, else float32 of any strides: (1,) per tensor, (e, C, 1)
-    per row, or (e, C, ceil(H / g)) per group of g values of a row.
+    Rows 0 to counts_e[i] - 1 of expert i are tokens. The other rows and their scales are undefined
+    and never read. scale: None if unquantized, else float32 of any strides: (1,) per tensor, (e, C,
+    1) per row, or (e, C, ceil(H / g)) per group of g values of a row.
     adapters_eC: (e, C) int32 adapter slot of each row, -1 for none; None if no row has one.
     unquantized_eCH: as in ContiguousTokens.
     """
@@ -238,8 +238,8 @@ class ExpertRows:
     routing: the routing of the rows, with invalid ids already counted, if pair p is row p.
         Weights of pairs that it skips are not read. None if such rows are 0.
     num_local: number of experts on this rank.
-    checked: True for a kernel's own tensors, which are valid; a reducer checks those of other
-        callers.
+    checked: True if the tensors come from a kernel and are valid; otherwise the reducer checks
+        them.
     """
 
     rows: torch.Tensor
@@ -299,10 +299,10 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
     missing = torch.stack([mask.any() for mask in masks]).tolist()
     if not any(missing):
         return
-    unset = [name for name, is_missing in zip(unloaded, missing, strict=True) if is_missing]
-    rows = unloaded[unset[0]].nonzero().flatten().tolist()
-    shown = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
-    got = f"nothing loaded into {', '.join(unset)} (rows {shown} of {unset[0]})"
+    unset_names = [name for name, is_missing in zip(unloaded, missing, strict=True) if is_missing]
+    rows = unloaded[unset_names[0]].nonzero().flatten().tolist()
+    row_list = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
+    got = f"nothing loaded into {', '.join(unset_names)} (rows {row_list} of {unset_names[0]})"
     need = "load, set_weights, load_state_dict or weight_loader; or mark_loaded if NaN is intended"
     raise StateError("weights", got=got, need=need)
 
@@ -337,11 +337,12 @@ def check_divisors(what: str, scale: torch.Tensor) -> None:
         raise WeightsError(what, got=float(scale[bad][0]), need=need)
 
 
-def check_lead(what: str, given: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
-    """Raise ShapeError if the leading dimensions of `given` differ from those of x.
+def check_lead(what: str, tensor: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
+    """Raise ShapeError if the leading dimensions of `tensor` differ from those of x.
 
-    given: (..., last), or (T, last). lead: dimensions of x before H.
+    tensor: (..., last), or (T, last). lead: leading dimensions of x, before H. last: name of the
+    last dimension.
     """
-    if given.dim() > 2 and tuple(given.shape[:-1]) != lead:
-        need = f"({', '.join(map(str, lead))}, {last}) as x has it, or (T, {last})"
-        raise ShapeError(what, got=tuple(given.shape), need=need)
+    if tensor.dim() > 2 and tuple(tensor.shape[:-1]) != lead:
+        need = f"({', '.join(map(str, lead))}, {last}) like x, or (T, {last})"
+        raise ShapeError(what, got=tuple(tensor.shape), need=need)

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 
-def printable(text: object, *, most: int | None = None, lines: bool = False) -> str:
+def printable(text: object, *, max_chars: int | None = None, keep_lines: bool = False) -> str:
     """Return str(text) with every non-printable character replaced by its escape, as "\\x1b".
 
     This covers control characters, bidirectional marks, separators other than the space, lone
-    surrogates and unassigned code points. most: characters to keep before "..." is appended.
-    lines: keep line breaks and tabs, for our own text around untrusted text.
+    surrogates and unassigned code points. max_chars: characters to keep before "..." is appended.
+    keep_lines: keep line breaks and tabs, for our own text around untrusted text.
     """
     string = str(text)
-    if most is not None and len(string) > most:
-        string = f"{string[:most]}..."
+    if max_chars is not None and len(string) > max_chars:
+        string = f"{string[:max_chars]}..."
     if string.isprintable():
         return string
-    kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept else _escape(c) for c in string)
+    allowed = "\n\t" if keep_lines else ""
+    return "".join(c if c.isprintable() or c in allowed else _escape(c) for c in string)
 
 
 def notebook_html(

@@ -54,7 +54,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
         for tensor in (x_TH, routing.topk_weights_TK, routing.topk_ids_TK):
             if not is_dense(tensor):
                 break
-        else:  # the usual call, checked in a microsecond
+        else:  # fast path: all tensors are dense
             return
     check_strided("x", x_TH)
     if not isinstance(routing, Routing):
@@ -73,7 +73,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that a routing names adapters exactly if the problem has them.
 
-    "none" must be explicit, so that adapters cannot be lost silently on the way.
+    "none" must be explicit, so that a caller that forgets the adapters gets an error.
     """
     has_adapters = routing.adapters_T is not None
     if has_adapters != (problem.adapters is not None):
@@ -223,7 +223,7 @@ def check_order(weights: ExpertWeights, problem: Problem) -> None:
 
 
 def check_static_scales(weights: ExpertWeights) -> None:
-    """Raise WeightsError unless values can be divided by a1_scale and a2_scale.
+    """Raise WeightsError unless a1_scale and a2_scale are positive with finite inverses.
 
     For checked mode. Synchronizes with the device.
     """
@@ -234,15 +234,17 @@ def check_static_scales(weights: ExpertWeights) -> None:
 
 
 def _describe_out_of_range(
-    values: torch.Tensor, least: int, end: int, what: str, at: str = "at"
+    values: torch.Tensor, start: int, end: int, what: str, preposition: str = "at"
 ) -> str:
-    """Describe how many values are outside [least, end), and the first; "" if none is."""
-    bad = (values < least) | (values >= end)
+    """Describe how many values are outside [start, end), and the first of them; "" if none is."""
+    bad = (values < start) | (values >= end)
     if not bool(bad.any()):
         return ""
     index = tuple(bad.nonzero()[0].tolist())
     position = index[0] if len(index) == 1 else index
-    return f"{counted(int(bad.sum()), what)}, the first {int(values[index])} {at} {position}"
+    return (
+        f"{counted(int(bad.sum()), what)}, the first {int(values[index])} {preposition} {position}"
+    )
 
 
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
@@ -312,13 +314,13 @@ def _check_no_scales(weights: ExpertWeights) -> None:
 def _check_optional(
     what: str,
     tensor: torch.Tensor | None,
-    declared: bool,
+    required: bool,
     shape: tuple[int, ...],
     x_TH: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Check a contiguous tensor that must be present exactly if the problem declares it."""
-    if (tensor is not None) != declared:
+    if (tensor is not None) != required:
         got, need = ("a tensor", "None") if tensor is not None else ("None", f"{shape}")
         raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
     if tensor is None:
@@ -331,7 +333,7 @@ def _check_optional(
 
 
 def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check that out is contiguous (T, H) or (T, K, H), like x otherwise; None if inplace."""
+    """Check that out is contiguous (T, H) or (T, K, H), like x otherwise; `x` itself if inplace."""
     if problem.inplace and out is not x_TH:
         raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
     tokens = x_TH.shape[0]
@@ -344,7 +346,7 @@ def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
 
 
 def check_no_overlap(
-    written: torch.Tensor,
+    output: torch.Tensor,
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
@@ -356,12 +358,12 @@ def check_no_overlap(
     Some inputs may still be read after the first output element was written.
     """
     what = "x of an inplace call" if inplace else "out"
-    read: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}
-    read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
-    read["adapters"] = routing.slots_T
-    read |= vars(weights)
-    for name, tensor in read.items():
-        if tensor is not None and overlap(written, tensor):
+    inputs: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}
+    inputs |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+    inputs["adapters"] = routing.slots_T
+    inputs |= vars(weights)
+    for name, tensor in inputs.items():
+        if tensor is not None and overlap(output, tensor):
             need = "separate memory" + (", or inplace=True" if name == "x" else "")
             raise ConfigurationError(what, got=f"memory of {name}", need=need)
 
@@ -369,6 +371,6 @@ def check_no_overlap(
 def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
-    """Raise rather than silently drop a gradient: kernels are forward only."""
+    """Raise if a tensor requires a gradient: kernels are forward only and would drop it."""
     call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
     check_no_gradients(call | vars(weights))

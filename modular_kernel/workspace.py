@@ -1,7 +1,8 @@
 """Workspaces: the declared buffers of a call, as named views of one allocation.
 
-Parts never allocate. A named buffer owns its bytes for the whole call, unless another buffer is
-declared over it: both then share memory, and the first is dead once the second is taken.
+Parts never allocate. A named buffer keeps its bytes for the whole call, unless another buffer is
+declared `over` it: both then share memory, and the contents of the first are lost once the second
+is taken.
 """
 
 import math
@@ -47,8 +48,8 @@ class Fill:
 # No single value exposes every read of unwritten memory. NaN spreads through sums and products, but
 # a maximum may ignore it; a large finite value raises every maximum and fits every dtype. A huge
 # integer is not a valid index. Bytes of 0xFF are -1, which means "no expert" or "no adapter" and is
-# skipped; 0 and 1 are ids of real experts, slots and rows, but not of the intended ones. Bytes of 0
-# are such ids in a view with a wider dtype.
+# skipped. 0 and 1 are valid but wrong ids of experts, slots and rows; bytes of 0 give id 0 in a
+# view with a wider dtype.
 FILLS = (
     Fill(math.nan, 0x3F3F3F3F, 0xFF, 127),
     Fill(300.0, 0, 0, -127),
@@ -129,13 +130,13 @@ def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, tuple[
     for name, spec in specs.items():
         if name in shared:
             continue
-        after, inner = end - (-(sizes[name] + gap) // _ALIGNMENT) * _ALIGNMENT, end
+        own_end, shared_end = end - (-(sizes[name] + gap) // _ALIGNMENT) * _ALIGNMENT, end
         ranges[name] = (end, end + sizes[name])
         for other in spec.over:
             if other in specs:
-                ranges[other] = (inner, inner + sizes[other])
-                inner -= (-(sizes[other] + gap) // _ALIGNMENT) * _ALIGNMENT
-        end = max(after, inner)
+                ranges[other] = (shared_end, shared_end + sizes[other])
+                shared_end -= (-(sizes[other] + gap) // _ALIGNMENT) * _ALIGNMENT
+        end = max(own_end, shared_end)
     return ranges, end
 
 
@@ -148,9 +149,9 @@ class Workspace:
     """Named typed buffers inside one uint8 allocation on `device`, or inside `memory` if given.
 
     With poison=True each buffer is followed by a red zone, `poison()` fills buffers with the next
-    of FILLS, and `check_red_zones()` raises CorruptionError if a red zone was written. Buffers that
-    share memory are filled again when one is taken after the other. fills: source of the next fill,
-    shared by workspaces that each serve one call; None starts from the first.
+    of FILLS, and `check_red_zones()` raises CorruptionError if a red zone was written. A buffer
+    that shares memory is filled again when another one in that memory is taken. fills: source of
+    the next fill, shared by the workspaces of several calls; None starts from the first.
     """
 
     def __init__(
@@ -172,11 +173,11 @@ class Workspace:
         for name, spec in self._specs.items():
             start, stop = ranges[name]
             self._buffers[name] = self._arena[start:stop].view(spec.dtype)
-        self._shared: _Shared | None = None
+        self._shared: _SharedBuffers | None = None
         if not poison:
             return
-        self._gaps = {name: self._arena[ranges[name][1] :][:gap] for name in self._specs}
-        self._shared = _Shared(self._specs, self._buffers, self._gaps, fills or Fills())
+        self._red_zones = {name: self._arena[ranges[name][1] :][:gap] for name in self._specs}
+        self._shared = _SharedBuffers(self._specs, self._buffers, self._red_zones, fills or Fills())
         self.poison()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -226,35 +227,35 @@ class Workspace:
             raise CorruptionError(f"written past the end of workspace buffers {overrun}")
 
 
-class _Shared:
+class _SharedBuffers:
     """Liveness of buffers in a poisoned workspace, some of which share memory."""
 
     def __init__(
         self,
         specs: Mapping[str, BufferSpec],
         buffers: Mapping[str, torch.Tensor],
-        gaps: Mapping[str, torch.Tensor],
+        red_zones: Mapping[str, torch.Tensor],
         fills: Fills,
     ) -> None:
-        self._buffers, self._gaps = buffers, gaps
+        self._buffers, self._red_zones = buffers, red_zones
         self._fills, self.fill = fills, FILLS[0]
         self._over = {
             name: tuple(other for other in spec.over if other in specs)
             for name, spec in specs.items()
         }
-        self._under = {other: name for name, over in self._over.items() for other in over}
+        self._overlay_of = {other: name for name, over in self._over.items() for other in over}
         self._dead = set[str]()
         # Red zones of dead buffers, saved when they died. Allocated here, so that calls allocate
         # nothing.
-        sharing = {*self._under, *self._under.values()}
-        self._kept = {name: gaps[name].clone() for name in sharing}
+        sharing = {*self._overlay_of, *self._overlay_of.values()}
+        self._saved_zones = {name: red_zones[name].clone() for name in sharing}
 
     def begin(self) -> Fill:
-        """Start a call: refill all buffers, and mark the later ones of shared memory as dead."""
-        self._dead = set(self._under.values())
+        """Start a call: refill all buffers, and mark those that lie over others as dead."""
+        self._dead = set(self._overlay_of.values())
         self.fill = self._fills.next()
-        for kept in self._kept.values():
-            kept.fill_(_RED_BYTE)
+        for zone in self._saved_zones.values():
+            zone.fill_(_RED_BYTE)
         for name in self._dead:
             poison_tensor(self._buffers[name], self.fill)
         self._fill(name for name in self._buffers if name not in self._dead)
@@ -264,28 +265,32 @@ class _Shared:
         """Mark `name` as in use, and the buffers that share its memory as dead."""
         if name not in self._dead:
             return
-        later = self._under.get(name)
-        ends, begins = ((later,), self._over[later]) if later else (self._over[name], (name,))
-        self._dead = (self._dead | set(ends)) - set(begins)
+        overlay = self._overlay_of.get(name)
+        released, acquired = (
+            ((overlay,), self._over[overlay]) if overlay else (self._over[name], (name,))
+        )
+        self._dead = (self._dead | set(released)) - set(acquired)
         with recording.pause_recording():
-            for other in ends:
-                self._kept[other].copy_(self._gaps[other])
+            for other in released:
+                self._saved_zones[other].copy_(self._red_zones[other])
                 poison_tensor(self._buffers[other], self.fill)
-            self._fill(begins)
+            self._fill(acquired)
 
     def overrun(self, replayed: bool) -> list[str]:
         """Return the names of buffers whose red zone was written."""
-        zones = {n: gap for n, gap in self._gaps.items() if n not in self._kept}
+        zones = {n: zone for n, zone in self._red_zones.items() if n not in self._saved_zones}
         if not replayed:
-            live = {n: self._gaps[n] for n in self._kept if n not in self._dead}
+            live = {n: self._red_zones[n] for n in self._saved_zones if n not in self._dead}
             zones |= live
-        overrun = [n for n, gap in zones.items() if bool((gap != _RED_BYTE).any())]
-        return overrun + [n for n, gap in self._kept.items() if bool((gap != _RED_BYTE).any())]
+        overrun = [n for n, zone in zones.items() if bool((zone != _RED_BYTE).any())]
+        return overrun + [
+            n for n, zone in self._saved_zones.items() if bool((zone != _RED_BYTE).any())
+        ]
 
     def _fill(self, names: Iterable[str]) -> None:
         for name in names:
             poison_tensor(self._buffers[name], self.fill)
-            self._gaps[name].fill_(_RED_BYTE)
+            self._red_zones[name].fill_(_RED_BYTE)
 
 
 def poison_tensor(tensor: torch.Tensor, fill: Fill = FILLS[0]) -> None:

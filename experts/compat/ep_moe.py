@@ -37,7 +37,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.reduce import gather_weight_and_sum
-from modular_kernel.ops.sort import most_tiles
+from modular_kernel.ops.sort import max_tile_count
 from modular_kernel.quant.quantized_weights import LARGEST
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
@@ -335,7 +335,7 @@ def _tiles_of_segments(
     starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
     counts = (ends - starts + block_m - 1) // block_m
     tile_ends = counts.cumsum(0)
-    tile = torch.arange(most_tiles(rows, block_m, segments), device=device)
+    tile = torch.arange(max_tile_count(rows, block_m, segments), device=device)
     segment = torch.searchsorted(tile_ends, tile, right=True).clamp(max=segments - 1)
     first = starts[segment] + (tile - (tile_ends - counts)[segment]) * block_m
     columns = (weight_indices[segment], first, ends[segment], tile_ends[-1:])

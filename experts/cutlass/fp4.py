@@ -23,7 +23,7 @@ from modular_kernel.ops.fp4_rows import (
     quantize_tiles,
     take_fp4,
 )
-from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
+from modular_kernel.ops.sort import max_tile_count, sort_pairs, sort_specs
 from modular_kernel.replay import stages
 from modular_kernel.tensors import (
     BatchedShape,
@@ -69,7 +69,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
         problem, rows = self.problem, shape.tokens * shape.top_k
-        tiles = most_tiles(rows, TILE_M, problem.e)
+        tiles = max_tile_count(rows, TILE_M, problem.e)
         specs = {
             **sort_specs(shape.tokens, shape.top_k, TILE_M, problem.e),
             **mlp_specs(problem, rows, tiles),

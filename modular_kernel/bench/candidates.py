@@ -131,7 +131,7 @@ class PairLayer(Layer):
         self.weights = quantize(weights, self.problem)
         if self.prepared:
             kernel = make_kernel(*self.pair, self.problem, machine=self.machine)
-            with prefer_torch_reference(wanted=self._as_torch):
+            with prefer_torch_reference(enabled=self._as_torch):
                 self.weights = kernel.prepare_weights(self.weights)
         self._plan: Plan | None = None
 

@@ -137,7 +137,7 @@ def _row(
 ) -> SpeedRow:
     model.set_experts_implementation(each.registered)
     with ExitStack() as stack:
-        stack.enter_context(prefer_torch_reference(wanted=each.twins))
+        stack.enter_context(prefer_torch_reference(enabled=each.twins))
         error, bound = known.error(), known.bound
         row = SpeedRow(each.name, OK, error=error, bound=bound)
         if not error <= bound:

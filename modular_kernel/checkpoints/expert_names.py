@@ -20,8 +20,8 @@ class ExpertLayout:
     gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
         "" for ungated experts.
     stacked: one tensor (E, ...) for all experts; else one module `block.e.name` per expert.
-    bare: the projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`); else they are
-        modules (`gate_proj.weight`).
+    is_parameter: the projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`); else
+        they are modules (`gate_proj.weight`).
     transposed: names of projections stored as (K, N).
     interleaved: gate and up rows alternate.
     flat: (E * rows, ...) instead of (E, rows, ...).
@@ -32,19 +32,19 @@ class ExpertLayout:
     up: str
     down: str
     stacked: bool = False
-    bare: bool = False
+    is_parameter: bool = False
     transposed: tuple[str, ...] = ()
     interleaved: bool = False
     flat: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The projections, those of w1 first."""
+        """Names of the projections; those in w1 come first."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
 
 @dataclass(frozen=True)
-class ProjectionPlace:
+class ProjectionLocation:
     """The location of one projection of one expert.
 
     base: name of its tensors without the suffix. rows, depth: of the stored matrix, in which the
@@ -57,14 +57,14 @@ class ProjectionPlace:
     first: int
     expert: int | None
     experts: int
-    bare: bool
+    is_parameter: bool
     transposed: bool
     flat: bool
 
-    def keys(self, stored: StoredTensor) -> Iterator[str]:
+    def keys(self, spec: StoredTensor) -> Iterator[str]:
         """Yield the names that a stored tensor may have in the file, the usual one first."""
-        for name in (stored.name, *stored.aliases):
-            if not self.bare:
+        for name in (spec.name, *spec.aliases):
+            if not self.is_parameter:
                 yield f"{self.base}.{name}"
             elif name == "weight":
                 yield self.base
@@ -73,34 +73,34 @@ class ProjectionPlace:
                 if name.startswith("weight_"):
                     yield f"{self.base}_{name}"
 
-    def is_shared_scalar(self, stored: StoredTensor, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this shape is a single number for a whole stack of experts."""
-        return self.bare and stored.is_scalar and prod(shape) == 1
+    def is_shared_scalar(self, spec: StoredTensor, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is a single number for all experts of a stack."""
+        return self.is_parameter and spec.is_scalar and prod(shape) == 1
 
-    def shape(self, stored: StoredTensor) -> tuple[int, ...]:
+    def shape(self, spec: StoredTensor) -> tuple[int, ...]:
         """Return the shape of a stored tensor in the file, unless it is a single number."""
-        shape = stored.shape(self.rows, self.depth)
+        shape = spec.shape(self.rows, self.depth)
         if self.transposed and len(shape) > 1:
             shape = shape[::-1]
         if self.expert is None:
             return shape
         return (self.experts * shape[0], *shape[1:]) if self.flat else (self.experts, *shape)
 
-    def box(self, stored: StoredTensor, rows: Range, columns: Range) -> tuple[slice, ...]:
+    def slices(self, spec: StoredTensor, rows: Range, columns: Range) -> tuple[slice, ...]:
         """Return the slices that cover rows [a, b) and columns [c, d) of this expert's matrix."""
-        box, sizes = stored.box(rows, columns), stored.shape(self.rows, self.depth)
-        if self.transposed and len(box) > 1:
-            box, sizes = box[::-1], sizes[::-1]
+        slices, sizes = spec.slices(rows, columns), spec.shape(self.rows, self.depth)
+        if self.transposed and len(slices) > 1:
+            slices, sizes = slices[::-1], sizes[::-1]
         if self.expert is None:
-            return box
+            return slices
         if not self.flat:
-            return (slice(self.expert, self.expert + 1), *box)
+            return (slice(self.expert, self.expert + 1), *slices)
         begin = self.expert * sizes[0]
-        return (slice(begin + box[0].start, begin + box[0].stop), *box[1:])
+        return (slice(begin + slices[0].start, begin + slices[0].stop), *slices[1:])
 
 
 @dataclass(frozen=True)
-class LayerPlaces:
+class LayerLayout:
     """The experts of one layer in the files: layout, name prefix, and sizes."""
 
     layout: ExpertLayout
@@ -111,37 +111,41 @@ class LayerPlaces:
 
     def projections(
         self, expert: int
-    ) -> tuple[tuple[ProjectionPlace, ...], tuple[ProjectionPlace, ...]]:
+    ) -> tuple[tuple[ProjectionLocation, ...], tuple[ProjectionLocation, ...]]:
         """Return the locations of w1's matrices (gate and up, or one) and of w2's."""
         layout = self.layout
         gated, width = bool(layout.gate), self.intermediate
-        first: tuple[ProjectionPlace, ...]
+        w1_locations: tuple[ProjectionLocation, ...]
         if gated and not layout.up:
-            both = self._place(layout.gate, expert, 2 * width, self.hidden, 0)
-            up = self._place(layout.gate, expert, 2 * width, self.hidden, width)
-            first = (both,) if layout.interleaved else (both, up)
+            gate_up = self._locate(layout.gate, expert, 2 * width, self.hidden, 0)
+            up = self._locate(layout.gate, expert, 2 * width, self.hidden, width)
+            w1_locations = (gate_up,) if layout.interleaved else (gate_up, up)
         else:
             names = tuple(name for name in (layout.gate, layout.up) if name)
-            first = tuple(self._place(name, expert, width, self.hidden, 0) for name in names)
-        return first, (self._place(layout.down, expert, self.hidden, width, 0),)
+            w1_locations = tuple(
+                self._locate(name, expert, width, self.hidden, 0) for name in names
+            )
+        return w1_locations, (self._locate(layout.down, expert, self.hidden, width, 0),)
 
-    def _place(self, name: str, expert: int, rows: int, depth: int, first: int) -> ProjectionPlace:
+    def _locate(
+        self, name: str, expert: int, rows: int, depth: int, first: int
+    ) -> ProjectionLocation:
         layout = self.layout
         expert_prefix = "" if layout.stacked else f"{expert}."
-        return ProjectionPlace(
+        return ProjectionLocation(
             base=f"{self.prefix}{expert_prefix}{name}",
             rows=rows,
             depth=depth,
             first=first,
             expert=expert if layout.stacked else None,
             experts=self.experts,
-            bare=layout.bare,
+            is_parameter=layout.is_parameter,
             transposed=name in layout.transposed,
             flat=layout.flat,
         )
 
 
-def _each(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
+def _per_expert(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
     gate, up, down = names.split(" ")
     return ExpertLayout(block=block, gate=gate, up=up, down=down)
 
@@ -154,7 +158,7 @@ def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -
         up="",
         down=names[1],
         stacked=True,
-        bare=True,
+        is_parameter=True,
         transposed=names if transposed else (),
         interleaved=interleaved,
     )
@@ -168,12 +172,12 @@ def _modules(
 
 
 _MLP, _W = "mlp.experts", "w1 w3 w2"
-_PLAIN = (_each(_MLP), _fused(_MLP))
-_MIXTRAL = (_each("block_sparse_moe.experts", _W),)
+_PLAIN = (_per_expert(_MLP), _fused(_MLP))
+_MIXTRAL = (_per_expert("block_sparse_moe.experts", _W),)
 _GRANITE = (_modules("block_sparse_moe", "input_linear", "", "output_linear"),)
-_EITHER_WAY = (_fused(_MLP, transposed=True), *_PLAIN)
-_GEMMA = (_fused("experts"), _each("experts"))
-_LATENT = (_each("experts", _W),)
+_ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_PLAIN)
+_GEMMA = (_fused("experts"), _per_expert("experts"))
+_LATENT = (_per_expert("experts", _W),)
 
 # fmt: off
 LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
@@ -191,19 +195,19 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
     "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
-    "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, bare=True, transposed=("w2",), flat=True),),
-    "deepseek_v4": (_each("ffn.experts", _W),),
-    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _each(_MLP), _each(f"{_MLP}.experts")),
+    "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, is_parameter=True, transposed=("w2",), flat=True),),
+    "deepseek_v4": (_per_expert("ffn.experts", _W),),
+    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _per_expert(_MLP), _per_expert(f"{_MLP}.experts")),
     "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
-    "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, bare=True, interleaved=True),),
-    "jamba": (_each("feed_forward.experts"),),
+    "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, is_parameter=True, interleaved=True),),
+    "jamba": (_per_expert("feed_forward.experts"),),
     "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
-    "lfm2_moe": (_each("feed_forward.experts", _W),),
-    "llama4_text": (_fused("feed_forward.experts", transposed=True), _each("feed_forward.experts")),
+    "lfm2_moe": (_per_expert("feed_forward.experts", _W),),
+    "llama4_text": (_fused("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
     "mistral_large4_text": _LATENT,
     "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
     "openai_privacy_filter": (_fused(_MLP, transposed=True),),
-    "qwen3_vl_moe_text": _EITHER_WAY,
+    "qwen3_vl_moe_text": _ANY_ORIENTATION,
     "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"),),
 }
 # fmt: on

@@ -19,7 +19,7 @@ from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
-_LEAST_TILE = 32  # minimum columns of a block after a split, as in `fit_group` for groups
+_MIN_TILE = 32  # minimum columns of a block after a split, as in `fit_group` for groups
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,7 +65,7 @@ class Format:
         return f"{self.scheme} ({self.method}{inputs})"
 
 
-def format_of(given: object, *, path: str = "config.json", depth: int | None = None) -> Format:
+def format_of(config: object, *, path: str = "config.json", depth: int | None = None) -> Format:
     """Return the format of a quantization_config; None means an unquantized checkpoint.
 
     path: of the file, for messages. depth: max(H, I) of the layer, required for a group_size of -1
@@ -74,21 +74,21 @@ def format_of(given: object, *, path: str = "config.json", depth: int | None = N
     """
     expect("path", path, str)
     expect("depth", depth, Count | None)
-    if given is None:
+    if config is None:
         return Format("none", QuantScheme.parse("none"))
-    if not isinstance(given, Mapping):
+    if not isinstance(config, Mapping):
         need = "an object, or null"
         raise ConfigurationError(
-            f"model {path}: quantization_config", got=str(given)[:80], need=need
+            f"model {path}: quantization_config", got=str(config)[:80], need=need
         )
-    quant = scheme_of(path, {"quantization_config": dict(given)}, depth=depth)
+    quant = scheme_of(path, {"quantization_config": dict(config)}, depth=depth)
     scheme = QuantScheme.parse(str(quant))
-    method = str(given["quant_method"])
+    method = str(config["quant_method"])
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
         raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
-    minus_one = method != "gptq" or gptq_version(path, given) == 1
-    inputs = scheme.matrix_scales and quantizes_inputs(given)
+    minus_one = method != "gptq" or gptq_version(path, config) == 1
+    inputs = scheme.matrix_scales and quantizes_inputs(config)
     return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
 
 
@@ -98,7 +98,7 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     intermediate: I of the whole layer. If a share of I, or the border between gate and up rows,
     would split a block or group, blocks and groups are divided and their scales repeated, which
     does not change the values. For weight-only schemes with one scale each for gate and up, every
-    row gets a scale: with a common scale, the rows of the smaller would be rounded again.
+    row gets a scale: with a common scale, rows with the smaller scale would be rounded again.
 
     Raises ConfigurationError if I / world is no integer, leaves less than 32 columns of a block or
     group, or splits an mxfp4 or nvfp4 group.
@@ -107,17 +107,17 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     expect("gated", gated, bool)
     expect("intermediate", intermediate, Count)
     expect("tp: ranks", world, Count)
-    scheme, (share, rest) = format.scheme, divmod(intermediate, world)
+    scheme, (share, remainder) = format.scheme, divmod(intermediate, world)
     if scheme.act_order and world > 1:
-        need = "1: groups of act-order have columns of every share"
+        need = "1: a group of act-order has columns of every shard"
         raise ConfigurationError("tp: ranks", got=world, need=need)
-    if rest:
+    if remainder:
         need = f"a multiple of the {world} tensor-parallel ranks"
         raise ConfigurationError("intermediate", got=intermediate, need=need)
     if scheme.granularity == "tensor" and gated and not scheme.quantizes_activations:
         return QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
     if scheme.granularity == "block":
-        return _fit_blocks(scheme, share, cut=world > 1, gated=gated)
+        return _fit_blocks(scheme, share, is_split=world > 1, gated=gated)
     if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
         return scheme
     if scheme.group[0] >= intermediate:  # one group per row, and per row of each share
@@ -128,15 +128,15 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     return replace(scheme, group=(fit_group(scheme.group[0], share),))
 
 
-def _fit_blocks(scheme: QuantScheme, share: int, *, cut: bool, gated: bool) -> QuantScheme:
+def _fit_blocks(scheme: QuantScheme, share: int, *, is_split: bool, gated: bool) -> QuantScheme:
     rows, columns = scheme.group
-    if gated or cut:
+    if gated or is_split:
         rows = gcd(rows, share)
-    if cut:
+    if is_split:
         columns = gcd(columns, share)
-        if min(rows, columns) < min(_LEAST_TILE, *scheme.group):
+        if min(rows, columns) < min(_MIN_TILE, *scheme.group):
             got = f"{share} columns of blocks of {scheme.group[1]}"
-            need = f"shares that blocks of {_LEAST_TILE} or more divide"
+            need = f"shares that blocks of {_MIN_TILE} or more divide"
             raise ConfigurationError("tp: share", got=got, need=need)
     return replace(scheme, group=(rows, columns))
 
@@ -177,16 +177,18 @@ def _modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return _scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _nvfp4(scheme: QuantScheme, weight: str, whole: str, inputs: str) -> tuple[StoredTensor, ...]:
+def _nvfp4(
+    scheme: QuantScheme, weight: str, global_name: str, inputs: str
+) -> tuple[StoredTensor, ...]:
     """Return the tensors of nvfp4: two codes per byte, scales of 16 columns, a scale of the matrix.
 
     The scale of its inputs is read if the scheme has one.
     """
     float32 = (torch.float32,)
     return (
-        StoredTensor(weight, "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+        StoredTensor(weight, "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
         StoredTensor("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
-        StoredTensor(whole, "global_scale", (), float32),
+        StoredTensor(global_name, "global_scale", (), float32),
         StoredTensor(inputs, "a_scale", (), float32)
         if scheme.static
         else StoredTensor(inputs, "unused", (), float32, optional=True),
@@ -198,27 +200,29 @@ def _compressed(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
         return _nvfp4(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
     if scheme.weight == "float4_e2m1":
         return (
-            StoredTensor("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+            StoredTensor("weight_packed", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
             StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
         )
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _modelopt(scheme)
     per_word = 8 if scheme.weight == "uint4" else 4
     shape = StoredTensor("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
-    packed = StoredTensor("weight_packed", "w", (_N, Dim("K", per_word, whole=True)), (_INT32,))
+    packed = StoredTensor(
+        "weight_packed", "w", (_N, Dim("K", per_word, indivisible=True)), (_INT32,)
+    )
     if scheme.granularity == "channel":
         return (packed, StoredTensor("weight_scale", "scale", (_N,), _SCALES), shape)
     groups = Dim("K", scheme.group[0])
     tensors = [packed, StoredTensor("weight_scale", "scale", (_N, groups), _SCALES), shape]
     if scheme.zero_points:
-        zeros = (Dim("N", per_word, whole=True), groups)
+        zeros = (Dim("N", per_word, indivisible=True), groups)
         tensors.append(StoredTensor("weight_zero_point", "zero_point", zeros, (_INT32,)))
     optional = not scheme.act_order
     return (*tensors, StoredTensor("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
 def _awq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    word, groups = Dim("N", 8, whole=True), Dim("K", scheme.group[0])
+    word, groups = Dim("N", 8, indivisible=True), Dim("K", scheme.group[0])
     return (
         StoredTensor("qweight", "w", (_K, word), (_INT32,)),
         StoredTensor("scales", "scale", (groups, _N), _SCALES),
@@ -230,9 +234,9 @@ def _awq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
 
 def _gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     per_word, groups = 8 if scheme.weight == "uint4" else 4, Dim("K", scheme.group[0])
-    zeros = (groups, Dim("N", per_word, whole=True))
+    zeros = (groups, Dim("N", per_word, indivisible=True))
     return (
-        StoredTensor("qweight", "w", (Dim("K", per_word, whole=True), _N), (_INT32,)),
+        StoredTensor("qweight", "w", (Dim("K", per_word, indivisible=True), _N), (_INT32,)),
         StoredTensor("scales", "scale", (groups, _N), _SCALES),
         StoredTensor("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
         StoredTensor("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
@@ -240,7 +244,7 @@ def _gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
 
 
 def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    groups = Dim("K", 32, whole=True)
+    groups = Dim("K", 32, indivisible=True)
     return (
         StoredTensor("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
         StoredTensor("scales", "scale", (_N, groups), (torch.uint8,)),

@@ -34,7 +34,7 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
     shape = tuple(scale_eS.shape)
     if len(shape) != 2 or shape[0] != e or not shape[1] or rows % shape[1]:
         raise ShapeError("scale", got=shape, need=f"(e, S) with e = {e} and S dividing N = {rows}")
-    scale_eS = _usable(scale_eS, "scale")
+    scale_eS = _positive_scales(scale_eS, "scale")
     largest_e = scale_eS.amax(1)
     ratio = (scale_eS / largest_e[:, None]).repeat_interleave(rows // shape[1], 1)
     # Exactly 1 for rows of the largest scale and below 1 for the others: no overflow.
@@ -48,13 +48,14 @@ def channel_scale(scale: torch.Tensor) -> torch.Tensor:
         scale = scale[:, :, 0]
     if scale.dim() != 2:
         raise ShapeError("scale", got=tuple(scale.shape), need="(e, N, 1) or (e, N)")
-    return _usable(scale, "scale").contiguous()
+    return _positive_scales(scale, "scale").contiguous()
 
 
 def static_scale(scales: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of the experts' static activation scales, (1,) float32; none saturates.
+    """Return the maximum of the experts' static activation scales, (1,) float32.
 
-    One scale serves all experts, because a token is quantized once, before it is sent to them.
+    One scale is used for all experts, because a token is quantized once, before it is dispatched.
+    The maximum saturates none.
     """
     check_tensor("activation scales", scales)
     if not scales.numel():
@@ -64,21 +65,21 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
 
 def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
     """Return static activation scales as float32; WeightsError if one is no valid divisor."""
-    scale = _in_float32(scale, what)
+    scale = _to_float32(scale, what)
     check_divisors(what, scale)
     return scale
 
 
-def _usable(scale: torch.Tensor, what: str) -> torch.Tensor:
+def _positive_scales(scale: torch.Tensor, what: str) -> torch.Tensor:
     """Return scales as float32; raise WeightsError unless all are finite and above 0."""
-    scale = _in_float32(scale, what)
+    scale = _to_float32(scale, what)
     bad = ~(scale.isfinite() & (scale > 0))
     if bool(bad.any()):
         raise WeightsError(what, got=float(scale[bad][0]), need="finite numbers above 0")
     return scale
 
 
-def _in_float32(scale: torch.Tensor, what: str) -> torch.Tensor:
+def _to_float32(scale: torch.Tensor, what: str) -> torch.Tensor:
     if not scale.dtype.is_floating_point:
         raise DtypeError(what, got=dtype_name(scale.dtype), need="a floating dtype")
     return scale.float()

@@ -91,18 +91,18 @@ def merge(
         parts.append(convert_share(format, fine, checked, (0, rows), (0, depth)))
     if not parts:
         raise ConfigurationError("projections", got="none", need="one or more")
-    _check_leads(fine, parts)
+    _check_batch_dims(fine, parts)
     return fuse(fine, parts, dtype)
 
 
-def _check_leads(format: Format, parts: Sequence[Tensors]) -> None:
+def _check_batch_dims(format: Format, parts: Sequence[Tensors]) -> None:
     """Raise ShapeError if projections have different leading dimensions."""
-    stored = next(each for each in format.stored if each.role == "w")
-    leads = [tuple(part[stored.name].shape[: -len(stored.dims)]) for part in parts]
-    for lead in leads[1:]:
-        if lead != leads[0]:
-            need = f"{leads[0]}, as the first projection"
-            raise ShapeError(f"{stored.name}: leading dimensions", got=lead, need=need)
+    stored = next(stored for stored in format.stored if stored.role == "w")
+    batches = [tuple(part[stored.name].shape[: -len(stored.dims)]) for part in parts]
+    for batch in batches[1:]:
+        if batch != batches[0]:
+            need = f"{batches[0]}, like the first projection"
+            raise ShapeError(f"{stored.name}: leading dimensions", got=batch, need=need)
 
 
 def convert_share(
@@ -113,34 +113,34 @@ def convert_share(
     tensors: what `matrix_layout.cut` returns for rows [a, b) and columns [c, d). GPTQ's g_idx is
     checked here, where the first column is known, and dropped, unless the format has act-order.
     """
-    kept = dict(tensors)
+    remaining = dict(tensors)
     for stored in coarse.stored:
-        if stored.role == "order" and stored.name in kept and not coarse.scheme.act_order:
-            order, group = kept.pop(stored.name), coarse.scheme.group[0]
-            whole = torch.arange(columns[1], device=order.device) // group
-            need = whole[columns[0] :].to(order.dtype)
+        if stored.role == "order" and stored.name in remaining and not coarse.scheme.act_order:
+            order, group = remaining.pop(stored.name), coarse.scheme.group[0]
+            group_of_column = torch.arange(columns[1], device=order.device) // group
+            need = group_of_column[columns[0] :].to(order.dtype)
             check_order(order - need + torch.arange(len(need)) // group, len(need), group, "g_idx")
-    return refine(coarse.stored, fine.stored, kept, rows, columns)
+    return refine(coarse.stored, fine.stored, remaining, rows, columns)
 
 
 def fuse(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
     """Fuse projections that are in the format's own tiles, as `convert_share` returns them."""
-    matrices = [_READ[format.method](format, tensors, dtype) for tensors in parts]
+    matrices = [_READERS[format.method](format, tensors, dtype) for tensors in parts]
     if format.scheme.granularity == "tensor":
         return _fuse_scales(matrices)
-    border = format.scheme.group[0] if format.scheme.granularity == "block" else 1
-    if any(matrix.w.shape[-2] % border for matrix in matrices[:-1]):
-        got = f"{matrices[0].w.shape[-2]} rows of blocks of {border}"
-        raise ShapeError("projection", got=got, need="whole blocks (see `fit`)")
+    block_rows = format.scheme.group[0] if format.scheme.granularity == "block" else 1
+    if any(matrix.w.shape[-2] % block_rows for matrix in matrices[:-1]):
+        got = f"{matrices[0].w.shape[-2]} rows of blocks of {block_rows}"
+        raise ShapeError("projection", got=got, need="a multiple of the block size (see `fit`)")
     scale_dim = -1 if format.scheme.granularity == "channel" else -2
-    w = _joined([matrix.w for matrix in matrices], -2)
+    w = _concatenate([matrix.w for matrix in matrices], -2)
     assert w is not None
     return Matrix(
         w,
-        _joined([matrix.scale for matrix in matrices], scale_dim),
-        _joined([matrix.zero_point for matrix in matrices], -2),
-        _largest(matrices),
-        _joined([matrix.global_scale for matrix in matrices], -1),
+        _concatenate([matrix.scale for matrix in matrices], scale_dim),
+        _concatenate([matrix.zero_point for matrix in matrices], -2),
+        _max_input_scale(matrices),
+        _concatenate([matrix.global_scale for matrix in matrices], -1),
         same_order(matrices),
     )
 
@@ -153,21 +153,23 @@ def check_tensors(
     Raises WeightsError for a missing or superfluous tensor, ShapeError or DtypeError for a wrong
     one.
     """
-    known = {each.name: each for each in format.stored}
+    known = {spec.name: spec for spec in format.stored}
     extra = sorted(map(str, set(tensors) - set(known)))
-    missing = [n for n, each in known.items() if n not in tensors and not each.optional]
+    missing = [n for n, spec in known.items() if n not in tensors and not spec.optional]
     if extra or missing:
-        got = f"{', '.join(extra)} too many" if extra else f"no {', '.join(missing)}"
+        got = f"unexpected {', '.join(extra)}" if extra else f"no {', '.join(missing)}"
         raise WeightsError(f"{format} tensors", got=got, need=", ".join(known))
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-    first = next(each for each in format.stored if each.role == "w")
-    w = tensors[first.name]
-    if w.dim() < len(first.dims):
-        raise ShapeError(first.name, got=tuple(w.shape), need=f"{len(first.dims)} dimensions")
-    lead = tuple(w.shape[: w.dim() - len(first.dims)])
+    weight_spec = next(spec for spec in format.stored if spec.role == "w")
+    w = tensors[weight_spec.name]
+    if w.dim() < len(weight_spec.dims):
+        raise ShapeError(
+            weight_spec.name, got=tuple(w.shape), need=f"{len(weight_spec.dims)} dimensions"
+        )
+    lead = tuple(w.shape[: w.dim() - len(weight_spec.dims)])
     sizes = {"N": 1, "K": 1}
-    for dim, size in zip(first.dims, w.shape[len(lead) :], strict=True):
+    for dim, size in zip(weight_spec.dims, w.shape[len(lead) :], strict=True):
         if dim.axis:
             sizes[dim.axis] *= size * dim.step
     rows, depth = sizes["N"], sizes["K"]
@@ -187,7 +189,7 @@ def _read_plain(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
 
 
 def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
-    by_role = {each.role: tensors.get(each.name) for each in format.stored}
+    by_role = {spec.role: tensors.get(spec.name) for spec in format.stored}
     w, scale, a_scale = by_role["w"], by_role["scale"], by_role.get("a_scale")
     assert w is not None
     assert scale is not None
@@ -237,7 +239,7 @@ def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
 
     The same holds for the scales of its inputs, if the scheme has them.
     """
-    by_role = {each.role: tensors.get(each.name) for each in format.stored}
+    by_role = {spec.role: tensors.get(spec.name) for spec in format.stored}
     w, scale, global_scale = by_role["w"], by_role["scale"], by_role["global_scale"]
     assert w is not None
     assert scale is not None
@@ -295,40 +297,44 @@ def _mxfp4(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
 
 
 def _group_matrix(
-    format: Format, made: GroupWeights, dtype: torch.dtype, g_idx: torch.Tensor | None = None
+    format: Format, weights: GroupWeights, dtype: torch.dtype, g_idx: torch.Tensor | None = None
 ) -> Matrix:
     order = None
     if format.scheme.act_order:
         assert g_idx is not None
-        order = column_order(g_idx, made.depth, format.scheme.group[0], "g_idx")
-        made = sort_columns(made, order)
+        order = column_order(g_idx, weights.depth, format.scheme.group[0], "g_idx")
+        weights = sort_columns(weights, order)
     if not format.scheme.zero_points:
-        made = symmetric(made)
-    _check_scale(made.scale, ~made.scale.isfinite(), "finite numbers")
-    keeps_dtype = made.scale.dtype.itemsize == dtype.itemsize == 2
-    scale = made.scale if keeps_dtype else made.scale.float()
-    return Matrix(made.w, scale, made.zero_point, order=order)
+        weights = symmetric(weights)
+    _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
+    keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
+    scale = weights.scale if keeps_dtype else weights.scale.float()
+    return Matrix(weights.w, scale, weights.zero_point, order=order)
 
 
 def _fuse_scales(parts: Sequence[Matrix]) -> Matrix:
-    """Fuse projections that have a scale each: keep the largest, round the others again."""
-    if len({each.w.shape for each in parts}) > 1:
-        raise ShapeError("projections", got=[tuple(e.w.shape) for e in parts], need="equal shapes")
-    w = torch.cat([each.w for each in parts], -2)
+    """Fuse projections with one scale each: keep the largest scale, round the others again."""
+    if len({matrix.w.shape for matrix in parts}) > 1:
+        raise ShapeError(
+            "projections", got=[tuple(matrix.w.shape) for matrix in parts], need="equal shapes"
+        )
+    w = torch.cat([matrix.w for matrix in parts], -2)
     lead = tuple(w.shape[:-2])
-    scales = torch.stack([each.scale.reshape(-1) for each in parts if each.scale is not None], 1)
+    scales = torch.stack(
+        [matrix.scale.reshape(-1) for matrix in parts if matrix.scale is not None], 1
+    )
     merged, scale = one_scale(w.reshape(-1, *w.shape[-2:]), scales)
     w = merged.reshape(*lead, *merged.shape[1:])
-    return Matrix(w, scale.reshape(lead), None, _largest(parts))
+    return Matrix(w, scale.reshape(lead), None, _max_input_scale(parts))
 
 
 def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
-    """Return the column order, which must be the same for all projections of one input."""
+    """Return the column order, which projections of the same input must share."""
     first = parts[0].order
-    for each in parts[1:]:
-        if first is not None and each.order is not None and not torch.equal(first, each.order):
-            got = "orders of columns of gate and up that differ"
-            raise WeightsError("g_idx", got=got, need="one: they have the same inputs")
+    for matrix in parts[1:]:
+        if first is not None and matrix.order is not None and not torch.equal(first, matrix.order):
+            got = "different column orders of gate and up"
+            raise WeightsError("g_idx", got=got, need="one order: both multiply the same inputs")
     return first
 
 
@@ -357,17 +363,17 @@ def sort_rows(
         zero[slot] = pack_pairs(points, 0) if packed else points
 
 
-def _largest(parts: Sequence[Matrix]) -> torch.Tensor | None:
-    scales = [each.a_scale for each in parts if each.a_scale is not None]
+def _max_input_scale(parts: Sequence[Matrix]) -> torch.Tensor | None:
+    scales = [matrix.a_scale for matrix in parts if matrix.a_scale is not None]
     return torch.stack(scales).amax(0) if scales else None
 
 
-def _joined(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor | None:
+def _concatenate(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor | None:
     present = [part for part in parts if part is not None]
     return None if not present else present[0] if len(present) == 1 else torch.cat(present, dim)
 
 
-_READ: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
+_READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "none": _read_plain,
     "fp8": _read_scaled,
     "modelopt": _read_modelopt,

@@ -17,11 +17,11 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, OneOf, expect
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
-_WORD = 32  # bits of a packed integer
+_WORD_BITS = 32  # bits of a packed integer
 # Nibble i of a word of AWQ holds column _AWQ_ORDER[i] of eight; column n is in nibble
 # [0, 4, 1, 5, 2, 6, 3, 7][n].
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_LEAST_GROUP = 32
+_MIN_GROUP = 32
 _NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
 
 
@@ -60,24 +60,24 @@ class GroupWeights:
 def _check_group_weights(weights: object) -> None:
     expect("weights", weights, GroupWeights)
     assert isinstance(weights, GroupWeights)
-    named = {name: getattr(weights, name) for name in ("w", "scale", "zero_point")}
-    check_tensors(named, optional=("zero_point",))
+    tensors = {name: getattr(weights, name) for name in ("w", "scale", "zero_point")}
+    check_tensors(tensors, optional=("zero_point",))
     expect("weights: bits", weights.bits, Annotated[int, OneOf((4, 8))])
     expect("weights: group", weights.group, Count)
     w, scale, zeros = weights.w, weights.scale, weights.zero_point
     if w.dim() < 2 or w.dtype is not torch.uint8:
         got = f"{tuple(w.shape)} {dtype_name(w.dtype)}"
         raise ShapeError("weights: w", got=got, need="(..., N, K) uint8, packed")
-    *lead, rows = w.shape[:-1]
+    *batch, rows = w.shape[:-1]
     groups = -(-weights.depth // weights.group)
-    if tuple(scale.shape) != (*lead, rows, groups):
-        raise ShapeError("weights: scale", got=tuple(scale.shape), need=(*lead, rows, groups))
+    if tuple(scale.shape) != (*batch, rows, groups):
+        raise ShapeError("weights: scale", got=tuple(scale.shape), need=(*batch, rows, groups))
     if not scale.is_floating_point():
         raise DtypeError("weights: scale", got=dtype_name(scale.dtype), need="a floating dtype")
     if zeros is None:
         return
-    if tuple(zeros.shape) != (*lead, rows // weights.per_byte, groups):
-        need = (*lead, rows // weights.per_byte, groups)
+    if tuple(zeros.shape) != (*batch, rows // weights.per_byte, groups):
+        need = (*batch, rows // weights.per_byte, groups)
         raise ShapeError("weights: zero_point", got=tuple(zeros.shape), need=need)
     if zeros.dtype is not torch.uint8:
         raise DtypeError("weights: zero_point", got=dtype_name(zeros.dtype), need="uint8")
@@ -106,22 +106,22 @@ def from_gptq(
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     expect("minus_one", minus_one, bool)
     check_packed(qweight, "qweight")
-    in_order = range(_WORD // bits)
-    k_NK = unpack_words(qweight, -2, in_order).mT
+    nibble_order = range(_WORD_BITS // bits)
+    k_NK = unpack_words(qweight, -2, nibble_order).mT
     depth = k_NK.shape[-1]
     group = checked_group(group, depth)
     check_order(g_idx, depth, group, "g_idx")
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
-        zeros = unpack_words(qzeros, -1, in_order)
-        top = (1 << bits) - 1
-        if minus_one and bool((zeros == top).any()):
+        zeros = unpack_words(qzeros, -1, nibble_order)
+        max_code = (1 << bits) - 1
+        if minus_one and bool((zeros == max_code).any()):
             # top + 1 overflows, and packers disagree about the wrapped value.
-            need = f"at most {top - 1}: the zero point - 1"
-            raise WeightsError("qzeros", got=f"a stored {top}", need=need)
+            need = f"at most {max_code - 1} (zero point minus 1)"
+            raise WeightsError("qzeros", got=f"a stored {max_code}", need=need)
         zeros = zeros + int(minus_one)
-    return _packed(k_NK, scales, zeros, group, bits)
+    return _pack_weights(k_NK, scales, zeros, group, bits)
 
 
 def from_awq(
@@ -142,7 +142,7 @@ def from_awq(
         check_packed(qzeros, "qzeros")
         zeros = unpack_words(qzeros, -1, _AWQ_ORDER)
     group = checked_group(group, k_NK.shape[-1])
-    return _packed(k_NK, scales, zeros, group, 4)
+    return _pack_weights(k_NK, scales, zeros, group, 4)
 
 
 def symmetric(weights: GroupWeights) -> GroupWeights:
@@ -153,10 +153,12 @@ def symmetric(weights: GroupWeights) -> GroupWeights:
     zeros = weights.zero_point
     if weights.bits == 4:
         zeros = torch.cat([zeros & 15, zeros >> 4])
-    middle = 1 << (weights.bits - 1)
-    if bool((zeros != middle).any()):
-        got = f"a zero point of {int(zeros[zeros != middle][0])}"
-        raise WeightsError("zero_point", got=got, need=f"{middle}, as symmetric weights have")
+    implicit_zero = 1 << (weights.bits - 1)
+    if bool((zeros != implicit_zero).any()):
+        got = f"a zero point of {int(zeros[zeros != implicit_zero][0])}"
+        raise WeightsError(
+            "zero_point", got=got, need=f"{implicit_zero}, the zero point of symmetric weights"
+        )
     return replace(weights, zero_point=None)
 
 
@@ -187,23 +189,27 @@ def fit_group(group: int, columns: int) -> int:
     size = group
     while columns % size:
         size //= 2
-        if size < _LEAST_GROUP:
-            need = f"a group that halves to a divisor of {columns}, not below {_LEAST_GROUP}"
+        if size < _MIN_GROUP:
+            need = f"a group that can be halved to a divisor of {columns}, at least {_MIN_GROUP}"
             raise ConfigurationError("group", got=group, need=need)
     return size
 
 
 def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
-    """Return a rank's share of K (for w2): K / world columns, with groups halved to divide it."""
+    """Return a rank's shard of K (for w2): K / world columns, with groups halved to divide it."""
     _check_group_weights(weights)
-    share = _share("columns", weights.depth, rank, world)
+    shard_size = _shard_size("columns", weights.depth, rank, world)
     if weights.scale.shape[-1] > 1:
-        weights = regroup(weights, fit_group(weights.group, share))
+        weights = regroup(weights, fit_group(weights.group, shard_size))
     else:
-        weights = regroup(weights, share)  # one group per row stays one group per share
-    groups = share // weights.group
+        weights = regroup(
+            weights, shard_size
+        )  # one group per row stays one group per row of a shard
+    groups = shard_size // weights.group
     scales = slice(rank * groups, (rank + 1) * groups)
-    columns = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
+    columns = slice(
+        rank * shard_size // weights.per_byte, (rank + 1) * shard_size // weights.per_byte
+    )
     zeros = weights.zero_point
     return replace(
         weights,
@@ -214,11 +220,13 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
 
 
 def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
-    """Return a rank's share of N: N / world rows of w1's gate, or of its up projection."""
+    """Return a rank's shard of N: N / world rows of w1's gate, or of its up projection."""
     _check_group_weights(weights)
-    share = _share("rows", weights.w.shape[-2], rank, world)
-    rows = slice(rank * share, (rank + 1) * share)
-    packed = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
+    shard_size = _shard_size("rows", weights.w.shape[-2], rank, world)
+    rows = slice(rank * shard_size, (rank + 1) * shard_size)
+    packed = slice(
+        rank * shard_size // weights.per_byte, (rank + 1) * shard_size // weights.per_byte
+    )
     zeros = weights.zero_point
     return replace(
         weights,
@@ -228,7 +236,7 @@ def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     )
 
 
-def _share(what: str, size: int, rank: int, world: int) -> int:
+def _shard_size(what: str, size: int, rank: int, world: int) -> int:
     expect("rank", rank, int)
     expect("world", world, Count)
     if not 0 <= rank < world:
@@ -262,14 +270,14 @@ def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torc
     """Return the permutation that sorts columns by group, stable, (..., depth) int32.
 
     g_idx: (..., depth), the group of each column. Raises WeightsError unless each group has `group`
-    columns, and the last one the rest.
+    columns (the last may have fewer).
     """
     check_tensor(what, g_idx)
     expected = torch.arange(depth, device=g_idx.device) // group
     order = g_idx.argsort(dim=-1, stable=True)
     complete = tuple(g_idx.shape[-1:]) == (depth,)
     if not complete or bool((g_idx.gather(-1, order) != expected).any()):
-        need = f"{group} of {depth} columns in each, the last the rest"
+        need = f"{group} of {depth} columns in each, fewer only in the last"
         raise WeightsError(what, got="groups of other sizes", need=need)
     return order.int()
 
@@ -297,15 +305,15 @@ def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...])
 
     order[i]: the index, within the word, of the value in bits [bits * i, bits * (i + 1)).
     """
-    bits = _WORD // len(order)
-    parts: list[torch.Tensor] = [packed] * len(order)
-    for part, place in enumerate(order):
-        parts[place] = (packed >> (bits * part) & ((1 << bits) - 1)).to(torch.uint8)
+    bits = _WORD_BITS // len(order)
+    values: list[torch.Tensor] = [packed] * len(order)
+    for index, position in enumerate(order):
+        values[position] = (packed >> (bits * index) & ((1 << bits) - 1)).to(torch.uint8)
     dim = packed.dim() + dim
-    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+    return torch.stack(values, dim + 1).flatten(dim, dim + 1)
 
 
-def _packed(
+def _pack_weights(
     values_NK: torch.Tensor,
     scales_GN: torch.Tensor,
     zeros_GN: torch.Tensor | None,
@@ -313,8 +321,8 @@ def _packed(
     bits: int,
 ) -> GroupWeights:
     """Pack values and zero points into bytes, and transpose (..., G, N) to (..., N, G)."""
-    *lead, rows, depth = values_NK.shape
-    need = (*lead, -(-depth // group), rows)
+    *batch, rows, depth = values_NK.shape
+    need = (*batch, -(-depth // group), rows)
     for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
         if tensor is not None or what == "scales":
             check_tensor(what, tensor)

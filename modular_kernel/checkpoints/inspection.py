@@ -1,7 +1,7 @@
 """Inspection of a checkpoint by its config.json and file headers, without reading tensors.
 
-found = inspect("checkpoint/")      # checks every layer's names, shapes and dtypes
-found.problem_fields                # fields of Problem, common to the layers
+report = inspect("checkpoint/")     # checks every layer's names, shapes and dtypes
+report.problem_fields               # fields of Problem, common to the layers
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,12 @@ from modular_kernel.utils.argument_checks import expect
 class CheckpointInfo:
     """A checkpoint's sizes, format and layers with experts, before any check of tensors.
 
-    config: path of the config.json, and its object that describes the layers.
+    config_fields: fields of Problem in the config.json. layers: possible layouts of each layer,
+    with name prefixes. config: path of the config.json, and its object that describes the layers.
     """
 
     files: TensorFiles
-    facts: dict[str, Any]
+    config_fields: dict[str, Any]
     format: Format
     layers: dict[int, list[tuple[ExpertLayout, str]]]
     config: tuple[Path, dict[str, Any]]
@@ -47,26 +48,27 @@ class CheckpointInfo:
         if layer not in self.layers:
             need = f"one with experts: {_ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
-        sizes = (self.facts["experts"], self.facts["hidden"], self.facts["intermediate"])
-        return find_source(self.files, self.format, self.layers[layer], sizes, self.facts["bias"])
+        fields = self.config_fields
+        sizes = (fields["experts"], fields["hidden"], fields["intermediate"])
+        return find_source(self.files, self.format, self.layers[layer], sizes, fields["bias"])
 
     def problem_fields(
         self, source: LayerSource, world: int = 1, *, dtype: str | None = None
     ) -> dict[str, Any]:
         """Return the fields of Problem that the checkpoint determines, for one of `world` TP ranks.
 
-        dtype: from the caller; None uses the config.json's, else that of unquantized files. Raises
-        DtypeError if those have several.
+        dtype: overrides the dtype in the config.json and the one of unquantized files. Raises
+        DtypeError if it is None and unquantized files have several.
         """
-        facts = dict(self.facts) if dtype is None else self.facts | {"dtype": dtype}
-        stored = None if "dtype" in facts else source.dtype()
-        facts |= {} if stored is None else {"dtype": dtype_name(stored)}
-        act = ActivationSpec.parse(facts["activation"])
+        fields = self.config_fields | ({} if dtype is None else {"dtype": dtype})
+        stored_dtype = None if "dtype" in fields else source.dtype()
+        fields |= {} if stored_dtype is None else {"dtype": dtype_name(stored_dtype)}
+        act = ActivationSpec.parse(fields["activation"])
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
-        scheme = fit(self.format, facts["intermediate"], world=world, gated=act.gated)
-        share = facts["intermediate"] // world
-        return facts | {"quant": str(scheme), "activation": act, "intermediate": share}
+        scheme = fit(self.format, fields["intermediate"], world=world, gated=act.gated)
+        per_rank = fields["intermediate"] // world
+        return fields | {"quant": str(scheme), "activation": act, "intermediate": per_rank}
 
 
 def read_checkpoint_info(
@@ -75,22 +77,22 @@ def read_checkpoint_info(
     """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
     folder = files.path if files.path.is_dir() else files.path.parent
     path, config_object = config_of_file(str(folder / "config.json" if config is None else config))
-    facts: dict[str, Any] = problem_fields_of_config(path, config_object)
+    config_fields: dict[str, Any] = problem_fields_of_config(path, config_object)
     quantization = config_object.get("quantization_config", config_object.get("compression_config"))
     _, layers = find_layers(files, LAYOUTS[config_object["model_type"]], prefix)
-    depth = max(facts["hidden"], facts["intermediate"])
+    depth = max(config_fields["hidden"], config_fields["intermediate"])
     format = format_of(quantization, path=str(path), depth=depth)
-    return CheckpointInfo(files, facts, format, layers, (path, config_object))
+    return CheckpointInfo(files, config_fields, format, layers, (path, config_object))
 
 
 @dataclass(frozen=True)
 class InspectionReport:
     """The checked contents of all layers with experts in a checkpoint.
 
-    layers: their numbers. nbytes: of all their experts' tensors. problem_fields: fields of Problem
-    of a whole layer. dtype_of_files: True if the dtype comes from the files, not from the
-    config.json or the caller. converted: dtypes of unquantized files that differ from the
-    problem's.
+    layers: numbers of the layers. nbytes: total size of their experts' tensors. problem_fields:
+    fields of Problem of a layer that is not split over ranks. dtype_of_files: True if the dtype
+    comes from the files, not from the config.json or the caller. converted: dtypes of unquantized
+    files that differ from the problem's.
     """
 
     layers: tuple[int, ...]
@@ -103,8 +105,8 @@ class InspectionReport:
     def __str__(self) -> str:
         numbers = "layer" if len(self.layers) == 1 else "layers"
         size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
-        stored = "unquantized" if str(self.format) == "none" else f"in {self.format}"
-        return f"experts of {numbers} {_ranges(self.layers)} {stored}, {size}"
+        format_text = "unquantized" if str(self.format) == "none" else f"in {self.format}"
+        return f"experts of {numbers} {_ranges(self.layers)} {format_text}, {size}"
 
 
 def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionReport:
@@ -116,34 +118,33 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
     expect("checkpoint", checkpoint, str | Path)
     expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
-        examined = read_checkpoint_info(files)
+        info = read_checkpoint_info(files)
         fields, nbytes, layer_of_dtype = dict[str, Any](), 0, dict[str | None, int]()
-        stored = set[str]()
-        for layer in sorted(examined.layers):
-            source = examined.source(layer)
+        file_dtypes = set[str]()
+        for layer in sorted(info.layers):
+            source = info.source(layer)
             source.check()
             nbytes += source.nbytes()
-            stored |= {dtype_name(kind) for kind in source.stored_dtypes()}
-            layer_fields = examined.problem_fields(source, dtype=dtype)
+            file_dtypes |= {dtype_name(kind) for kind in source.stored_dtypes()}
+            layer_fields = info.problem_fields(source, dtype=dtype)
             layer_of_dtype.setdefault(layer_fields.get("dtype"), layer)
             fields = fields or layer_fields
         if len(layer_of_dtype) > 1:
             got = " and ".join(f"{kind} in layer {layer}" for kind, layer in layer_of_dtype.items())
             raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
-        dtype_from_files = "dtype" in fields and dtype is None and "dtype" not in examined.facts
-        converted = tuple(sorted(stored - {fields.get("dtype", "bfloat16")}))
-        layers = tuple(sorted(examined.layers))
-        return InspectionReport(
-            layers, examined.format, nbytes, fields, dtype_from_files, converted
-        )
+        dtype_from_files = "dtype" in fields and dtype is None and "dtype" not in info.config_fields
+        converted = tuple(sorted(file_dtypes - {fields.get("dtype", "bfloat16")}))
+        layers = tuple(sorted(info.layers))
+        return InspectionReport(layers, info.format, nbytes, fields, dtype_from_files, converted)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """The configuration of one layer with experts, known before a tensor is read.
 
-    problem_fields: fields of Problem, per TP rank. intermediate: of a whole expert. router: None if
-    the model_type's router is not known. model_type: from the config.json.
+    problem_fields: fields of Problem, per TP rank. intermediate: I of an expert before it is split
+    over TP ranks. router: None if the model_type's router is not known. model_type: from the
+    config.json.
     """
 
     problem_fields: dict[str, Any]
@@ -164,26 +165,26 @@ def layer_config(
     checkpoint_path = Path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
-            examined = read_checkpoint_info(files)
-            fields = examined.problem_fields(examined.source(layer), tp, dtype=dtype)
-            (path, config), facts = examined.config, examined.facts
+            info = read_checkpoint_info(files)
+            fields = info.problem_fields(info.source(layer), tp, dtype=dtype)
+            (path, config), config_fields = info.config, info.config_fields
     else:
         path, config = config_of_file(str(checkpoint_path))
-        facts = problem_fields_of_config(path, config)
-        act = ActivationSpec.parse(str(facts["activation"]))
+        config_fields = problem_fields_of_config(path, config)
+        act = ActivationSpec.parse(str(config_fields["activation"]))
         quantization = config.get("quantization_config", config.get("compression_config"))
-        depth = max(facts["hidden"], facts["intermediate"])  # type: ignore[call-overload]
+        depth = max(config_fields["hidden"], config_fields["intermediate"])  # type: ignore[call-overload]
         format = format_of(quantization, path=str(path), depth=depth)
-        intermediate: Any = facts["intermediate"]
+        intermediate: Any = config_fields["intermediate"]
         scheme = fit(format, intermediate, world=tp, gated=act.gated)
-        fields = facts | {"quant": str(scheme), "activation": act}
+        fields = config_fields | {"quant": str(scheme), "activation": act}
         fields |= {"intermediate": intermediate // tp}
         fields |= {} if dtype is None else {"dtype": dtype}
-    whole_intermediate, top_k = facts["intermediate"], fields["top_k"]
-    assert isinstance(whole_intermediate, int)
+    full_intermediate, top_k = config_fields["intermediate"], fields["top_k"]
+    assert isinstance(full_intermediate, int)
     assert isinstance(top_k, int)
     return LayerConfig(
-        fields, whole_intermediate, router_of_config(path, config, top_k), config["model_type"]
+        fields, full_intermediate, router_of_config(path, config, top_k), config["model_type"]
     )
 
 
@@ -193,11 +194,11 @@ def dtype_of_files(checkpoint: str | Path) -> str | None:
         return None
     try:
         with open_tensors(Path(checkpoint)) as files:
-            examined = read_checkpoint_info(files)
-            stored = examined.source(min(examined.layers)).dtype()
+            info = read_checkpoint_info(files)
+            stored_dtype = info.source(min(info.layers)).dtype()
     except InputError:
         return None
-    return None if stored is None else dtype_name(stored)
+    return None if stored_dtype is None else dtype_name(stored_dtype)
 
 
 def raise_header_error(checkpoint: Path, error: Exception) -> None:
@@ -222,5 +223,5 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
-    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
+    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
+    return ", ".join(ranges[:8]) + (", ..." if len(ranges) > 8 else "")

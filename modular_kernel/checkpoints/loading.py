@@ -4,7 +4,7 @@
     kernel = make_kernel(pf, experts, loaded.problem(tokens=512), group=...)
     y_TH = kernel(x_TH, loaded.weights, routing)
 
-A rank reads only its share of the bytes. Memory holds the share, and a piece of one matrix.
+A rank reads only its shard of the bytes. Besides the shard, memory holds a piece of one matrix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from modular_kernel.checkpoints.expert_names import ProjectionPlace
+from modular_kernel.checkpoints.expert_names import ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, fuse, same_order, sort_rows
@@ -33,7 +33,7 @@ from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 
-_AT_ONCE = 1 << 22  # values of a matrix that are read, fused and copied in one step
+_VALUES_PER_STEP = 1 << 22  # values of a matrix that are read, fused and copied in one step
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,13 +44,13 @@ class LoadedExperts:
     problem_fields: fields of Problem that the checkpoint determines; `intermediate` is this rank's.
     placement, ep, tp: the share that was loaded.
     format: how the files store the weights.
-    bytes_read: of tensor data.
+    bytes_read: bytes of tensor data that were read.
     config: path of the config.json, and its object that describes the layer.
 
     `problem` and `partial` include the checkpoint's routed_scaling_factor, by which the kernel then
-    multiplies. A router whose weights already contain the factor, as those of transformers'
-    DeepSeek models do, needs `problem(tokens, routed_scaling_factor=1.0)`. The weights of `router`
-    do not contain it.
+    multiplies. If the router's weights already contain the factor, as in transformers' DeepSeek
+    models, use `problem(tokens, routed_scaling_factor=1.0)`. The weights of `router` do not contain
+    it.
     """
 
     weights: ExpertWeights
@@ -76,7 +76,7 @@ class LoadedExperts:
         tokens: the maximum of one call. fields: further fields of Problem, which override the
         checkpoint's. The layer's output is the sum over the TP ranks.
         """
-        parallel = Parallel(self.ep[1], self._placed(), self.ep[0])
+        parallel = Parallel(self.ep[1], self._placement_argument(), self.ep[0])
         return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
 
     def partial(self, tokens: int, **fields: Any) -> tuple[Problem, ExpertWeights]:
@@ -93,16 +93,16 @@ class LoadedExperts:
 
     def __repr__(self) -> str:
         """Return a summary without the values of the weights."""
-        held = f"{len(self.weights.w1)} of {self.placement.experts} experts in {self.format}"
+        experts = f"{len(self.weights.w1)} of {self.placement.experts} experts in {self.format}"
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
-        return f"LoadedExperts({held}, {share})"
+        return f"LoadedExperts({experts}, {share})"
 
-    def _placed(self) -> Literal["linear"] | Placement:
+    def _placement_argument(self) -> Literal["linear"] | Placement:
         return "linear" if self.placement.is_linear else self.placement
 
 
 @modes.outside_inference_mode()
-def load_experts(  # noqa: PLR0913 (each is one question)
+def load_experts(  # noqa: PLR0913 (independent options)
     checkpoint: str | Path,
     layer: int,
     *,
@@ -120,13 +120,14 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     checkpoint: a folder with a config.json and safetensors (with or without an index), or one
         safetensors file.
     layer: number of the layer, from 0.
-    ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I in whole groups. The first
-        TP rank has b2, the others have zeros.
+    ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I; where that divides a block
+        or group of quantized weights, its scale is repeated (see `formats.fit`), but a group of
+        mxfp4 or nvfp4 must not be divided. The first TP rank has b2, the others have zeros.
     placement: the experts of each EP rank.
     dtype: of the layer, and of what is not quantized. None uses the config.json's, else that of
         unquantized files (DtypeError if they have several), else bfloat16.
     prefix: of the tensor names up to "layers.N", for a checkpoint with several models.
-    config: a config.json to use instead of the one beside the tensors.
+    config: a config.json to use instead of the one next to the tensors.
     quantize_inputs: for nvfp4 files whose recipe also rounds activations, load nvfp4_w4a4 with the
         input scales instead of nvfp4_w4a16. Raises ConfigurationError for other files.
 
@@ -140,11 +141,11 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     expect("quantize_inputs", quantize_inputs, bool)
     torch_device = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
-        examined = read_checkpoint_info(files, config, prefix)
+        info = read_checkpoint_info(files, config, prefix)
         if quantize_inputs:
-            examined = replace(examined, format=examined.format.with_inputs())
-        source = examined.source(request.layer)
-        return _load(source, examined, request, placement, torch_device)
+            info = replace(info, format=info.format.with_inputs())
+        source = info.source(request.layer)
+        return _load(source, info, request, placement, torch_device)
 
 
 @dataclass(frozen=True)
@@ -170,30 +171,32 @@ class _LoadRequest:
 
 def _load(
     source: LayerSource,
-    found: CheckpointInfo,
-    asked: _LoadRequest,
+    info: CheckpointInfo,
+    request: _LoadRequest,
     placement: Literal["linear"] | Placement,
     device: torch.device,
 ) -> LoadedExperts:
-    stored = source.check()
-    dtype = None if asked.dtype is None else dtype_name(parse_dtype(asked.dtype))
-    fields = found.problem_fields(source, asked.tp[1], dtype=dtype)
+    dtypes_by_role = source.check()
+    dtype = None if request.dtype is None else dtype_name(parse_dtype(request.dtype))
+    fields = info.problem_fields(source, request.tp[1], dtype=dtype)
     fields["dtype"] = parse_dtype(fields.get("dtype", "bfloat16"))
-    placed = Parallel(asked.ep[1], placement, asked.ep[0]).place(fields["experts"])
-    problem = Problem(tokens=1, local_experts=len(placed.slots[asked.ep[0]]), **fields)
-    share = _ShareReader(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
+    rank_placement = Parallel(request.ep[1], placement, request.ep[0]).place(fields["experts"])
+    problem = Problem(tokens=1, local_experts=len(rank_placement.slots[request.ep[0]]), **fields)
+    share = _ShareReader(source, source.format.with_scheme(problem.scheme), problem, request.tp)
     share.check_cut()
-    weights = share.read(placed.slots[asked.ep[0]], _allocated(problem, stored, device))
+    weights = share.read(
+        rank_placement.slots[request.ep[0]], _allocate(problem, dtypes_by_role, device)
+    )
     bytes_read = source.files.bytes_read
     return LoadedExperts(
         weights,
         fields,
-        placed,
-        asked.ep,
-        asked.tp,
+        rank_placement,
+        request.ep,
+        request.tp,
         source.format,
         bytes_read,
-        found.config,
+        info.config,
     )
 
 
@@ -214,30 +217,34 @@ class _ShareReader:
 
     def check_cut(self) -> None:
         """Raise ConfigurationError if the share splits a packed word."""
-        first, (down,) = self.source.layer.projections(0)
+        w1_locations, (down,) = self.source.layer.projections(0)
         hidden = self.problem.hidden
-        parts = [(place, self._rows(0, self._width), (0, hidden)) for place in first]
+        parts = [(location, self._rows(0, self._width), (0, hidden)) for location in w1_locations]
         self.source.check_cut([*parts, (down, (0, hidden), self.columns)])
 
-    def read(self, experts: Sequence[int], whole: dict[str, torch.Tensor]) -> ExpertWeights:
-        """Read this rank's share of `experts` into the preallocated tensors of `whole`."""
+    def read(self, experts: Sequence[int], tensors: dict[str, torch.Tensor]) -> ExpertWeights:
+        """Read this rank's share of `experts` into the preallocated tensors of `tensors`."""
         for slot, expert in enumerate(experts):
-            first, second = self.source.layer.projections(expert)
+            w1_locations, w2_locations = self.source.layer.projections(expert)
             orders = dict[str, torch.Tensor]()
-            for rows in self._pieces(self._width, len(first) * self.problem.hidden):
+            for rows in self._pieces(self._width, len(w1_locations) * self.problem.hidden):
                 source_rows = self._rows(*rows)
-                parts = [(place, source_rows, (0, self.problem.hidden)) for place in first]
-                orders |= self._put(whole, "w1", slot, parts, rows)
+                parts = [
+                    (location, source_rows, (0, self.problem.hidden)) for location in w1_locations
+                ]
+                orders |= self._read_rows(tensors, "w1", slot, parts, rows)
             for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
-                orders |= self._put(whole, "w2", slot, [(second[0], rows, self.columns)], rows)
+                orders |= self._read_rows(
+                    tensors, "w2", slot, [(w2_locations[0], rows, self.columns)], rows
+                )
             if self.problem.bias:
-                self._put_biases(whole, slot, first, second[0])
+                self._read_biases(tensors, slot, w1_locations, w2_locations[0])
             if orders:
-                whole["w1_order"][slot] = orders["w1"]
-                sort_rows(whole, slot, orders["w2"], interleaved=self._interleaved)
+                tensors["w1_order"][slot] = orders["w1"]
+                sort_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
         if self.fine.scheme.static:
-            whole = whole | self._input_scales(experts, whole["w1"].device)
-        return ExpertWeights(**whole)
+            tensors = tensors | self._input_scales(experts, tensors["w1"].device)
+        return ExpertWeights(**tensors)
 
     @property
     def _interleaved(self) -> bool:
@@ -249,7 +256,7 @@ class _ShareReader:
         return self.problem.intermediate * (2 if self._interleaved else 1)
 
     def _rows(self, start: int, stop: int) -> Range:
-        """Return the rows of the whole projection for rows [start, stop) of this rank."""
+        """Return the rows of the undivided projection for rows [start, stop) of this rank."""
         begin = self.tp[0] * self._width
         return begin + start, begin + stop
 
@@ -257,15 +264,15 @@ class _ShareReader:
         """Yield ranges of rows of `values` values each, aligned to tiles and packed words."""
         scheme = self.fine.scheme
         tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
-        step = max(_AT_ONCE // values // tile, 1) * tile
+        step = max(_VALUES_PER_STEP // values // tile, 1) * tile
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
 
-    def _put(
+    def _read_rows(
         self,
-        whole: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
         name: str,
         slot: int,
-        parts: Sequence[tuple[ProjectionPlace, Range, Range]],
+        parts: Sequence[tuple[ProjectionLocation, Range, Range]],
         rows: Range,
     ) -> dict[str, torch.Tensor]:
         """Read rows of some projections, fuse them, and copy them to their rows of w1 or w2.
@@ -273,76 +280,86 @@ class _ShareReader:
         Returns {name: order} if the columns were sorted by act-order, else {}.
         """
         try:
-            stored = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
-            merged = self._merged(stored)
+            projections = [
+                self.source.read_part(self.fine, *part, order=not rows[0]) for part in parts
+            ]
+            merged = self._fuse_projections(projections)
             order = same_order(merged)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
         for number, matrix in enumerate(merged):
             begin = number * self._width + rows[0]
-            _copy_rows(whole, name, slot, matrix, self.fine, begin)
+            _copy_rows(tensors, name, slot, matrix, self.fine, begin)
             if matrix.global_scale is not None:  # a fused gate_up has one for both
                 columns = slice(None) if len(merged) == 1 else number
-                whole[f"{name}_global_scale"][slot, columns] = matrix.global_scale
+                tensors[f"{name}_global_scale"][slot, columns] = matrix.global_scale
         return {} if order is None else {name: order}
 
-    def _merged(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
+    def _fuse_projections(self, projections: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
         """Fuse projections if they share a scale, else return each one separately.
 
         A separate projection is a view if nothing has to be unpacked.
         """
         dtype = self.problem.dtype
         if self.fine.scheme.granularity != "tensor":
-            return [fuse(self.fine, [each], dtype) for each in read]
-        matrix = fuse(self.fine, read, dtype)  # their scales become one
-        return [replace(matrix, w=rows) for rows in matrix.w.chunk(len(read))]
+            return [fuse(self.fine, [projection], dtype) for projection in projections]
+        matrix = fuse(self.fine, projections, dtype)  # their scales become one
+        return [replace(matrix, w=rows) for rows in matrix.w.chunk(len(projections))]
 
-    def _put_biases(
+    def _read_biases(
         self,
-        whole: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
         slot: int,
-        first: Sequence[ProjectionPlace],
-        down: ProjectionPlace,
+        w1_locations: Sequence[ProjectionLocation],
+        down: ProjectionLocation,
     ) -> None:
-        biases = [self.source.bias_of(place, self._rows(0, self._width)) for place in first]
-        whole["b1"][slot] = torch.cat([bias.to(whole["b1"].dtype) for bias in biases])
+        biases = [
+            self.source.bias_of(location, self._rows(0, self._width)) for location in w1_locations
+        ]
+        tensors["b1"][slot] = torch.cat([bias.to(tensors["b1"].dtype) for bias in biases])
         if self.tp[0] == 0:  # the sum over TP ranks must contain b2 once
-            whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
+            tensors["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
-    def _input_scales(self, here: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+    def _input_scales(
+        self, experts: Sequence[int], device: torch.device
+    ) -> dict[str, torch.Tensor]:
         """Read the input scales of all experts: a token is quantized before it is assigned to one.
 
         If inputs are quantized after the dispatch, read those of this rank's experts, and use the
         largest of each expert's projections.
         """
         if self.fine.scheme.scales_by_expert:
-            of_expert = [self.source.layer.projections(expert) for expert in here]
-            read = self.source.input_scales
+            locations_by_expert = [self.source.layer.projections(expert) for expert in experts]
+            read_scales = self.source.input_scales
             return {
-                name: torch.stack([read(places[side]).amax() for places in of_expert]).to(device)
+                name: torch.stack(
+                    [read_scales(locations[side]).amax() for locations in locations_by_expert]
+                ).to(device)
                 for side, name in enumerate(("a1_scale", "a2_scale"))
             }
-        places = [self.source.layer.projections(expert) for expert in range(self.problem.experts)]
-        firsts = [place for first, _ in places for place in first]
-        seconds = [place for _, second in places for place in second]
-        by_scale = {"a1_scale": firsts, "a2_scale": seconds}
+        locations = [
+            self.source.layer.projections(expert) for expert in range(self.problem.experts)
+        ]
+        w1_locations = [location for first, _ in locations for location in first]
+        w2_locations = [location for _, second in locations for location in second]
+        by_scale = {"a1_scale": w1_locations, "a2_scale": w2_locations}
         scales = {name: self.source.input_scales(keys) for name, keys in by_scale.items()}
-        return {name: static_scale(each).to(device) for name, each in scales.items()}
+        return {name: static_scale(scale).to(device) for name, scale in scales.items()}
 
 
-def _allocated(
-    problem: Problem, stored: Mapping[str, frozenset[torch.dtype]], device: torch.device
+def _allocate(
+    problem: Problem, dtypes_by_role: Mapping[str, frozenset[torch.dtype]], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Allocate the tensors of the problem's weights, except static activation scales.
 
-    stored: dtypes in the files, by role. If all scales, or all biases, have one dtype that the
-    layer takes, it is used; else float32, which represents all of them.
+    dtypes_by_role: dtypes in the files. If all scales, or all biases, have one dtype that the layer
+    allows, it is used; else float32, which represents all of them.
     """
 
-    def dtype_of(role: str, taken: Sequence[torch.dtype]) -> torch.dtype:
-        file_dtypes = stored.get(role, frozenset())
-        return next((each for each in taken if file_dtypes == {each}), taken[0])
+    def dtype_of(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
+        file_dtypes = dtypes_by_role.get(role, frozenset())
+        return next((dtype for dtype in allowed if file_dtypes == {dtype}), allowed[0])
 
     tensors = {}
     for name, spec in weight_specs(problem).items():
@@ -359,14 +376,14 @@ def _allocated(
 
 
 def _copy_rows(
-    whole: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     name: str,
     slot: int,
     matrix: Matrix,
     format: Format,
-    begin: int,
+    start_row: int,
 ) -> None:
-    """Copy a piece of one projection to the rows of w1 or w2 that start at `begin`."""
+    """Copy a piece of one projection to the rows of w1 or w2 that start at `start_row`."""
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1
     steps = {"": 1, "_scale": scale_step, "_zero_point": 2 if scheme.packed else 1}
@@ -374,9 +391,9 @@ def _copy_rows(
         source = getattr(matrix, suffix.removeprefix("_") or "w")
         if source is None:
             continue
-        target = whole[name + suffix]
+        target = tensors[name + suffix]
         if source.dim():
-            first_row = begin // step
+            first_row = start_row // step
             target[slot, first_row : first_row + len(source)] = source
         else:  # one scale for the whole matrix
             target[slot] = source

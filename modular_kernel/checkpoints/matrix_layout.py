@@ -1,8 +1,8 @@
 """The stored tensors of one matrix (N, K): names, shapes, dtypes, and how to slice them.
 
 A matrix is the weight of one projection, with N rows (outputs) and K columns (inputs). Each entry
-of a stored tensor covers a tile of rows and columns, so a share of the matrix is a box of each
-tensor.
+of a stored tensor covers a tile of rows and columns, so a share of the matrix is a slice of each
+tensor in every dimension.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ class Dim:
     """One dimension of a stored tensor.
 
     axis: "N" or "K", or "" for `step` entries of no axis. step: rows or columns of the matrix per
-    entry. whole: an entry is a packed word that must not be split. An entry of a scale covers a
-    tile that may be split, with the scale repeated.
+    entry. indivisible: an entry is a packed word that must not be split. The tile of a scale may be
+    split; the scale is then repeated.
     """
 
     axis: Literal["N", "K", ""]
     step: int = 1
-    whole: bool = False
+    indivisible: bool = False
 
     def entries(self, start: int, stop: int) -> slice:
         """Return the entries that cover rows or columns [start, stop) of the matrix."""
@@ -45,8 +45,8 @@ class Dim:
 class StoredTensor:
     """One tensor that a checkpoint stores for a matrix.
 
-    name: suffix after the matrix's name. also: alternative names. dims: () is a single number,
-    stored as () or (1,); trailing dimensions of 1 are ignored. role: its meaning to `fusing.stack`;
+    name: suffix after the matrix's name. aliases: alternative names. dims: () is a single number,
+    stored as () or (1,); trailing dimensions of 1 are ignored. role: its meaning to `fusing.fuse`;
     tensors with a role in UNREAD are not read.
     """
 
@@ -69,7 +69,7 @@ class StoredTensor:
             return (2,)
         return tuple(-(-sizes[d.axis] // d.step) if d.axis else d.step for d in self.dims)
 
-    def box(self, rows: Range, columns: Range) -> tuple[slice, ...]:
+    def slices(self, rows: Range, columns: Range) -> tuple[slice, ...]:
         """Return the slices that cover rows [a, b) and columns [c, d) of the matrix."""
         ranges = {"N": rows, "K": columns}
         return tuple(d.entries(*ranges[d.axis]) if d.axis else slice(0, d.step) for d in self.dims)
@@ -89,11 +89,11 @@ class StoredTensor:
 
     def check_cut(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
         """Raise ConfigurationError if a share splits a packed word."""
-        for dim in (d for d in self.dims if d.whole):
+        for dim in (d for d in self.dims if d.indivisible):
             (start, stop), size = (rows, sizes[0]) if dim.axis == "N" else (columns, sizes[1])
             if start % dim.step or (stop % dim.step and stop != size):
                 kind = "rows" if dim.axis == "N" else "columns"
-                need = f"multiples of {dim.step}: {self.name} packs so many together"
+                need = f"multiples of {dim.step}: {self.name} packs that many together"
                 raise ConfigurationError(f"{what}: share of {kind}", got=(start, stop), need=need)
 
 
@@ -105,14 +105,16 @@ def cut(
     tensors: by the names of `stored`, each (..., *its dims). A tile that the range splits is
     returned whole; `refine` splits it.
     """
-    parts = {}
-    for each in stored:
-        if each.name in tensors:
-            tensor = tensors[each.name]
-            for dim, entries in enumerate(each.box(rows, columns), -len(each.dims)):
+    views = {}
+    for tensor_spec in stored:
+        if tensor_spec.name in tensors:
+            tensor = tensors[tensor_spec.name]
+            for dim, entries in enumerate(
+                tensor_spec.slices(rows, columns), -len(tensor_spec.dims)
+            ):
                 tensor = tensor.narrow(dim, entries.start, entries.stop - entries.start)
-            parts[each.name] = tensor
-    return parts
+            views[tensor_spec.name] = tensor
+    return views
 
 
 def refine(
@@ -122,24 +124,28 @@ def refine(
     rows: Range,
     columns: Range,
 ) -> dict[str, torch.Tensor]:
-    """Repeat scales so that the tiles become those of `fine`, starting at row a and column c.
+    """Repeat scales so that their tiles have the sizes in `fine`, starting at row a and column c.
 
     One scale of a whole matrix may become one per row. tensors: from `cut` with the same ranges.
     Each tile of `fine` must be contained in one of `coarse`.
     """
     refined = dict(tensors)
-    for old, new in zip(coarse, fine, strict=True):
-        if old.name not in tensors or old.dims == new.dims:
+    for coarse_tensor, fine_tensor in zip(coarse, fine, strict=True):
+        if coarse_tensor.name not in tensors or coarse_tensor.dims == fine_tensor.dims:
             continue
-        tensor = tensors[old.name]
-        if old.is_scalar:  # one per row now
-            refined[old.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
+        tensor = tensors[coarse_tensor.name]
+        if coarse_tensor.is_scalar:  # one per row now
+            refined[coarse_tensor.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
             continue
-        for position, (old_dim, new_dim) in enumerate(zip(old.dims, new.dims, strict=True)):
-            if old_dim.step != new_dim.step:
-                start, stop = rows if old_dim.axis == "N" else columns
-                index = torch.arange(-(-(stop - start) // new_dim.step), device=tensor.device)
-                index = (start + index * new_dim.step) // old_dim.step - start // old_dim.step
-                tensor = tensor.index_select(position - len(old.dims), index)
-        refined[old.name] = tensor
+        for position, (coarse_dim, fine_dim) in enumerate(
+            zip(coarse_tensor.dims, fine_tensor.dims, strict=True)
+        ):
+            if coarse_dim.step != fine_dim.step:
+                start, stop = rows if coarse_dim.axis == "N" else columns
+                index = torch.arange(-(-(stop - start) // fine_dim.step), device=tensor.device)
+                index = (
+                    start + index * fine_dim.step
+                ) // coarse_dim.step - start // coarse_dim.step
+                tensor = tensor.index_select(position - len(coarse_tensor.dims), index)
+        refined[coarse_tensor.name] = tensor
     return refined

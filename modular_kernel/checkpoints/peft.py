@@ -26,7 +26,7 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.utils.argument_checks import expect
 
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-_MOST_NAME = 512
+_MAX_NAME = 512
 _NAME = re.compile(
     r"base_model\.model\.(?P<block>(?:\w+\.)*?layers\.(?P<layer>[0-9]{1,6})\.(?:\w+\.)*?experts)\."
     r"(?:(?P<expert>[0-9]{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
@@ -61,7 +61,7 @@ def load_adapter(
 
     folder: with adapter_config.json and adapter_model.safetensors.
     layer: number of the layer, from 0.
-    problem: with `lora`, which states what experts share. Its sizes are those of the base model.
+    problem: of the base model, with `lora`, which declares what experts share.
     ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
     elsewhere: names of modules, such as "self_attn", whose tensors are ignored, because the caller
         applies them to other parts of the model.
@@ -84,8 +84,8 @@ def load_adapter(
     if spec is None:
         raise ConfigurationError("lora", got="none", need="a problem with adapters")
     expect("elsewhere", elsewhere, list | tuple)
-    for each in elsewhere:
-        expect("name of elsewhere", each, str)
+    for module in elsewhere:
+        expect("name of elsewhere", module, str)
     local = _local_experts(problem, ep)
     path = Path(folder)
     config = read_config(path / CONFIG_FILE)
@@ -141,7 +141,7 @@ class _Source:
                 got = f"{keys['A']}: {role} once more"
                 raise WeightsError(what, got=got, need="each projection once")
             pairs[role][expert] = self._pair(role, f"{block}.{module}", expert, keys)
-        self._check_whole(pairs)
+        self._check_complete(pairs)
         return pairs
 
     def _sides(
@@ -155,7 +155,7 @@ class _Source:
         unknown, blocks = list[str](), set[str]()
         what = str(self.files.path)
         for key in sorted(self.files.names):
-            match = _NAME.fullmatch(key) if len(key) <= _MOST_NAME else None
+            match = _NAME.fullmatch(key) if len(key) <= _MAX_NAME else None
             if match is None or match["name"] not in (None, *_ROLES):
                 if not set(elsewhere) & set(key.split(".")):
                     unknown.append(key)
@@ -173,12 +173,16 @@ class _Source:
             need = "LoRA of experts, or a name of `elsewhere`"
             raise WeightsError(what, got=got, need=need)
         if len(blocks) > 1:
-            raise WeightsError(what, got=" and ".join(sorted(blocks)[:3]), need="one in a layer")
+            raise WeightsError(
+                what, got=" and ".join(sorted(blocks)[:3]), need="one module of experts per layer"
+            )
         if blocks and not self.config.has_layer(self.layer):
-            need = f"none: layers_to_transform of {CONFIG_FILE} leaves it out"
+            need = f"none: layers_to_transform of {CONFIG_FILE} excludes it"
             raise WeightsError(what, got=f"tensors of layer {self.layer}", need=need)
         if not blocks and self.config.has_layer(self.layer):
-            raise WeightsError(what, got=f"no tensor of layer {self.layer}", need="some")
+            raise WeightsError(
+                what, got=f"no tensor of layer {self.layer}", need="its LoRA factors"
+            )
         return sides
 
     def _role(
@@ -194,15 +198,15 @@ class _Source:
                 need = f"no gate: the problem's activation is {problem.act.kind}"
                 raise WeightsError(what, got=keys["A"], need=need)
             return role, f"{expert}.{name}"
-        first: _Role = "gate_up" if problem.act.gated else "up"
+        w1_role: _Role = "gate_up" if problem.act.gated else "up"
         shapes = [self._shape(keys[side]) for side in "AB"]
-        roles: tuple[_Role, ...] = (first, "down")
+        roles: tuple[_Role, ...] = (w1_role, "down")
         matching = [r for r in roles if (shapes[0][1], shapes[1][0]) == self._sizes(r)[::-1]]
         if len(matching) != 1:
             sizes = [f"(E r, {d}) and ({n}, r E) of {_FUSED[r]}" for r in roles
                      for n, d in [self._sizes(r)]]  # fmt: skip
             got = f"{shapes[0]} and {shapes[1]}"
-            raise ShapeError(self.files.where(keys["A"]), got=got, need=" or ".join(sizes))
+            raise ShapeError(self.files.qualified_name(keys["A"]), got=got, need=" or ".join(sizes))
         rows, depth = self._sizes(matching[0])
         ambiguous = rows == depth or not problem.act.gated
         if ambiguous and not self.config.has_fused_layout:
@@ -220,12 +224,12 @@ class _Source:
         return problem.w1_rows if role == "gate_up" else problem.intermediate, problem.hidden
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        shape, dtype = self.files.facts(key)
+        shape, dtype = self.files.shape_and_dtype(key)
         if dtype not in _DTYPES:
             need = ", ".join(map(str, _DTYPES))
-            raise DtypeError(self.files.where(key), got=dtype, need=need)
+            raise DtypeError(self.files.qualified_name(key), got=dtype, need=need)
         if len(shape) != 2:
-            raise ShapeError(self.files.where(key), got=shape, need="two dimensions")
+            raise ShapeError(self.files.qualified_name(key), got=shape, need="two dimensions")
         return shape
 
     def _pair(
@@ -238,38 +242,42 @@ class _Source:
             got = self._shape(keys[side])
             if got != need:
                 requirement = f"{need}, by {CONFIG_FILE} and the problem"
-                raise ShapeError(self.files.where(keys[side]), got=got, need=requirement)
+                raise ShapeError(self.files.qualified_name(keys[side]), got=got, need=requirement)
         return _FactorPair(module, keys["A"], keys["B"], rank, scaling)
 
-    def _check_whole(self, found: Mapping[_Role, Mapping[int | None, _FactorPair]]) -> None:
+    def _check_complete(
+        self, pairs_by_role: Mapping[_Role, Mapping[int | None, _FactorPair]]
+    ) -> None:
         """Check that projections have all experts, and that all targets of the config exist."""
         what = f"{self.files.path}: layer {self.layer}"
         all_experts = set(range(self.problem.experts))
-        for role, pairs in found.items():
+        for role, pairs in pairs_by_role.items():
             missing = all_experts - {*pairs} if None not in pairs else {*pairs} - {None}
             if missing and None in pairs:
-                raise WeightsError(what, got=f"{role} fused and by expert", need="one of both")
+                raise WeightsError(what, got=f"{role} fused and by expert", need="one of the two")
             if missing:
                 got = f"{role} without experts {sorted(missing)[:8]}"  # type: ignore[type-var]
                 raise WeightsError(what, got=got, need="all experts, or none")
-        if "gate_up" in found and {"gate", "up"} & {*found}:
-            raise WeightsError(what, got="gate and up fused and apart", need="one of both")
+        if "gate_up" in pairs_by_role and {"gate", "up"} & {*pairs_by_role}:
+            raise WeightsError(
+                what, got="gate and up both fused and separate", need="one of the two"
+            )
         if not self.config.has_layer(self.layer):
             return
-        present = {*found, *(("gate", "up") if "gate_up" in found else ())}
-        named = {**_ROLES, "gate_up_proj": "gate_up"}
+        present = {*pairs_by_role, *(("gate", "up") if "gate_up" in pairs_by_role else ())}
+        role_by_name = {**_ROLES, "gate_up_proj": "gate_up"}
         for target in self.config.targets:
-            if target in named and named[target] not in present:
-                raise WeightsError(what, got=f"no {target}", need=f"what {CONFIG_FILE} targets")
+            if target in role_by_name and role_by_name[target] not in present:
+                raise WeightsError(what, got=f"no {target}", need=f"all targets of {CONFIG_FILE}")
 
-    def read(self, pairs: Mapping[int | None, _FactorPair], wanted: Sequence[int]) -> _Factors:
+    def read(self, pairs: Mapping[int | None, _FactorPair], experts: Sequence[int]) -> _Factors:
         """Read A and B of some experts, with B scaled, and pad their ranks to the maximum."""
         if None in pairs:
             pair, count = pairs[None], self.problem.experts
             a, b = self.files.read(pair.a, ()), self.files.read(pair.b, ())
             a, b = a.view(count, pair.rank, -1), b.view(-1, pair.rank, count)
-            return self._cast(pair, a[list(wanted)], b.permute(2, 0, 1)[list(wanted)])
-        expert_pairs = [pairs[expert] for expert in wanted]
+            return self._cast(pair, a[list(experts)], b.permute(2, 0, 1)[list(experts)])
+        expert_pairs = [pairs[expert] for expert in experts]
         factors = [
             self._cast(pair, self.files.read(pair.a, ()), self.files.read(pair.b, ()))
             for pair in expert_pairs
@@ -285,37 +293,39 @@ class _Source:
         for key, values in zip((pair.a, pair.b), scaled, strict=True):
             if not bool(values.isfinite().all()):
                 got = "values that are not finite"
-                raise WeightsError(self.files.where(key), got=got, need=f"finite ones in {dtype}")
+                raise WeightsError(
+                    self.files.qualified_name(key), got=got, need=f"finite ones in {dtype}"
+                )
         return scaled
 
 
 def _assemble(
     source: _Source,
-    found: Mapping[_Role, Mapping[int | None, _FactorPair]],
+    pairs_by_role: Mapping[_Role, Mapping[int | None, _FactorPair]],
     spec: AdapterSpec,
     local: list[int],
 ) -> Adapter:
     """Read the projections and combine them into the tensors of one adapter."""
     problem = source.problem
     experts = list(range(problem.experts)) if spec.outer_shared else local
-    factors = {role: source.read(pairs, experts) for role, pairs in found.items()}
-    first = _w1_parts(problem, factors)
+    factors = {role: source.read(pairs, experts) for role, pairs in pairs_by_role.items()}
+    w1_parts = _w1_parts(problem, factors)
     if spec.a13_shared:
-        first = _share_a(first)
-    second = [("", *factors["down"])] if "down" in factors else []
-    ranks = [a.shape[1] for _, a, _ in (*first, *second)]
+        w1_parts = _share_a(w1_parts)
+    w2_parts = [("", *factors["down"])] if "down" in factors else []
+    ranks = [a.shape[1] for _, a, _ in (*w1_parts, *w2_parts)]
     padded_spec = replace(spec, rank=max(ranks, default=1))
     shapes = padded_spec.shapes(len(experts), problem.w1_rows, problem.hidden, problem.intermediate)
     tensors = {
         name: torch.zeros((len(experts), *shape[2:]), dtype=problem.dtype)
         for name, shape in shapes.items()
     }
-    halves = tensors["lora_a13"].shape[1] // padded_spec.rank
-    for part, a, b in first:
-        begin = padded_spec.rank if part == "up" and halves == 2 else 0
-        tensors["lora_a13"][:, begin : begin + a.shape[1]] = a
-        tensors["lora_b13"][:, _rows(problem, part), : b.shape[2]] = b
-    for _, a, b in second:
+    num_a = tensors["lora_a13"].shape[1] // padded_spec.rank
+    for projection, a, b in w1_parts:
+        start = padded_spec.rank if projection == "up" and num_a == 2 else 0
+        tensors["lora_a13"][:, start : start + a.shape[1]] = a
+        tensors["lora_b13"][:, _rows(problem, projection), : b.shape[2]] = b
+    for _, a, b in w2_parts:
         tensors["lora_a2"][:, : a.shape[1]] = a
         tensors["lora_b2"][:, :, : b.shape[2]] = b
     if spec.outer_shared:
@@ -326,30 +336,30 @@ def _assemble(
     return Adapter(**tensors)
 
 
-def _rows(problem: Problem, part: str) -> slice:
+def _rows(problem: Problem, projection: str) -> slice:
     """Return the rows of gate or of up in w1."""
     rows = problem.w1_rows
     if not problem.act.gated:
         return slice(rows)
     if problem.act.interleaved:
-        return slice(int(part == "up"), rows, 2)
-    return slice(rows // 2) if part == "gate" else slice(rows // 2, rows)
+        return slice(int(projection == "up"), rows, 2)
+    return slice(rows // 2) if projection == "gate" else slice(rows // 2, rows)
 
 
-def _w1_parts(problem: Problem, read: Mapping[_Role, _Factors]) -> list[_Part]:
+def _w1_parts(problem: Problem, factors: Mapping[_Role, _Factors]) -> list[_Part]:
     """Return the parts of w1 with their A and B. Fused gate and up have the same A."""
-    if "gate_up" in read:
-        a, b = read["gate_up"]
-        return [(part, a, b[:, _rows(problem, part)]) for part in ("gate", "up")]
+    if "gate_up" in factors:
+        a, b = factors["gate_up"]
+        return [(projection, a, b[:, _rows(problem, projection)]) for projection in ("gate", "up")]
     roles: tuple[_Role, ...] = ("gate", "up")
-    return [(role, *read[role]) for role in roles if role in read]
+    return [(role, *factors[role]) for role in roles if role in factors]
 
 
-def _share_a(first: list[_Part]) -> list[_Part]:
-    """Give gate and up a common A: the same one, or both stacked with B padded by zeros."""
-    if len(first) < 2 or torch.equal(first[0][1], first[1][1]):
-        return first
-    (_, a_gate, b_gate), (_, a_up, b_up) = first
+def _share_a(w1_parts: list[_Part]) -> list[_Part]:
+    """Give gate and up a common A: theirs if equal, else both stacked, with B padded by zeros."""
+    if len(w1_parts) < 2 or torch.equal(w1_parts[0][1], w1_parts[1][1]):
+        return w1_parts
+    (_, a_gate, b_gate), (_, a_up, b_up) = w1_parts
     a = torch.cat([a_gate, a_up], 1)
     b_gate = _pad(b_gate, 2, a.shape[1])
     b_up = torch.cat([torch.zeros_like(b_up[:, :, :1]).expand(-1, -1, a_gate.shape[1]), b_up], 2)

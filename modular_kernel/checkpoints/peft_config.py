@@ -12,16 +12,16 @@ from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, expect
 
 _V = TypeVar("_V")
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _MAX_PATTERN_LENGTH = 256
 # Ignored fields, about training, origin and target modules: they do not change the result.
-_IGNORED = frozenset((
+_IGNORED_FIELDS = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_core", "qalora_group_size", "revision",
     "runtime_config", "task_type",
 ))  # fmt: skip
-_USED = frozenset((
+_READ_FIELDS = frozenset((
     "alpha_pattern", "bias", "init_lora_weights", "layers_to_transform", "lora_alpha",
     "peft_type", "peft_version", "r", "rank_pattern", "target_modules", "target_parameters",
     "use_rslora",
@@ -52,7 +52,7 @@ class PeftConfig:
     alpha: float
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
-    root: bool
+    use_rslora: bool
     layers: frozenset[int] | None
     targets: tuple[str, ...]
     peft_version: str | None
@@ -62,7 +62,7 @@ class PeftConfig:
         name = module.removeprefix("base_model.model.")
         rank = _first_match(self.ranks, name, self.rank)
         alpha = _first_match(self.alphas, name, self.alpha)
-        return rank, alpha / (sqrt(rank) if self.root else rank)
+        return rank, alpha / (sqrt(rank) if self.use_rslora else rank)
 
     def has_layer(self, layer: int) -> bool:
         """Return whether the adapter includes this layer."""
@@ -79,16 +79,16 @@ def read_config(path: Path) -> PeftConfig:
     """Read an adapter_config.json; raise ConfigurationError unless it is plain LoRA."""
     what = str(path)
     try:
-        config = json_files.parse(json_files.read_file(path, _MOST_BYTES))
+        config = json_files.parse(json_files.read_file(path, _MAX_BYTES))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigurationError(what, got=reason[:200], need="a config of PEFT, JSON") from None
+        raise ConfigurationError(what, got=reason[:200], need="a PEFT config in JSON") from None
     if not isinstance(config, dict):
         raise ConfigurationError(what, got=type(config).__name__, need="an object")
     _check_plain_lora(what, config)
     for name, kind in _FIELDS:
         expect(f"{what}: {name}", config.get(name), kind)
-    expect(f"{what}: use_rslora", root := config.get("use_rslora", False), bool)
+    expect(f"{what}: use_rslora", use_rslora := config.get("use_rslora", False), bool)
     return PeftConfig(
         path=path,
         rank=_rank(f"{what}: r", config.get("r")),
@@ -97,22 +97,22 @@ def read_config(path: Path) -> PeftConfig:
                for key, value in _patterns(what, config, "rank_pattern")},
         alphas={key: _alpha(f"{what}: alpha_pattern", value)
                 for key, value in _patterns(what, config, "alpha_pattern")},
-        root=root,
+        use_rslora=use_rslora,
         layers=_layers(what, config),
         targets=_targets(config),
         peft_version=config.get("peft_version"),
     )  # fmt: skip
 
 
-def _check_plain_lora(what: str, found: Mapping[str, Any]) -> None:
+def _check_plain_lora(what: str, config: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for other methods than LoRA and for fields that modify it."""
-    if found.get("peft_type") != "LORA":
-        got = _short(found.get("peft_type"))
+    if config.get("peft_type") != "LORA":
+        got = _short(config.get("peft_type"))
         raise ConfigurationError(f"{what}: peft_type", got=got, need="LORA")
-    if found.get("bias", "none") != "none":
-        raise ConfigurationError(f"{what}: bias", got=_short(found["bias"]), need="none")
-    for name, value in found.items():
-        if value and name not in _IGNORED | _USED:
+    if config.get("bias", "none") != "none":
+        raise ConfigurationError(f"{what}: bias", got=_short(config["bias"]), need="none")
+    for name, value in config.items():
+        if value and name not in _IGNORED_FIELDS | _READ_FIELDS:
             need = "unset or false: only plain LoRA is supported"
             raise ConfigurationError(f"{what}: {name[:80]}", got=_short(value), need=need)
 
@@ -138,9 +138,9 @@ def _alpha(what: str, value: Any) -> float:
     return alpha
 
 
-def _patterns(what: str, found: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     """Return the items of a pattern field, whose regular expressions must match in bounded time."""
-    patterns = found.get(name) or {}
+    patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise ConfigurationError(f"{what}: {name}", got=_short(patterns), need="an object")
     for pattern in patterns:
@@ -174,20 +174,20 @@ def _first_match(patterns: Mapping[str, _V], name: str, default: _V) -> _V:
     return default
 
 
-def _layers(what: str, found: Mapping[str, Any]) -> frozenset[int] | None:
+def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
     """Return the layers with adapters, None for all; like PEFT, treat an empty list as all."""
-    layers = found.get("layers_to_transform")
+    layers = config.get("layers_to_transform")
     if layers is None:
         return None
-    if isinstance(found.get("target_modules"), str):
-        need = "none beside target_modules as one pattern"
+    if isinstance(config.get("target_modules"), str):
+        need = "none if target_modules is one pattern"
         raise ConfigurationError(f"{what}: layers_to_transform", got=_short(layers), need=need)
     return frozenset(layers if isinstance(layers, list) else [layers]) or None
 
 
-def _targets(found: Mapping[str, Any]) -> tuple[str, ...]:
+def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names that are targeted everywhere; () if modules are excluded."""
-    if found.get("exclude_modules"):
+    if config.get("exclude_modules"):
         return ()
-    lists = [found.get(name) for name in ("target_modules", "target_parameters")]
-    return tuple(name for each in lists if isinstance(each, list) for name in each)
+    lists = [config.get(name) for name in ("target_modules", "target_parameters")]
+    return tuple(name for names in lists if isinstance(names, list) for name in names)

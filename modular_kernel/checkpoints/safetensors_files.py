@@ -53,33 +53,35 @@ class TensorFiles:
         self.files = files
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
-        self._held: dict[Path, frozenset[str]] = {}
+        self._names_in_file: dict[Path, frozenset[str]] = {}
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
         return frozenset(self.files)
 
-    def where(self, name: str) -> str:
-        """Return the tensor's name with that of its file, for messages."""
+    def qualified_name(self, name: str) -> str:
+        """Return the name of a tensor's file and of the tensor, for messages."""
         return f"{self.files[name].name}: {name}"
 
-    def facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and dtype of a tensor, from the header."""
         tensor_slice = self._slice(name)
         dtype = tensor_slice.get_dtype()
         if dtype not in _DTYPES:
-            raise DtypeError(self.where(name), got=dtype, need=f"one of {', '.join(_DTYPES)}")
+            raise DtypeError(
+                self.qualified_name(name), got=dtype, need=f"one of {', '.join(_DTYPES)}"
+            )
         return tuple(tensor_slice.get_shape()), _DTYPES[dtype]
 
-    def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+    def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """Return a slice of a tensor, as a view of the memory-mapped file on the CPU.
 
-        box: slices of its leading dimensions, within its shape.
+        slices: slices of its leading dimensions, within its shape.
         """
         try:
-            tensor: torch.Tensor = self._slice(name)[box or ...]
-        except _raised() as error:
+            tensor: torch.Tensor = self._slice(name)[slices or ...]
+        except _library_errors() as error:
             raise _invalid_file_error(self.files[name], error) from None
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
@@ -88,16 +90,16 @@ class TensorFiles:
         path = self.files[name]
         if path not in self._open:
             self._open[path] = open_file(path)
-            self._held[path] = frozenset(self._open[path].keys())
-        if name not in self._held[path]:
-            got, need = f"no {name}", "what the index says is there"
+            self._names_in_file[path] = frozenset(self._open[path].keys())
+        if name not in self._names_in_file[path]:
+            got, need = f"no {name}", "the tensors that the index lists"
             raise WeightsError(str(path), got=got, need=need)
         return self._open[path].get_slice(name)
 
     def close(self) -> None:
         """Close the files. Views that were read stay valid."""
-        for each in self._open.values():
-            each.__exit__(None, None, None)
+        for file in self._open.values():
+            file.__exit__(None, None, None)
         self._open.clear()
 
 
@@ -116,7 +118,7 @@ def open_tensors(path: Path) -> Iterator[TensorFiles]:
 
 
 def has_tensors(path: Path) -> bool:
-    """Return whether a folder contains safetensors, or a file is one by its name."""
+    """Return whether a folder contains safetensors files, or a file has their suffix."""
     try:
         return bool(_index_or_files(path)) if path.is_dir() else path.name.endswith(_SUFFIX)
     except OSError:
@@ -124,7 +126,7 @@ def has_tensors(path: Path) -> bool:
 
 
 def open_file(path: Path) -> Any:
-    """Open a regular safetensors file, and convert the library's errors to ours."""
+    """Open a regular safetensors file; convert the library's errors to WeightsError."""
     try:
         from safetensors import safe_open  # noqa: PLC0415 (a missing one is an error of ours)
     except ImportError:
@@ -133,25 +135,27 @@ def open_file(path: Path) -> Any:
         if not stat.S_ISREG(path.stat().st_mode):
             raise WeightsError(str(path), got="not a regular file", need="a safetensors file")
         return safe_open(str(path), framework="pt", device="cpu")
-    except _raised() as error:
+    except _library_errors() as error:
         raise _invalid_file_error(path, error) from None
 
 
-def _raised() -> tuple[type[Exception], ...]:
+def _library_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that the library raises for an invalid file."""
-    usual = (OSError, ValueError, IndexError)
+    errors = (OSError, ValueError, IndexError)
     try:
         from safetensors import SafetensorError  # noqa: PLC0415
     except ImportError:
-        return usual
-    return (*usual, SafetensorError)
+        return errors
+    return (*errors, SafetensorError)
 
 
 def _invalid_file_error(path: Path, error: Exception) -> WeightsError:
     if isinstance(error, WeightsError):
         return error
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return WeightsError(str(path), got=" ".join(why.split())[:200], need="a whole safetensors file")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return WeightsError(
+        str(path), got=" ".join(reason.split())[:200], need="a complete safetensors file"
+    )
 
 
 def _files(path: Path) -> dict[str, Path]:
@@ -170,18 +174,18 @@ def _files(path: Path) -> dict[str, Path]:
     if candidates[0].name.endswith(_INDEX_SUFFIX):
         return _read_index(candidates[0])
     files: dict[str, Path] = {}
-    for each in candidates:
-        for name in open_file(each).keys():  # noqa: SIM118 (it is no mapping)
+    for file in candidates:
+        for name in open_file(file).keys():  # noqa: SIM118 (it is no mapping)
             if name in files:
                 got = f"{name}, which is in {files[name].name} too"
-                raise WeightsError(str(each), got=got, need="each tensor once, or an index")
-            files[name] = each
+                raise WeightsError(str(file), got=got, need="each tensor once, or an index")
+            files[name] = file
     return files
 
 
 def _index_or_files(path: Path) -> list[Path]:
     """Return the single index of a folder, or else its safetensors files."""
-    names = sorted(each.name for each in path.iterdir())
+    names = sorted(file.name for file in path.iterdir())
     indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if len(indices) > 1:
         got, need = " and ".join(indices[:3]), "one index, or the path of one file"
@@ -204,7 +208,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         if not is_file_name or Path(file).name != file or "\0" in file or "\\" in file:
             got, need = (
                 f"{name[:200]} in {str(file)[:200]!r}",
-                f"a name of a file beside it, *{_SUFFIX}",
+                f"a file in the folder of the index, *{_SUFFIX}",
             )
             raise WeightsError(str(index), got=got, need=need)
     return {name: index.parent / file for name, file in weight_map.items()}

@@ -1,7 +1,7 @@
 """Slices of a layer's stored tensors: locate them in the files, check all headers, read a share.
 
 `LayerSource` holds the location and shape of the matrices of a layer, and returns a share of one as
-`fusing.stack` takes it. Reading is the only side effect.
+`fusing.fuse` takes it. Reading is the only side effect.
 """
 
 import re
@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from modular_kernel.checkpoints.expert_names import ExpertLayout, LayerPlaces, ProjectionPlace
+from modular_kernel.checkpoints.expert_names import ExpertLayout, LayerLayout, ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import usable_inputs
 from modular_kernel.checkpoints.fusing import convert_share
@@ -24,7 +24,7 @@ from modular_kernel.text import counted
 # Requirement on the dtypes of unquantized matrices.
 ONE_DTYPE = "one dtype, or an explicit one in config.json or by dtype= or --dtype"
 _MAX_MISSING = 10_000  # stop looking for missing tensors after this many
-# Suffixes of tensors beside the experts that are no expert weights.
+# Suffixes of tensors next to the experts that are not expert weights.
 _NOT_EXPERT_WEIGHTS = ("e_score_correction_bias",)
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
 # Prefixes of the layers' names. If several match, the language model's comes first.
@@ -48,7 +48,7 @@ class LayerSource:
 
     files: TensorFiles
     format: Format
-    layer: LayerPlaces
+    layer: LayerLayout
     bias: bool
 
     @property
@@ -60,15 +60,15 @@ class LayerSource:
         """Return the tensors that each matrix has."""
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))
 
-    def places(self) -> Iterator[ProjectionPlace]:
+    def locations(self) -> Iterator[ProjectionLocation]:
         """Yield the location of each projection of each expert; of the first only, in a stack."""
         for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
             first, second = self.layer.projections(expert)
             yield from (*first, *second)
 
-    def key(self, place: ProjectionPlace, stored: StoredTensor) -> str | None:
+    def key(self, location: ProjectionLocation, spec: StoredTensor) -> str | None:
         """Return the name of a tensor in the files, or None if there is none."""
-        return next((key for key in place.keys(stored) if key in self.files.names), None)
+        return next((key for key in location.keys(spec) if key in self.files.names), None)
 
     def check(self) -> dict[str, frozenset[torch.dtype]]:
         """Check names, shapes and dtypes of all experts; return the dtypes by role.
@@ -76,32 +76,32 @@ class LayerSource:
         Raises WeightsError for missing or superfluous tensors, ShapeError and DtypeError with file
         and name. Only headers are read.
         """
-        missing, seen, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
-        for place in self.places():
+        missing, checked_keys, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
+        for location in self.locations():
             if len(missing) > _MAX_MISSING:
                 break
-            for stored in self.stored():
-                key = self.key(place, stored)
+            for spec in self.stored():
+                key = self.key(location, spec)
                 if key is None:
-                    missing += [] if stored.optional else [next(iter(place.keys(stored)))]
-                elif key not in seen:
-                    seen.add(key)
-                    shape, dtype = self.files.facts(key)
-                    sizes = () if place.is_shared_scalar(stored, shape) else place.shape(stored)
-                    stored.check(self.files.where(key), shape, dtype, sizes)
-                    dtypes.setdefault(stored.role, set()).add(dtype)
+                    missing += [] if spec.optional else [next(iter(location.keys(spec)))]
+                elif key not in checked_keys:
+                    checked_keys.add(key)
+                    shape, dtype = self.files.shape_and_dtype(key)
+                    sizes = () if location.is_shared_scalar(spec, shape) else location.shape(spec)
+                    spec.check(self.files.qualified_name(key), shape, dtype, sizes)
+                    dtypes.setdefault(spec.role, set()).add(dtype)
         if missing:
             got = f"no {missing[0]}{_more(missing)}"
             need = f"{counted(self.layer.experts, 'expert')} of {self.format}"
             raise WeightsError(self.what, got=got, need=need)
-        self._check_extra(seen)
+        self._check_extra(checked_keys)
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of unquantized matrices; None if no layer can have it.
 
-        None is also returned for quantized matrices. Raises DtypeError for several dtypes: with any
-        one of them, values of the others would be rounded.
+        None is also returned for quantized matrices. Raises DtypeError if there are several dtypes,
+        because any choice would round some values.
         """
         dtypes = self.stored_dtypes()
         if not dtypes or not dtypes.keys() <= set(DTYPES.values()):
@@ -115,97 +115,115 @@ class LayerSource:
         """Return the dtypes of unquantized matrices, each with the name of a tensor that has it."""
         if self.format.method != "none":
             return {}
-        stored = next(each for each in self.format.stored if each.role == "w")
+        spec = next(spec for spec in self.format.stored if spec.role == "w")
         dtypes: dict[torch.dtype, str] = {}
-        for key in (self.key(place, stored) for place in self.places()):
+        for key in (self.key(location, spec) for location in self.locations()):
             if key is not None:
-                dtypes.setdefault(self.files.facts(key)[1], key)
+                dtypes.setdefault(self.files.shape_and_dtype(key)[1], key)
         return dtypes
 
     def nbytes(self) -> int:
-        """Return the bytes of all tensors of the layer's experts."""
-        keys = {self.key(place, stored) for place in self.places() for stored in self.stored()}
-        facts = [self.files.facts(key) for key in keys if key is not None]
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in facts)
+        """Return the total size in bytes of the tensors of the layer's experts."""
+        keys = {self.key(location, spec) for location in self.locations() for spec in self.stored()}
+        headers = [self.files.shape_and_dtype(key) for key in keys if key is not None]
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in headers)
 
-    def _check_extra(self, seen: set[str]) -> None:
+    def _check_extra(self, checked_keys: set[str]) -> None:
         bases = {f"{self.layer.prefix}{name}" for name in self.layer.layout.names}
         expert_name = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
-        bare = self.layer.layout.bare
+        is_parameter = self.layer.layout.is_parameter
         extra = sorted(
             name
-            for name in self.files.names - seen
+            for name in self.files.names - checked_keys
             if name.startswith(self.layer.prefix)
             and not name.endswith(_NOT_EXPERT_WEIGHTS)
-            and (expert_name.match(name) or any(_belongs_to(name, base, bare) for base in bases))
+            and (
+                expert_name.match(name)
+                or any(_belongs_to(name, base, is_parameter) for base in bases)
+            )
         )
         if extra:
             need = f"{counted(self.layer.experts, 'expert')} of {self.format}, and nothing else"
-            got = f"{self.files.where(extra[0])}{_more(extra)}"
+            got = f"{self.files.qualified_name(extra[0])}{_more(extra)}"
             raise WeightsError(self.what, got=got, need=need)
 
-    def check_cut(self, parts: Sequence[tuple[ProjectionPlace, Range, Range]]) -> None:
+    def check_cut(self, parts: Sequence[tuple[ProjectionLocation, Range, Range]]) -> None:
         """Raise ConfigurationError if a share splits a packed word."""
-        for place, rows, columns in parts:
-            for stored in self.format.stored:
-                stored.check_cut(self.what, rows, columns, (place.rows, place.depth))
+        for location, rows, columns in parts:
+            for spec in self.format.stored:
+                spec.check_cut(self.what, rows, columns, (location.rows, location.depth))
 
-    def part(
-        self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range, *, order: bool
+    def read_part(
+        self,
+        fine: Format,
+        location: ProjectionLocation,
+        rows: Range,
+        columns: Range,
+        *,
+        order: bool,
     ) -> dict[str, torch.Tensor]:
-        """Read rows [a, b) and columns [c, d) of a projection, as `fusing.stack` takes them.
+        """Read rows [a, b) and columns [c, d) of a projection, as `fusing.fuse` takes them.
 
         order: also read and check the column order. Once per matrix is enough, except for
         act-order.
         """
-        rows = (place.first + rows[0], place.first + rows[1])
+        rows = (location.first + rows[0], location.first + rows[1])
         tensors, order = {}, order or self.format.scheme.act_order
-        for stored in self.format.stored:
-            skipped = stored.role in (*UNREAD, "a_scale") or (stored.role == "order" and not order)
-            key = None if skipped else self.key(place, stored)
+        for spec in self.format.stored:
+            skip = spec.role in (*UNREAD, "a_scale") or (spec.role == "order" and not order)
+            key = None if skip else self.key(location, spec)
             if key is not None:
-                tensors[stored.name] = self._read(key, place, stored, rows, columns)
+                tensors[spec.name] = self._read(key, location, spec, rows, columns)
         return convert_share(self.format, fine, tensors, rows, columns)
 
-    def bias_of(self, place: ProjectionPlace, rows: Range) -> torch.Tensor:
+    def bias_of(self, location: ProjectionLocation, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
-        key = self.key(place, _BIAS)
+        key = self.key(location, _BIAS)
         assert key is not None
-        rows = (place.first + rows[0], place.first + rows[1])
-        return self._read(key, place, _BIAS, rows, (0, place.depth))
+        rows = (location.first + rows[0], location.first + rows[1])
+        return self._read(key, location, _BIAS, rows, (0, location.depth))
 
-    def input_scales(self, places: Sequence[ProjectionPlace]) -> torch.Tensor:
+    def input_scales(self, locations: Sequence[ProjectionLocation]) -> torch.Tensor:
         """Read the static activation scales of projections, float32, by which inputs are divided.
 
-        compressed-tensors stores the inverse for nvfp4. From a stack with a scale per expert, those
-        of the given places are read.
+        compressed-tensors stores the inverse for nvfp4. If a stack has a scale per expert, only the
+        scales of `locations` are read.
         """
-        (stored,) = (each for each in self.format.stored if each.role == "a_scale")
+        (spec,) = (spec for spec in self.format.stored if spec.role == "a_scale")
         by_key = dict[tuple[str, int | None], torch.Tensor]()
-        for place in places:
-            key = self.key(place, stored)
+        for location in locations:
+            key = self.key(location, spec)
             assert key is not None
-            if (key, place.expert) not in by_key:
-                scale = self._read(key, place, stored, (0, place.rows), (0, place.depth))
-                where = self.files.where(key)
-                by_key[key, place.expert] = usable_inputs(scale.reshape(1), where)
+            if (key, location.expert) not in by_key:
+                scale = self._read(key, location, spec, (0, location.rows), (0, location.depth))
+                subject = self.files.qualified_name(key)
+                by_key[key, location.expert] = usable_inputs(scale.reshape(1), subject)
         scales = torch.cat(list(by_key.values()))
         inverse = self.format.method == "compressed-tensors" and self.format.scheme.matrix_scales
         return 1 / scales if inverse else scales
 
     def _read(
-        self, key: str, place: ProjectionPlace, stored: StoredTensor, rows: Range, columns: Range
+        self,
+        key: str,
+        location: ProjectionLocation,
+        spec: StoredTensor,
+        rows: Range,
+        columns: Range,
     ) -> torch.Tensor:
-        single = stored.is_scalar and place.is_shared_scalar(stored, self.files.facts(key)[0])
-        tensor = self.files.read(key, () if single else place.box(stored, rows, columns))
-        if place.transposed and len(stored.dims) > 1:
+        single = spec.is_scalar and location.is_shared_scalar(
+            spec, self.files.shape_and_dtype(key)[0]
+        )
+        tensor = self.files.read(key, () if single else location.slices(spec, rows, columns))
+        if location.transposed and len(spec.dims) > 1:
             tensor = tensor.transpose(-1, -2)
-        return tensor.reshape([part.stop - part.start for part in stored.box(rows, columns)])
+        return tensor.reshape(
+            [entries.stop - entries.start for entries in spec.slices(rows, columns)]
+        )
 
 
-def _belongs_to(name: str, base: str, bare: bool) -> bool:
-    rest = name.removeprefix(base)
-    return rest != name and (not rest or rest[0] in ("._" if bare else "."))
+def _belongs_to(name: str, base: str, is_parameter: bool) -> bool:
+    suffix = name.removeprefix(base)
+    return suffix != name and (not suffix or suffix[0] in ("._" if is_parameter else "."))
 
 
 def _more(names: Sequence[str]) -> str:
@@ -233,24 +251,24 @@ def find_layers(
 ) -> tuple[str, dict[int, list[tuple[ExpertLayout, str]]]]:
     """Return the prefix of the layers, and for each layer with experts its possible layouts.
 
-    prefix: from the caller, or None for that of the language model. Raises ConfigurationError if
-    there are no layers with experts, or several models none of which has a known prefix.
+    prefix: None selects the language model. Raises ConfigurationError if no layer has experts, or
+    if there are several models and none has a known prefix.
     """
     by_prefix: dict[str, dict[int, list[tuple[ExpertLayout, str]]]] = {}
     for layout in layouts:
-        for (front, layer), block in find_blocks(files.names, layout).items():
-            by_prefix.setdefault(front, {}).setdefault(layer, []).append((layout, block))
+        for (found_prefix, layer), block in find_blocks(files.names, layout).items():
+            by_prefix.setdefault(found_prefix, {}).setdefault(layer, []).append((layout, block))
     if prefix is not None:
-        by_prefix = {front: layers for front, layers in by_prefix.items() if front == prefix}
-    prefixes = [front for front in _PREFIXES if front in by_prefix] or sorted(by_prefix)
+        by_prefix = {name: layers for name, layers in by_prefix.items() if name == prefix}
+    prefixes = [name for name in _PREFIXES if name in by_prefix] or sorted(by_prefix)
     if len(prefixes) == 1:
         return prefixes[0], by_prefix[prefixes[0]]
     searched = " or ".join(f"{prefix or '...'}layers.L.{layout.block}" for layout in layouts)
     if not prefixes:
         need = f"experts in {searched}"
         raise ConfigurationError(f"checkpoint {files.path}", got="no experts", need=need)
-    got, need = " and ".join(repr(front) for front in prefixes[:4]), "prefix=... to say which"
-    raise ConfigurationError(f"checkpoint {files.path}: experts below", got=got, need=need)
+    got, need = " and ".join(map(repr, prefixes[:4])), "prefix=... to select one"
+    raise ConfigurationError(f"checkpoint {files.path}: experts with prefixes", got=got, need=need)
 
 
 def find_source(
@@ -266,7 +284,7 @@ def find_source(
     for which `LayerSource.check` then reports the mismatch.
     """
     sources = [
-        LayerSource(files, format, LayerPlaces(layout, block, *sizes), bias)
+        LayerSource(files, format, LayerLayout(layout, block, *sizes), bias)
         for layout, block in candidates
     ]
     quantized = format.method != "none"
@@ -292,14 +310,14 @@ def _is_unknown_transposed(source: LayerSource) -> bool:
 
 def _matches_layout(source: LayerSource) -> bool:
     first, second = source.layer.projections(0)
-    stored = next(each for each in source.format.stored if each.role == "w")
-    for place in (*first, *second):
-        key = source.key(place, stored)
+    spec = next(spec for spec in source.format.stored if spec.role == "w")
+    for location in (*first, *second):
+        key = source.key(location, spec)
         try:
             if key is None:
                 return False
-            shape, dtype = source.files.facts(key)
-            stored.check(key, shape, dtype, place.shape(stored))
+            shape, dtype = source.files.shape_and_dtype(key)
+            spec.check(key, shape, dtype, location.shape(spec))
         except ShapeError:
             return False
         except DtypeError:

@@ -230,7 +230,7 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     for name in (EAGER, register(*pair, name=" x ".join(pair))):
         model.set_experts_implementation(name)
         times = []
-        with torch.inference_mode(), prefer_torch_reference(wanted=not on_gpu):
+        with torch.inference_mode(), prefer_torch_reference(enabled=not on_gpu):
             for _ in range(6):
                 start = clock.mark()
                 model(input_ids=ids, use_cache=False)

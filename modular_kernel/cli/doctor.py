@@ -159,14 +159,14 @@ def _peer_access() -> list[list[bool]]:
 
 
 def _packages() -> list[Package]:
-    from modular_kernel.catalog import load_catalog, packages_of, providers_of
+    from modular_kernel.catalog import load_catalog, packages_of, probes_of
     from modular_kernel.machine import importable
     from modular_kernel.utils.package_probes import find
 
     catalog = load_catalog()
     names = sorted({*_EXTRAS, *packages_of(catalog)})
     present = importable(names)
-    probed = {provider.name: find(provider) for provider in providers_of(catalog)}
+    probed = {provider.name: find(provider) for provider in probes_of(catalog)}
     packages = []
     for name in names:
         users = [p for p in catalog.parts if name in _required(p.cls)]
@@ -174,7 +174,7 @@ def _packages() -> list[Package]:
         get = _requires(users[0].cls).install_hint(name) if users else f"pip install {name}"
         if name in probed:
             probe = probed[name]
-            found_here, version, why = probe.folder is not None, probe.version, probe.why
+            found_here, version, why = probe.folder is not None, probe.version, probe.reason
         else:
             found_here, version, why = name in present, version_of(name) or "", ""
         packages.append(Package(name, found_here, enables, version if found_here else "", why, get))

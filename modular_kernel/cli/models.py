@@ -33,7 +33,7 @@ def list_models(
     if types:
         _list_types(as_json)
         return
-    models = {name: {"source": m.source} | m.facts() for name, m in MODELS.items()}
+    models = {name: {"source": m.source} | m.problem_fields() for name, m in MODELS.items()}
     output.print_result(
         {"models": models, "aliases": ALIASES, "layers": SHAPES}, as_json, _print_models
     )

@@ -158,7 +158,7 @@ def line(text: str = "") -> None:
 
     Non-printable characters are escaped.
     """
-    for part in printable(text, lines=True).splitlines() or [""]:
+    for part in printable(text, keep_lines=True).splitlines() or [""]:
         print("\n".join(folded(part, width())))
 
 
@@ -175,7 +175,7 @@ def print_error(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    for part in printable(text, lines=True).splitlines():
+    for part in printable(text, keep_lines=True).splitlines():
         print("\n".join(folded(part, width(sys.stderr))), file=sys.stderr)
 
 
@@ -192,7 +192,7 @@ def table(
     columns are dropped (empty ones first, then from the last to the first) and listed below the
     table. If the table still does not fit, each row is printed as a record.
     """
-    cells = [[printable(cell, lines=True) for cell in row] for row in rows]
+    cells = [[printable(cell, keep_lines=True) for cell in row] for row in rows]
     if not cells:
         return
     line_width = width()

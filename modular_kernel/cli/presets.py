@@ -12,7 +12,9 @@ from modular_kernel.models.registry import MODELS as PUBLISHED
 from modular_kernel.text import printable
 
 # Problem fields of each published model.
-MODELS: dict[str, dict[str, object]] = {name: model.facts() for name, model in PUBLISHED.items()}
+MODELS: dict[str, dict[str, object]] = {
+    name: model.problem_fields() for name, model in PUBLISHED.items()
+}
 
 
 def display_name(model: str) -> str:
@@ -42,7 +44,7 @@ def facts(model: str) -> dict[str, object]:
     published = model_named(model)
     if published is None:
         raise unknown_model_error(model)
-    return published.facts()
+    return published.problem_fields()
 
 
 def reads_file(model: str) -> bool:

@@ -6,6 +6,7 @@ it returns a `Verdict` that holds every violated rule as a `Rejection`, not only
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 
@@ -34,19 +35,20 @@ class Requirements:
     activation_format: format that prepare returns and the experts accept.
     devices: supported device types.
     triton: uses Triton kernels, so a CPU needs the interpreter.
-    min_arch: least compute capability. archs: the only supported ones, None for any.
+    min_arch: minimum compute capability. archs: the only supported ones, None for any.
     packages: optional packages that it imports.
-    providers: probes for those packages that are identified by their content.
-    packages_from: source location, if a package index lacks them under that name.
-    packages_extra: extra of this distribution that installs those with another distribution name.
+    providers: probes of packages whose name is ambiguous, by their files.
+    packages_from: URL of the source, if no package index has them under that name.
+    packages_extra: extra of this distribution that installs them, if their distribution has another
+        name.
     dtypes: supported dtypes of the problem.
-    top_k: least and greatest K.
+    top_k: minimum and maximum K.
     hidden_multiple: H must be a multiple of this. hidden_sizes: the only supported H, None for any.
     inplace: the output may overwrite x.
     graph_capturable: no synchronization, no allocation, no data-dependent shape.
     deterministic: bitwise equal output for equal input.
-    batch_invariant: if the problem requests it, a token's bits equal those of a call with only that
-        token, including the part's reducers.
+    batch_invariant: if the problem requests it, a token's output is bitwise the same in a call with
+        only that token, including the part's reducers.
     lora: supports adapters: either dispatches their slots with the tokens, or adds their deltas in
         both GEMMs.
     """
@@ -72,9 +74,9 @@ class Requirements:
 
     def install_hint(self, package: str) -> str:
         """Return instructions to install one of `packages`."""
-        for provider in self.providers:
-            if provider.name == package:
-                return provider.source
+        for probe in self.providers:
+            if probe.name == package:
+                return probe.source
         if self.packages_from:
             return f"build {package} from {self.packages_from}, not from a package index"
         if self.packages_extra:
@@ -90,17 +92,19 @@ class PrepareFinalizeRequirements(Requirements):
     keep_topk: can return (T, K, H).
     topk_indices_dtype: the only id dtype it accepts, or None.
     localizes_ids: its dispatch yields local ids or none, so experts need no expert_map.
-    multiplies_input: applies the router weight to x itself (K = 1 only) if it goes on the input.
+    multiplies_input: if the router weight applies to the input, prepare multiplies x by it (K = 1
+        only).
     padding: content of rows without a token, None if there are none.
     dispatch_schemes: schemes whose activations it quantizes before dispatch.
     can_defer_quant: can leave quantization to the experts.
     scale_layout: layout of the scales it dispatches.
-    world_sizes: least and greatest world size (None: no bound).
+    world_sizes: minimum and maximum world size (None: no bound).
     one_host: ranks share one host's memory, so all must be on it.
-    ranks_per_host: most ranks per host. full_hosts: several hosts must have exactly that many.
+    ranks_per_host: maximum number of ranks per host. full_hosts: if there are several hosts, each
+        must have exactly that many.
     graph_across_hosts: graph_capturable also holds with several hosts.
     linear_placement: requires E divisible by the world size, in blocks.
-    max_tokens: its own bound on tokens.
+    max_tokens: maximum number of tokens of a call, None for any.
     asynchronous: implements `prepare_no_receive`.
     replicated_input: every rank passes the same tokens and routing and gets the full output;
         otherwise each rank passes its own tokens, in any number.
@@ -129,7 +133,6 @@ class PrepareFinalizeRequirements(Requirements):
     linear_placement: bool = False
     max_tokens: int | None = None
     asynchronous: bool = False
-    output_is_reduced: bool = True
     replicated_input: bool = False
     received_by_library: bool = False
     bounds_received: bool = False
@@ -155,7 +158,7 @@ class ExpertsRequirements(Requirements):
     scale_layout: layout of the activation scales it reads.
     whole_blocks: H and I must be multiples of the scheme's group.
     intermediate_multiple: I must be a multiple of this.
-    min_tokens: least T that it supports. max_experts: most experts E, None for any.
+    min_tokens: minimum T. max_experts: maximum E, None for any.
     max_elements: bound on T * K * max(N, H) if offsets are 32-bit, None if 64-bit.
     blocks: supported (rows, depth) of weight blocks in block schemes, None for any.
     capacity_multiple: in the batched format, an expert's capacity must be a multiple of this.
@@ -194,7 +197,7 @@ class ExpertsRequirements(Requirements):
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A part that other stacks have under this name and that is not implemented here yet."""
+    """A part of other projects that is planned here under the same name."""
 
     name: str
     kind: str
@@ -228,12 +231,12 @@ class Pairing:
     problem: Problem
     machine: Machine
 
-    def each(self) -> tuple[tuple[str, Requirements], ...]:
-        """Return both parts, for rules that apply to each alike."""
+    def parts(self) -> tuple[tuple[str, Requirements], ...]:
+        """Return names and requirements of both parts, for rules that apply to each."""
         return (self.pf_name, self.pf), (self.ex_name, self.ex)
 
     @property
-    def both(self) -> tuple[str, str]:
+    def names(self) -> tuple[str, str]:
         return self.pf_name, self.ex_name
 
 
@@ -280,23 +283,50 @@ class Verdict:
         return "\n".join([*lines, *(f"  - {r}" for r in self.rejections)])
 
 
-def collect_rejections(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...]:
+class Verdicts(tuple[Verdict, ...]):
+    """Verdicts of several pairings, shown as a grid in notebooks."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return an HTML grid of pairings; each cell is ok or the violated rules."""
+        names = dict.fromkeys(verdict.experts for verdict in self)
+        cells = {(v.prepare_finalize, v.experts): v for v in self}
+        head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
+        rows = ""
+        for pf in dict.fromkeys(verdict.prepare_finalize for verdict in self):
+            row = (cells.get((pf, name)) for name in names)
+            texts = "".join(f"<td>{_cell_text(verdict)}</td>" for verdict in row)
+            rows += f"<tr><th>{escape(pf)}</th>{texts}</tr>"
+        return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _cell_text(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    rules = dict.fromkeys(rejection.rule for rejection in verdict.rejections)
+    return "ok" if verdict.ok else escape(", ".join(rules))
+
+
+def collect_rejections(
+    part: str, get_rejections: Callable[[], Iterable[object]]
+) -> tuple[Rejection, ...]:
     """Return a part's extra rejections.
 
     If its code raises or returns something else, return one rejection that reports it, so that a
     faulty package does not prevent the judgement of other pairings.
     """
     try:
-        answer = tuple(ask())
+        returned = tuple(get_rejections())
     except Exception as error:  # noqa: BLE001  another package's code
         got = describe_error(error)
     else:
-        if not answer:
+        if not returned:
             return ()
-        rejections = tuple(r for r in answer if isinstance(r, Rejection))
-        if len(rejections) == len(answer):
+        rejections = tuple(r for r in returned if isinstance(r, Rejection))
+        if len(rejections) == len(returned):
             return rejections
-        got = repr(answer)[:200]
+        got = repr(returned)[:200]
     need = "extra_rejections to return rejections"
     return (Rejection("extra_rejections", (part,), got, need),)
 

@@ -261,9 +261,9 @@ class MoeRunner:
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.get_fused_func(A2A[format], self.runner_backend)
             description = "by one part"
-            if op is not None and FORMATS[format] is op.twin.requires.activation_format:
-                staged = self._parts[format] is op.twin
-                description = "by stages" if staged else f"fused, in place of {op.twin.__name__}"
+            if op is not None and FORMATS[format] is op.unfused.requires.activation_format:
+                staged = self._parts[format] is op.unfused
+                description = "by stages" if staged else f"fused, in place of {op.unfused.__name__}"
             elif (self.runner_backend, format) in PERMUTES.parts:
                 description = "by stages"
             lines.append(f"{format}: {self._parts[format].__name__}, {description}; {verdict}")

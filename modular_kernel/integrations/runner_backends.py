@@ -42,8 +42,8 @@ def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnper
     staged = False
     for format, a2a in A2A.items():
         part, op = PERMUTES.parts.get((backend, format)), FUSED.get_fused_func(a2a, backend)
-        if op is not None and op.twin.requires.activation_format is FORMATS[format]:
-            part = FUSED.parts.get((a2a, backend), op.twin) if fused else op.twin
+        if op is not None and op.unfused.requires.activation_format is FORMATS[format]:
+            part = FUSED.parts.get((a2a, backend), op.unfused) if fused else op.unfused
         staged |= part is not None
         if part is None and fused:
             part = _named(backend, FORMATS[format])

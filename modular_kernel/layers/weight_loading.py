@@ -100,7 +100,7 @@ class ExpertLoader:
 
     def _check_halves(self) -> None:
         """Raise ConfigurationError if gate and up rows would share a packed word."""
-        dims = [(each, dim) for each in self.format.stored for dim in each.dims if dim.whole]
+        dims = [(each, dim) for each in self.format.stored for dim in each.dims if dim.indivisible]
         for stored, dim in dims if self.share.gated else ():
             if dim.axis == "N" and self.share.width % dim.step:
                 need = f"a multiple of {dim.step} on a rank: {stored.name} packs so many rows"
@@ -287,7 +287,7 @@ class ExpertLoader:
             fine = {stored.name: target}  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
             target = target.mT
-        target[self._kept[stored.name].box(move.rows, move.columns)] = fine[stored.name].to(
+        target[self._kept[stored.name].slices(move.rows, move.columns)] = fine[stored.name].to(
             target.dtype
         )
 

@@ -6,8 +6,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing_patterns import RoutingKind, draw
-from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing

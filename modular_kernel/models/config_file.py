@@ -15,13 +15,13 @@ from modular_kernel.models.families import FAMILIES, Family
 from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.utils import json_files
 
-_MOST_BYTES = 1 << 20
-_MOST = 1 << 20  # upper bound of any size
-_DEEPEST = 3  # maximum nesting of configs, as in multimodal models
+_MAX_BYTES = 1 << 20
+_MAX_SIZE = 1 << 20  # upper bound of any size
+_MAX_NESTING = 3  # maximum nesting of configs, as in multimodal models
 
 # Keys of a multimodal model's language model. A config has at most one of them.
-_INSIDE = ("text_config", "thinker_config", "language_config", "llm_config")
-_INHERITED = ("quantization_config", "compression_config", "dtype", "torch_dtype")
+_NESTED_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
+_INHERITED_KEYS = ("quantization_config", "compression_config", "dtype", "torch_dtype")
 # Activations by transformers' name.
 _ACTIVATIONS = {
     "silu": "silu",
@@ -64,74 +64,86 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     try:
         if path.is_dir():
             path = path / "config.json"
-        content = json_files.read_file(path, _MOST_BYTES)
+        content = json_files.read_file(path, _MAX_BYTES)
     except OSError as error:
         got = f"{str(path)[:200]!r}: {error.strerror}"
         raise ConfigurationError("model", got=got, need="a file") from None
     except ValueError as error:
-        raise _bad(path, str(error), "a config.json") from None
+        raise _error(path, str(error), "a config.json") from None
     try:
-        config = json_files.parse(content, constants=True)  # Mamba configs have infinite limits
+        # Mamba configs have infinite limits.
+        config = json_files.parse(content, allow_constants=True)
     except ValueError as error:
-        raise _bad(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
-    return path, _of_layers(path, config)
+        raise _error(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
+    return path, _find_model_config(path, config)
 
 
-def _of_layers(path: Path, config: Any) -> Config:
+def _find_model_config(path: Path, config: Any) -> Config:
     """Return the object with a known model_type: the whole file, or its language model.
 
     A nested object inherits quantization_config and dtype from the objects that contain it.
     """
-    where, above = "", Config()
-    for _ in range(_DEEPEST):
+    path_prefix, merged = "", Config()
+    for _ in range(_MAX_NESTING):
         if not isinstance(config, dict):
-            raise _bad(path, f"{where or 'the file'} = {str(config)[:80]}", "an object")
-        above = _inherited(path, config, above)
-        kind = above.get("model_type")
-        if isinstance(kind, str) and kind in FAMILIES:
-            return above
-        inside = [name for name in _INSIDE if name in above]
-        if len(inside) != 1:
-            raise _unknown(path, where, kind, inside)
-        where, config = f"{where}{inside[0]}.", above[inside[0]]
-    raise _bad(path, f"{where}: objects in objects", f"a model_type {_DEEPEST} deep at most")
+            raise _error(path, f"{path_prefix or 'the file'} = {str(config)[:80]}", "an object")
+        merged = _inherit(path, config, merged)
+        model_type = merged.get("model_type")
+        if isinstance(model_type, str) and model_type in FAMILIES:
+            return merged
+        nested = [name for name in _NESTED_KEYS if name in merged]
+        if len(nested) != 1:
+            raise _unknown_type_error(path, path_prefix, model_type, nested)
+        path_prefix, config = f"{path_prefix}{nested[0]}.", merged[nested[0]]
+    need = f"a model_type at most {_MAX_NESTING} levels deep"
+    raise _error(path, f"{path_prefix}: nested too deeply", need)
 
 
-def _inherited(path: Path, config: Config, above: Config) -> Config:
-    inherited = {name: above[name] for name in _INHERITED if above.get(name) is not None}
-    stated = {name: value for name, value in config.items() if value is not None}
-    if any(name in stated for name in ("dtype", "torch_dtype")):
+def _inherit(path: Path, config: Config, parent: Config) -> Config:
+    inherited = {name: parent[name] for name in _INHERITED_KEYS if parent.get(name) is not None}
+    present = {name: value for name, value in config.items() if value is not None}
+    if any(name in present for name in ("dtype", "torch_dtype")):
         inherited = {k: v for k, v in inherited.items() if k not in ("dtype", "torch_dtype")}
     for name in ("quantization_config", "compression_config"):
-        if name in inherited and name in stated and inherited[name] != stated[name]:
-            raise _bad(path, f"two {name} that differ", "one, or the same twice")
-    return inherited | stated
+        if name in inherited and name in present and inherited[name] != present[name]:
+            raise _error(path, f"two {name} that differ", "one of them, or equal values")
+    return inherited | present
 
 
-def _unknown(path: Path, where: str, kind: Any, inside: list[str]) -> ConfigurationError:
-    if len(inside) > 1:
-        return _bad(path, f"{where}{' and '.join(inside)}", "one of them")
-    got = f"{where}model_type = {str(kind)[:80]!r}" if kind is not None else f"no {where}model_type"
-    similar = difflib.get_close_matches(kind, FAMILIES, n=3) if isinstance(kind, str) else []
-    known = f"such as {' or '.join(similar)}" if similar else f"one of {len(FAMILIES)}"
-    return _bad(path, got, f"one with experts that is known here, {known} (mk models --types)")
+def _unknown_type_error(
+    path: Path, path_prefix: str, model_type: Any, nested: list[str]
+) -> ConfigurationError:
+    if len(nested) > 1:
+        return _error(path, f"{path_prefix}{' and '.join(nested)}", "one of them")
+    got = (
+        f"{path_prefix}model_type = {str(model_type)[:80]!r}"
+        if model_type is not None
+        else f"no {path_prefix}model_type"
+    )
+    similar = (
+        difflib.get_close_matches(model_type, FAMILIES, n=3) if isinstance(model_type, str) else []
+    )
+    suggestion = f"such as {' or '.join(similar)}" if similar else f"one of {len(FAMILIES)}"
+    return _error(path, got, f"a supported MoE model_type, {suggestion} (see mk models --types)")
 
 
 def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
     """Return the fields of Problem for a known model_type; see `problem_fields_of_file`."""
-    kind = config["model_type"]
-    family = FAMILIES[kind]
+    model_type = config["model_type"]
+    family = FAMILIES[model_type]
     if family.refused:
-        raise _bad(
-            path, f"model_type = {kind!r}: {family.refused}", "a layer of gated or ReLU^2 MLPs"
+        raise _error(
+            path,
+            f"model_type = {model_type!r}: {family.refused}",
+            "a layer of gated or ReLU^2 MLPs",
         )
-    if family.only is not None:
-        _check_only(path, config, *family.only)
+    if family.required is not None:
+        _check_only(path, config, *family.required)
     inner = config
-    if family.inside:
-        inner = config.get(family.inside)  # type: ignore[assignment]
+    if family.nested_in:
+        inner = config.get(family.nested_in)  # type: ignore[assignment]
         if not isinstance(inner, dict):
-            raise _bad(path, f"{family.inside} = {str(inner)[:80]}", "an object")
+            raise _error(path, f"{family.nested_in} = {str(inner)[:80]}", "an object")
     sizes = {
         "experts": _size(path, inner, family.experts),
         "top_k": _size(path, inner, family.top_k),
@@ -139,7 +151,7 @@ def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
         "intermediate": _size(path, inner, _intermediate_key(config, family)),
     }
     if sizes["top_k"] > sizes["experts"]:
-        raise _bad(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
+        raise _error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
     fields: dict[str, object] = {**sizes, "activation": _activation(path, inner, family)}
     fields |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
     if family.scaling:
@@ -152,9 +164,9 @@ def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
 
 def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...]) -> None:
     value = config.get(key)
-    if not any(value is one or (value == one and type(value) is type(one)) for one in allowed):
-        need = " or ".join("none" if one is None else str(one).lower() for one in allowed)
-        raise _bad(path, f"{key} = {str(value)[:80]}", f"{need}: other layers are not supported")
+    if not any(value is item or (value == item and type(value) is type(item)) for item in allowed):
+        need = " or ".join("none" if item is None else str(item).lower() for item in allowed)
+        raise _error(path, f"{key} = {str(value)[:80]}", f"{need}: other layers are not supported")
 
 
 def _hidden_key(config: Config, family: Family) -> str:
@@ -163,8 +175,8 @@ def _hidden_key(config: Config, family: Family) -> str:
 
 
 def _intermediate_key(config: Config, family: Family) -> str:
-    swapped = family.dense and config.get(family.dense) is not None
-    return "intermediate_size" if swapped else family.intermediate
+    has_dense_key = family.dense_key and config.get(family.dense_key) is not None
+    return "intermediate_size" if has_dense_key else family.intermediate
 
 
 def _size(path: Path, config: Config, names: str) -> int:
@@ -174,24 +186,24 @@ def _size(path: Path, config: Config, names: str) -> int:
     """
     present = [name for name in names.split() if config.get(name) is not None]
     if not present:
-        raise _bad(path, f"no {names.replace(' ', ' or ')}", f"a whole number from 1 to {_MOST}")
+        raise _error(path, f"no {names.replace(' ', ' or ')}", f"an integer from 1 to {_MAX_SIZE}")
     values = set[int]()
     for name in present:
         value = config[name]
-        for one in value if isinstance(value, list) and value else [value]:
-            if type(one) is not int or not 1 <= one <= _MOST:
-                need = f"a whole number from 1 to {_MOST}"
-                raise _bad(path, f"{name} = {str(value)[:80]}", need)
-            values.add(one)
+        for item in value if isinstance(value, list) and value else [value]:
+            if type(item) is not int or not 1 <= item <= _MAX_SIZE:
+                need = f"an integer from 1 to {_MAX_SIZE}"
+                raise _error(path, f"{name} = {str(value)[:80]}", need)
+            values.add(item)
     if len(values) > 1:
         got = ", ".join(f"{name} = {str(config[name])[:60]}" for name in present)
-        raise _bad(path, got, "one size for every layer")
+        raise _error(path, got, "one size for every layer")
     return values.pop()
 
 
 def _number(path: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise _bad(path, f"{name} = {str(value)[:80]}", "a number > 0")
+        raise _error(path, f"{name} = {str(value)[:80]}", "a number > 0")
     return float(value)
 
 
@@ -212,12 +224,12 @@ def _activation(path: Path, config: Config, family: Family) -> str:
     kind = _activation_name(path, config, family)
     if family.gate in ("plain", "ungated"):
         return kind
-    bound = _limit(path, config, family.gate)
-    if bound is None:
+    clamp_limit = _limit(path, config, family.gate)
+    if clamp_limit is None:
         return kind
     if kind != "silu":
-        raise _bad(path, f"{family.activation} = {kind!r} and a limit", "silu")
-    return f"swiglu_{family.gate}:limit={bound}"
+        raise _error(path, f"{family.activation} = {kind!r} and a limit", "silu")
+    return f"swiglu_{family.gate}:limit={clamp_limit}"
 
 
 def _activation_name(path: Path, config: Config, family: Family) -> str:
@@ -227,11 +239,11 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
     name = config.get(key)
     if isinstance(name, dict):
         name = name.get("name")
-    if name is None and family.unsaid:
-        return family.unsaid
+    if name is None and family.default_activation:
+        return family.default_activation
     if not isinstance(name, str) or name not in names:
         got = f"{key} = {str(name)[:80]!r}" if key in config else f"no {key}"
-        raise _bad(path, got, f"one of {', '.join(names)}")
+        raise _error(path, got, f"one of {', '.join(names)}")
     return names[name]
 
 
@@ -241,23 +253,23 @@ def _limit(path: Path, config: Config, gate: str) -> float | None:
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))
     limits = config.get("swiglu_limits") or [None]
     if not isinstance(limits, list):
-        raise _bad(path, f"swiglu_limits = {str(limits)[:80]}", "a list")
+        raise _error(path, f"swiglu_limits = {str(limits)[:80]}", "a list")
     first = limits[0] or None  # 0 and null mean no limit
     if any((limit or None) != first for limit in limits):
-        raise _bad(path, f"swiglu_limits = {str(limits)[:80]}", "one limit for every layer")
+        raise _error(path, f"swiglu_limits = {str(limits)[:80]}", "one limit for every layer")
     return None if first is None else _number(path, "swiglu_limits", first)
 
 
 def _dtype(path: Path, config: Config) -> dict[str, object]:
     """Return {"dtype": ...} of unquantized tensors, or {} if the file does not state it."""
-    stated = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
-    if not stated:
+    dtypes = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
+    if not dtypes:
         return {}
-    if stated[0] not in _DTYPES or stated[0] != stated[-1]:
-        got = " and ".join(f"{str(one)[:60]!r}" for one in stated)
-        raise _bad(path, f"dtype {got}", f"one of {', '.join(_DTYPES)}")
-    return {"dtype": stated[0]}
+    if dtypes[0] not in _DTYPES or dtypes[0] != dtypes[-1]:
+        got = " and ".join(f"{str(dtype)[:60]!r}" for dtype in dtypes)
+        raise _error(path, f"dtype {got}", f"one of {', '.join(_DTYPES)}")
+    return {"dtype": dtypes[0]}
 
 
-def _bad(path: Path, got: str, need: str) -> ConfigurationError:
+def _error(path: Path, got: str, need: str) -> ConfigurationError:
     return ConfigurationError(f"model {str(path)[:200]}", got=got, need=need)

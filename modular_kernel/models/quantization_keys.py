@@ -1,7 +1,7 @@
 """Accepted keys of a quantization_config, by format.
 
 A key that is not read must not affect the values of the experts' weights or the rounding of
-activations. Keys that are known not to are listed here by reason, some only with certain values.
+activations. Keys known to be harmless are listed here by reason, some only with certain values.
 Every other key with a nonempty value is refused.
 """
 
@@ -21,7 +21,7 @@ _USED_BY_ALL = (
 )
 _GPTQ = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "dynamic")
 _AWQ = ("bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "dynamic")
-_READ: dict[str, tuple[str, ...]] = {
+_READ_KEYS: dict[str, tuple[str, ...]] = {
     "fp8": (
         "activation_scheme",
         "weight_block_size",
@@ -49,7 +49,7 @@ _USED_IN_ARGS = (
     "actorder",
 )
 
-_HARMLESS = frozenset(
+_HARMLESS_KEYS = frozenset(
     {
         # Provenance.
         *("version", "producer", "meta", "provider", "quantizer", "uri", "autoround_version"),
@@ -87,7 +87,7 @@ _HARMLESS = frozenset(
         *("act_data_type", "act_group_size", "act_sym", "act_dynamic"),
     }
 )
-_HARMLESS_OF_ARGS = frozenset(
+_HARMLESS_ARGS = frozenset(
     {
         # The search for scales, and dtypes of the stored tensors.
         *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
@@ -95,7 +95,7 @@ _HARMLESS_OF_ARGS = frozenset(
 )
 
 # Keys that are harmless only with these values. Null and empty values are always harmless.
-_ONLY: dict[str, tuple[object, ...]] = {
+_ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "act_bits": (16, 32),
     "data_type": ("int",),
     "has_zero_point": (False,),
@@ -105,7 +105,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "pre_quant_scale": (False,),
     "rotation": (False,),
 }
-_ONLY_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
+_ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
     # With true, transformers does not round activations, but the schemes of these formats do.
     "fp8": {"dequantize": (False,)},
     "compressed-tensors": {"dequantize": (False,)},
@@ -126,52 +126,55 @@ _ONLY_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
 }
 
 
-def unknown_keys(method: str, given: Mapping[str, Any]) -> Iterator[Mismatch]:
+def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Yield every key of a quantization_config that is not read and could change values.
 
-    method: one of the formats of `_READ`. For keys inside config_groups see `unknown_group_keys`.
+    method: a key of `_READ_KEYS`. For keys inside config_groups see `unknown_group_keys`.
     """
-    only = _ONLY | _ONLY_BY_METHOD.get(method, {})
-    yield from _unknown(given, (*_USED_BY_ALL, *_READ[method]), _HARMLESS, only)
+    allowed_values = _ALLOWED_VALUES | _ALLOWED_VALUES_BY_METHOD.get(method, {})
+    yield from _unknown(
+        config, (*_USED_BY_ALL, *_READ_KEYS[method]), _HARMLESS_KEYS, allowed_values
+    )
     if method == "modelopt":
-        yield from _unknown_args(given)
+        yield from _unknown_args(config)
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield such keys of one of config_groups and of its arguments for weights and activations."""
-    where = f"config_groups.{name}."
-    yield from _unknown(group, _USED_IN_GROUPS, (), {}, where)
-    yield from _unknown_args(group, where)
+    """Yield such keys of one entry of config_groups, and of its weights and activations."""
+    path = f"config_groups.{name}."
+    yield from _unknown(group, _USED_IN_GROUPS, (), {}, path)
+    yield from _unknown_args(group, path)
 
 
-def _unknown_args(given: Mapping[str, Any], where: str = "") -> Iterator[Mismatch]:
+def _unknown_args(config: Mapping[str, Any], path: str = "") -> Iterator[Mismatch]:
     for key in ("weights", "input_activations"):
-        args = given.get(key)
+        args = config.get(key)
         if isinstance(args, Mapping):
-            yield from _unknown(args, _USED_IN_ARGS, _HARMLESS_OF_ARGS, {}, f"{where}{key}.")
+            yield from _unknown(args, _USED_IN_ARGS, _HARMLESS_ARGS, {}, f"{path}{key}.")
 
 
 def _unknown(
-    given: Mapping[str, Any],
-    read: Collection[str],
+    config: Mapping[str, Any],
+    known: Collection[str],
     harmless: Collection[str],
-    only: Mapping[str, tuple[object, ...]],
-    where: str = "",
+    allowed_values: Mapping[str, tuple[object, ...]],
+    path: str = "",
 ) -> Iterator[Mismatch]:
-    for key, value in given.items():
-        if key in read or is_empty(value):
+    for key, value in config.items():
+        if key in known or is_empty(value):
             continue
-        if key in only:
-            if not any(value == one and type(value) is type(one) for one in only[key]):
-                need = " or ".join(repr(one) for one in only[key][:4])
-                yield f"{where}{key} = {value!r}", f"{need}, or no such key"
+        if key in allowed_values:
+            allowed = allowed_values[key]
+            if not any(value == item and type(value) is type(item) for item in allowed):
+                need = " or ".join(map(repr, allowed[:4]))
+                yield f"{path}{key} = {value!r}", f"{need}, or no such key"
         elif key not in harmless:
-            need = "no such key: it may change numbers, and no reader implements it"
-            yield f"{where}{key} = {value!r}", need
+            need = "no such key: it may change values, and no format here implements it"
+            yield f"{path}{key} = {value!r}", need
 
 
 def is_empty(value: object) -> bool:
     """Return whether a value is null or empty, or an object of only such values."""
     if isinstance(value, Mapping):
-        return all(is_empty(one) for one in value.values())
+        return all(map(is_empty, value.values()))
     return value is None or value in ("", [], ())

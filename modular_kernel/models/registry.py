@@ -1,6 +1,6 @@
 """Published MoE models by name, with the sizes of their layers from the config.json of `source`.
 
-Sizes are those of the routed experts; the factor is that on their output. Quantization is not
+Sizes and the scaling factor are of the routed experts, without shared experts. Quantization is not
 included: it depends on the checkpoint.
 """
 
@@ -27,7 +27,7 @@ class Model:
     on_input: bool = False
     model_type: str = ""
 
-    def facts(self) -> dict[str, object]:
+    def problem_fields(self) -> dict[str, object]:
         """Return the fields of `Problem` that the model determines."""
         fields: dict[str, object] = {
             "experts": self.experts,

@@ -1,6 +1,6 @@
 """The RouterSpec of a Hugging Face config.json, for model types whose routing code is known.
 
-A rule per model_type states what only its code determines; the rest is read from the file.
+A rule per model_type states what only the model's code determines; the rest is read from the file.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Rule:
     score, order, group_score, bias, eps: as in RouterSpec, where `bias` is its selection_bias.
     score_key, bias_key, floor_key: keys of the file for the score, for whether there is a bias, and
         for RouterSpec's floor.
-    renormalize: None reads the file's norm_topk_prob, with default `unsaid`.
+    renormalize: None reads the file's norm_topk_prob; `default` if it has none.
     groups: default (n_group, topk_group); None if the code has no groups.
     method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
     only: keys that must have these values if they are present; other routers are not supported.
@@ -34,7 +34,7 @@ class Rule:
     bias: bool = False
     eps: float = 0.0
     renormalize: bool | None = None
-    unsaid: bool = True
+    default: bool = True
     groups: tuple[int, int] | None = None
     score_key: str = ""
     bias_key: str = ""
@@ -47,12 +47,14 @@ _SOFTMAX = (("scoring_func", "softmax"),)
 _SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
 
 
-def _renormalized_by_key(*, unsaid: bool) -> Rule:
-    return Rule(unsaid=unsaid)
+def _renormalized_by_key(*, default: bool) -> Rule:
+    return Rule(default=default)
 
 
-def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, unsaid: bool = True) -> Rule:
-    return Rule(score="sigmoid", bias=True, eps=1e-20, unsaid=unsaid, groups=groups, only=_SIGMOID)
+def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, default: bool = True) -> Rule:
+    return Rule(
+        score="sigmoid", bias=True, eps=1e-20, default=default, groups=groups, only=_SIGMOID
+    )
 
 
 _ALWAYS, _NEVER = Rule(renormalize=True), Rule(renormalize=False)
@@ -75,10 +77,10 @@ RULES: dict[str, Rule] = {
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _deepseek_v3((8, 4)),
     "deepseek_v32": _deepseek_v3((8, 4)),
-    "dots1": _deepseek_v3(unsaid=False),
+    "dots1": _deepseek_v3(default=False),
     "ernie4_5_moe": Rule(bias=True, renormalize=True, floor_key="moe_norm_min"),
     "exaone_moe": _deepseek_v3(),
-    "flex_olmo": _renormalized_by_key(unsaid=False),
+    "flex_olmo": _renormalized_by_key(default=False),
     "flint": Rule(score="sigmoid"),
     "glm4_moe": _deepseek_v3(),
     "glm4_moe_lite": _deepseek_v3(),
@@ -92,27 +94,27 @@ RULES: dict[str, Rule] = {
     "hunyuan_v1_moe": _ALWAYS,
     "jamba": _NEVER,
     "kimi_k2": _deepseek_v3((8, 4)),
-    "kolibri1": Rule(score="sigmoid", order="topk_first", bias=True, unsaid=False),
+    "kolibri1": Rule(score="sigmoid", order="topk_first", bias=True, default=False),
     "laguna": replace(_BIASED_SIGMOID, only=(("moe_router_logit_softcapping", 0.0),)),
     "lfm2_moe": Rule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
     "llama4_text": Rule(score="sigmoid", order="topk_first", renormalize=False),
     "longcat_flash": Rule(bias=True, renormalize=False),
-    "mellum": _renormalized_by_key(unsaid=True),
+    "mellum": _renormalized_by_key(default=True),
     "mimo_v2_flash": _deepseek_v3(),
     "minimax": _ALWAYS,
     "minimax_m2": _BIASED_SIGMOID,
     "mistral4": Rule(eps=1e-20, groups=(1, 1)),
     "mixtral": _ALWAYS,
     "nemotron_h": _deepseek_v3(),
-    "olmoe": _renormalized_by_key(unsaid=False),
-    "qwen2_moe": _renormalized_by_key(unsaid=False),
+    "olmoe": _renormalized_by_key(default=False),
+    "qwen2_moe": _renormalized_by_key(default=False),
     "qwen3_5_moe_text": _ALWAYS,
-    "qwen3_moe": _renormalized_by_key(unsaid=False),
-    "qwen3_next": _renormalized_by_key(unsaid=True),
-    "qwen3_omni_moe_talker_text": _renormalized_by_key(unsaid=False),
-    "qwen3_omni_moe_text": _renormalized_by_key(unsaid=True),
+    "qwen3_moe": _renormalized_by_key(default=False),
+    "qwen3_next": _renormalized_by_key(default=True),
+    "qwen3_omni_moe_talker_text": _renormalized_by_key(default=False),
+    "qwen3_omni_moe_text": _renormalized_by_key(default=True),
     "qwen3_vl_moe_text": _ALWAYS,
-    "qwen4_exp_text": _renormalized_by_key(unsaid=True),
+    "qwen4_exp_text": _renormalized_by_key(default=True),
     "sarvam_mla": _deepseek_v3((8, 4)),
     "sarvam_moe": _deepseek_v3(),
     "solar_open": _deepseek_v3(),
@@ -130,16 +132,16 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     if rule is None:
         return None
     for key, value in rule.only:
-        stated = config.get(key)
-        if stated is not None and stated != value:
-            raise _bad(path, key, stated, f"{value}: other routers are not supported")
+        actual = config.get(key)
+        if actual is not None and actual != value:
+            raise _bad(path, key, actual, f"{value}: other routers are not supported")
     bias = rule.bias
     if rule.bias_key:
-        bias = _flag(path, config, rule.bias_key, unsaid=rule.bias)
+        bias = _flag(path, config, rule.bias_key, default=rule.bias)
     score = _score(path, config, rule)
     renormalize = rule.renormalize
     if renormalize is None:
-        renormalize = _flag(path, config, "norm_topk_prob", unsaid=rule.unsaid)
+        renormalize = _flag(path, config, "norm_topk_prob", default=rule.default)
     if score == "softmax" and rule.order == "topk_first":
         renormalize = False  # the weights of a token already sum to 1
     groups, topk_groups = _groups(path, config, rule)
@@ -185,19 +187,19 @@ def _groups(path: Path, config: Config, rule: Rule) -> tuple[int, int]:
         if method != "group_limited_greedy":
             raise _bad(path, rule.method_key, method, "greedy or group_limited_greedy")
     sizes = []
-    for key, unsaid in zip(("n_group", "topk_group"), rule.groups, strict=True):
+    for key, default in zip(("n_group", "topk_group"), rule.groups, strict=True):
         value = config.get(key)
-        value = unsaid if value is None else value
+        value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise _bad(path, key, value, "a whole number from 1")
+            raise _bad(path, key, value, "an integer >= 1")
         sizes.append(value)
     return sizes[0], sizes[1]
 
 
-def _flag(path: Path, config: Config, key: str, *, unsaid: bool) -> bool:
+def _flag(path: Path, config: Config, key: str, *, default: bool) -> bool:
     value = config.get(key)
     if value is None:
-        return unsaid
+        return default
     if not isinstance(value, bool):
         raise _bad(path, key, value, "true or false")
     return value
@@ -205,11 +207,11 @@ def _flag(path: Path, config: Config, key: str, *, unsaid: bool) -> bool:
 
 def router_differences(spec: RouterSpec, other: RouterSpec) -> tuple[str, ...]:
     """Return the names of fields in which two routers differ with an effect on the result."""
-    one, two = vars(_effective(spec)), vars(_effective(other))
-    return tuple(name for name, value in one.items() if not _same(value, two[name]))
+    fields, other_fields = vars(_normalize(spec)), vars(_normalize(other))
+    return tuple(n for n, value in fields.items() if not _is_same(value, other_fields[n]))
 
 
-def _effective(spec: RouterSpec) -> RouterSpec:
+def _normalize(spec: RouterSpec) -> RouterSpec:
     """Return an equivalent spec with unused fields at their defaults."""
     if spec.groups == spec.topk_groups:
         spec = replace(spec, groups=1, topk_groups=1, group_score="top2")
@@ -218,10 +220,10 @@ def _effective(spec: RouterSpec) -> RouterSpec:
     return spec
 
 
-def _same(one: object, two: object) -> bool:
-    if isinstance(one, float) and isinstance(two, float):
-        return abs(one - two) <= _EPS_TOLERANCE
-    return one == two
+def _is_same(a: object, b: object) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) <= _EPS_TOLERANCE
+    return a == b
 
 
 def _bad(path: Path, key: str, got: object, need: str) -> ConfigurationError:

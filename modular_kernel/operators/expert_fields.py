@@ -23,7 +23,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.tensors import ExpertWeights, check_loaded
 
-_NAMES = frozenset(ExpertWeights.__dataclass_fields__)
+_FIELD_NAMES = frozenset(ExpertWeights.__dataclass_fields__)
 
 
 def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
@@ -37,18 +37,18 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     with torch.no_grad():
         for text, tensor in zip(entries, tensors, strict=True):
             name, *steps = text.split(":")
-            if name not in _NAMES or name in tensors_by_field:
-                need = f"one of {', '.join(sorted(_NAMES))}, each once"
+            if name not in _FIELD_NAMES or name in tensors_by_field:
+                need = f"one of {', '.join(sorted(_FIELD_NAMES))}, each once"
                 raise ConfigurationError("fields", got=name[:80], need=need)
             for step in steps:
                 if step == "loaded":
                     to_check[name] = tensor
                 else:
-                    tensor = _step(step, tensor)
+                    tensor = _apply_step(step, tensor)
             tensors_by_field[name] = tensor
         check_loaded(to_check)
     if not {"w1", "w2"} <= tensors_by_field.keys():
-        raise ConfigurationError("fields", got=fields[:80], need="w1 and w2 among them")
+        raise ConfigurationError("fields", got=fields[:80], need="w1 and w2 among the fields")
     return ExpertWeights(**tensors_by_field)
 
 
@@ -58,7 +58,7 @@ def tensor_key(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, version
 
 
-def _step(step: str, tensor: torch.Tensor) -> torch.Tensor:
+def _apply_step(step: str, tensor: torch.Tensor) -> torch.Tensor:
     if step == "t":
         return tensor.transpose(1, 2)
     if step == "flat":
@@ -74,18 +74,18 @@ def _step(step: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat_interleave(rows // tensor.shape[1], 1).squeeze(-1).contiguous()
     sizes = step.removeprefix("tiles=").split("x")
     if step.startswith("tiles=") and len(sizes) == 3 and all(size.isdecimal() for size in sizes):
-        return _tiles(tensor, *map(int, sizes))
+        return _expand_tiles(tensor, *map(int, sizes))
     need = "t, flat, bytes, first=N, float, channel=N, tiles=RxBxT or loaded"
     raise ConfigurationError("fields", got=step[:80], need=need)
 
 
-def _tiles(scale: torch.Tensor, rows: int, block: int, tile: int) -> torch.Tensor:
+def _expand_tiles(scale: torch.Tensor, rows: int, block: int, tile: int) -> torch.Tensor:
     """Expand (e, P ceil(rows / block), k) scales of P projections to P ceil(rows / tile) rows."""
     blocks = -(-rows // block)
     if scale.dim() != 3 or scale.shape[1] % blocks:
         need = f"(e, P x {blocks}, k): scales of {rows} rows in blocks of {block}"
         raise ShapeError("scales", got=tuple(scale.shape), need=need)
     e, rows_of_scales, columns = scale.shape
-    by_projection = scale.view(e, rows_of_scales // blocks, blocks, columns)
-    by_projection = by_projection.repeat_interleave(block // tile, dim=2)
-    return by_projection[:, :, : -(-rows // tile)].flatten(1, 2)
+    scale_by_projection = scale.view(e, rows_of_scales // blocks, blocks, columns)
+    scale_by_projection = scale_by_projection.repeat_interleave(block // tile, dim=2)
+    return scale_by_projection[:, :, : -(-rows // tile)].flatten(1, 2)

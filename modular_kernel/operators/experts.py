@@ -46,10 +46,13 @@ def experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Return a new tensor like x, (T, H) or (T, K, H). ids_TK and weights_TK as in Routing."""
+    """Return the layer's output, a new tensor (T, H) or (T, K, H).
+
+    ids_TK, weights_TK: as in Routing. params, fields, layer, pairing: see the module.
+    """
     weights = _find_prepared(params, fields, layer, pairing)
     if weights is None:
-        weights = _weights(params, fields)
+        weights = _bind_weights(params, fields)
     return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
 
 
@@ -72,7 +75,7 @@ def experts_backward(
     layer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of x, weights_TK, b1 and b2; bias gradients are empty without biases."""
-    weights = _weights(params, fields)
+    weights = _bind_weights(params, fields)
     routing, problem = Routing(weights_TK, ids_TK), problem_of(layer, len(x_TH))
     return call_gradients(grad_TH, x_TH, weights, routing, problem)
 
@@ -90,12 +93,12 @@ def _(grad_TH, x_TH, ids_TK, weights_TK, params, fields, layer):  # type: ignore
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *tensors, params, fields, layer, _pairing = inputs
     ctx.save_for_backward(*tensors, *params)
-    ctx.texts = fields, layer
+    ctx.strings = fields, layer
 
 
 def _backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[object, ...]:
     x_TH, ids_TK, weights_TK, *params = ctx.saved_tensors
-    fields, layer = ctx.texts
+    fields, layer = ctx.strings
     dx, dweights, db1, db2 = torch.ops.modular_kernel.experts_backward(
         grad_TH.contiguous(), x_TH, ids_TK, weights_TK, params, fields, layer
     )
@@ -125,7 +128,7 @@ def _find_prepared(
     return prepared
 
 
-def _weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
+def _bind_weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     if not params:
         return weights_from(params, fields)
     return _weights_cache.get(

@@ -71,8 +71,8 @@ def call_gradients(
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
     """Return one expert's weights in float32, (N, K)."""
     if not problem.scheme.quantized:
-        stored: torch.Tensor = getattr(weights, name)[expert]
-        return stored.float()
+        weight: torch.Tensor = getattr(weights, name)[expert]
+        return weight.float()
     return dequantized_weights(weights, name, problem, slice(expert, expert + 1))[0]
 
 

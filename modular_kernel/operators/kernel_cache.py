@@ -62,7 +62,7 @@ def describe_pairing(
     if experts is not None:
         experts_text = _name(experts)
     elif device.type == "meta":
-        experts_text = "experts not chosen yet (by device, and parameters are on meta)"
+        experts_text = "experts not chosen yet (parameters are on the meta device)"
     else:
         experts_text = (
             f"{_name(default_experts(prepare, problem, device))} (default on {device.type})"
@@ -77,8 +77,8 @@ def _name(part: PrepareFinalize | Experts) -> str:
 class KernelsBySize:
     """Kernels of one pairing and layer on one device, by power of two of tokens.
 
-    Looks up the kernel of a call without hashing its problem. Kernels belong to the cache: one that
-    it has evicted is made again.
+    Looks up the kernel of a call without hashing its problem. The cache owns the kernels; an
+    evicted kernel is made again.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class KernelCache:
 
     def __init__(self, *, max_kernels: int = 256) -> None:
         self.kernels: OrderedDict[_Key, FusedMoEModularKernel] = OrderedDict()
-        self._most_kernels = max_kernels
-        self._turn = threading.RLock()
+        self._max_kernels = max_kernels
+        self._lock = threading.RLock()
         forks.on_fork(self)
 
     def after_fork(self) -> None:
         """In a forked child, release locks held by threads that no longer exist."""
-        forks.reset_lock(self._turn)
+        forks.reset_lock(self._lock)
 
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device
@@ -133,18 +133,18 @@ class KernelCache:
         Raises StateError if a kernel would have to be made during CUDA graph capture.
         """
         key = (pairing, problem, device)
-        with self._turn:
+        with self._lock:
             kernel = self.kernels.get(key)
             if kernel is None:
                 if capturing(device):  # making a kernel compiles and loads code
-                    got, need = "a CUDA graph being captured", "warm_up, or a call, before it"
+                    got, need = "a call during CUDA graph capture", "warm_up, or an earlier call"
                     raise StateError("a kernel of a new size", got=got, need=need)
                 kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
                 kernel = make_kernel(*pairing, problem, machine=machine_of(kind))
                 kernel.count_invalid_ids_on(device)
                 self.kernels[key] = kernel
             self.kernels.move_to_end(key)
-            while len(self.kernels) > self._most_kernels:
+            while len(self.kernels) > self._max_kernels:
                 self.kernels.popitem(last=False)
         return kernel
 

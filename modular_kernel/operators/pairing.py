@@ -23,13 +23,13 @@ from modular_kernel.plan import MIN_CAPACITY, plan_capacity
 from modular_kernel.spec.problem import DTYPES, Combine, Problem, dtype_name, parse_dtype
 from modular_kernel.tensors import ExpertWeights, Routing
 
-_BY_DEVICE = "default"
-_WHERE_SERVED = "where served"
-_FIELDS = frozenset(
+_DEFAULT_EXPERTS = "default"
+_SUPPORTED_EXPERTS = "where served"
+_REQUIRED_FIELDS = frozenset(
     {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
 )
 # Written only if different from Problem's defaults.
-_OPTIONAL = frozenset(
+_OPTIONAL_FIELDS = frozenset(
     {
         "lora",
         "local_experts",
@@ -43,9 +43,9 @@ _OPTIONAL = frozenset(
         "batch_invariant",
     }
 )
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_LOOKUPS = 1 << 12
-_PER_CALL = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
+_CALL_FIELDS = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
@@ -55,14 +55,14 @@ def layer_text(problem: Problem) -> str:
 
     Raises UnsupportedError for a layer that the operator cannot run: multi-rank or in place.
     """
-    values: dict[str, object] = {name: getattr(problem, name) for name in _FIELDS}
+    values: dict[str, object] = {name: getattr(problem, name) for name in _REQUIRED_FIELDS}
     values |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
     for field, default in _DEFAULTS.items():
         value = getattr(problem, field)
         if value == default:
             continue
-        if field not in _OPTIONAL:
-            need = "a layer on one rank that returns a new tensor"
+        if field not in _OPTIONAL_FIELDS:
+            need = "a layer on one rank, not in place"
             raise UnsupportedError(f"{field} of an operator", got=value, need=need)
         values[field] = value.name if isinstance(value, Combine) else value
     return json.dumps(values, sort_keys=True)
@@ -84,7 +84,7 @@ def layer_text_from_sizes(
         f'"top_k": {index(top_k)}',
     ]
     type_items = [
-        f'"dtype": "{_NAMES[dtype]}"',
+        f'"dtype": "{_DTYPE_NAMES[dtype]}"',
         f'"quant": "{quant}"',
         f'"activation": "{activation}"',
     ]
@@ -109,8 +109,8 @@ def problem_of(layer: str, tokens: int) -> Problem:
         values = json.loads(layer)
     except ValueError:
         values = None
-    if not isinstance(values, dict) or set(values) - _OPTIONAL != _FIELDS:
-        need = f"JSON with {', '.join(sorted(_FIELDS))}"
+    if not isinstance(values, dict) or set(values) - _OPTIONAL_FIELDS != _REQUIRED_FIELDS:
+        need = f"JSON with {', '.join(sorted(_REQUIRED_FIELDS))}"
         raise ConfigurationError("layer", got=layer[:80], need=need)
     values["dtype"] = parse_dtype(values["dtype"])
     if "combine" in values:
@@ -147,19 +147,19 @@ class Pairing:
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self.where_served = where_served and experts is None
-        self._planned = KernelCache()
+        self._kernel_cache = KernelCache()
         # By layer, device, and bit length of the largest token index.
         self._kernels = dict[tuple[str, torch.device, int], KernelsBySize]()
-        self._refused = set[tuple[str, torch.device]]()
+        self._refused_layers = set[tuple[str, torch.device]]()
         _PAIRINGS[str(self)] = self
 
     @property
     def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
         """The kernels made so far, by parts, problem and device."""
-        return self._planned.kernels
+        return self._kernel_cache.kernels
 
     def __str__(self) -> str:
-        default = _WHERE_SERVED if self.where_served else _BY_DEVICE
+        default = _SUPPORTED_EXPERTS if self.where_served else _DEFAULT_EXPERTS
         experts = default if self.experts is None else _part_text(self.experts)
         return f"{_part_text(self.prepare_finalize)} x {experts}"
 
@@ -176,7 +176,9 @@ class Pairing:
         kernels = self._kernels.get(key)
         if kernels is None:
             problem = problem_of(layer, plan_capacity(tokens))
-            kernels = self._planned.kernels_by_size(self._parts(device, problem), problem, device)
+            kernels = self._kernel_cache.kernels_by_size(
+                self._parts(device, problem), problem, device
+            )
             if len(self._kernels) >= _MAX_LOOKUPS:
                 self._kernels.clear()
             self._kernels[key] = kernels
@@ -185,16 +187,16 @@ class Pairing:
     def check(self, layer: str, device: torch.device) -> None:
         """Raise IncompatibleError if the pairing cannot run the layer on a device."""
         problem = problem_of(layer, MIN_CAPACITY)
-        self._planned.kernel(self._parts(device, problem), problem, device)
+        self._kernel_cache.kernel(self._parts(device, problem), problem, device)
 
     def serves(self, layer: str, device: torch.device) -> bool:
         """Return whether the pairing can run a layer on a device; refusals are cached."""
-        if (layer, device) not in self._refused:
+        if (layer, device) not in self._refused_layers:
             try:
                 self.check(layer, device)
             except IncompatibleError:
-                self._refused.add((layer, device))
-        return (layer, device) not in self._refused
+                self._refused_layers.add((layer, device))
+        return (layer, device) not in self._refused_layers
 
     def _parts(self, device: torch.device, problem: Problem) -> Parts:
         experts = self.experts
@@ -217,11 +219,11 @@ def pairing_of(text: str) -> Pairing:
     pairing = _PAIRINGS.get(text)
     if pairing is None:
         prepare_finalize, _, experts = text.partition(" x ")
-        by_device = experts in (_BY_DEVICE, _WHERE_SERVED)
+        is_default = experts in (_DEFAULT_EXPERTS, _SUPPORTED_EXPERTS)
         pairing = Pairing(
             prepare_finalize,
-            None if by_device else experts,
-            where_served=experts == _WHERE_SERVED,
+            None if is_default else experts,
+            where_served=experts == _SUPPORTED_EXPERTS,
         )
     return pairing
 
@@ -229,7 +231,7 @@ def pairing_of(text: str) -> Pairing:
 _DEFAULTS = {
     field.name: getattr(Problem(1, 1, 1, 1, 1), field.name)
     for field in fields(Problem)
-    if field.name not in _FIELDS | _PER_CALL
+    if field.name not in _REQUIRED_FIELDS | _CALL_FIELDS
 }
 
 

@@ -41,7 +41,7 @@ class WeightsCache:
         identity = tuple(map(_identity, tensors))
         entry = self._entries.get(tensors[0])
         if entry is None or entry.identity != identity or entry.key != key:
-            weights = make([None if each is None else each.detach() for each in tensors])
+            weights = make([None if t is None else t.detach() for t in tensors])
             entry = self._entries[tensors[0]] = _Entry(key, identity, weights)
         weights_of_entry: ExpertWeights = entry.weights
         return weights_of_entry

@@ -1,1 +1,1 @@
-"""Operations shared by several parts; each kernel has a torch reference beside it."""
+"""Operations shared by several parts; each has a kernel launch and a torch reference."""

@@ -26,10 +26,10 @@ from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _FILL_BLOCKS = 8  # blocks per filling program
-_MAX_SINGLE_LAUNCH_PAIRS = (
-    4096  # maximum pairs for one launch, in which every program counts all pairs
-)
-_MAX_COMPARISONS = 1 << 20  # maximum pairs times bins for it: each pair is compared with every bin
+# Limits of the single launch, in which every program counts all pairs: the number of pairs, and
+# pairs times bins, because each pair is compared with every bin.
+_MAX_SINGLE_LAUNCH_PAIRS = 4096
+_MAX_COMPARISONS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def align(
     from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
 
     bins = num_bins(num_local)
-    at_once = numel <= _MAX_SINGLE_LAUNCH_PAIRS and numel * bins <= _MAX_COMPARISONS
+    single_launch = numel <= _MAX_SINGLE_LAUNCH_PAIRS and numel * bins <= _MAX_COMPARISONS
     chunks = num_chunks(numel)
     arguments = {
         "sorted_ptr": sorted_ids,
@@ -110,7 +110,7 @@ def align(
         **id_arguments(routing, num_local),
     }
     grid = (chunks + -(-experts.numel() // _FILL_BLOCKS),)
-    if at_once:
+    if single_launch:
         padded = max(CHUNK, next_power_of_2(numel))
         arguments |= {"invalid_ptr": routing.invalid_ids, "PAIRS": padded, **pdl_arguments()}
         launch(align_kernel, grid, num_warps=4 if padded <= 1024 else 8, **arguments)
@@ -152,10 +152,10 @@ def moe_align_block_size(
     if length > MAX_INT32:
         raise CapacityError("aligned pairs", got=length, need=f"<= {MAX_INT32}")
     if expert_map is not None:
-        _check_map(expert_map, num_experts, topk_ids_TK.device)
-    outside = (topk_ids_TK < -1) | (topk_ids_TK >= num_experts)
-    if checked and bool(outside.any()):
-        got = int(topk_ids_TK[outside][0])
+        _check_expert_map(expert_map, num_experts, topk_ids_TK.device)
+    is_invalid = (topk_ids_TK < -1) | (topk_ids_TK >= num_experts)
+    if checked and bool(is_invalid.any()):
+        got = int(topk_ids_TK[is_invalid][0])
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {num_experts - 1}")
     counter = torch.zeros(1, dtype=torch.int32, device=topk_ids_TK.device)
     routing = DispatchedRouting(
@@ -176,7 +176,7 @@ def moe_align_block_size(
     return aligned.sorted_token_ids, aligned.expert_ids, aligned.num_tokens_post_padded
 
 
-def _check_map(expert_map: torch.Tensor, num_experts: int, device: torch.device) -> None:
+def _check_expert_map(expert_map: torch.Tensor, num_experts: int, device: torch.device) -> None:
     check_tensor("expert_map", expert_map)
     if expert_map.dtype is not torch.int32:
         raise DtypeError("expert_map", got=expert_map.dtype, need="int32")

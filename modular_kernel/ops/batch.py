@@ -61,12 +61,12 @@ def assign_rows_ref(
     """Torch reference of `assign_rows`, without a loop over experts."""
     num_local = counts_e.numel()
     ids_TK = local_ids(routing, num_local)
-    # used[t, i]: token t has a row at expert i; its position is the number of earlier such tokens.
-    used = torch.zeros(ids_TK.shape[0], num_local + 1, dtype=torch.int64, device=ids_TK.device)
-    used.scatter_(1, torch.where(ids_TK < 0, num_local, ids_TK), 1)
-    used = used[:, :num_local]
-    position = used.cumsum(0) - used
+    # has_row[t, i]: token t has a row at expert i, at the position that counts earlier such tokens.
+    has_row = torch.zeros(ids_TK.shape[0], num_local + 1, dtype=torch.int64, device=ids_TK.device)
+    has_row.scatter_(1, torch.where(ids_TK < 0, num_local, ids_TK), 1)
+    has_row = has_row[:, :num_local]
+    position = has_row.cumsum(0) - has_row
     local = ids_TK.clamp(min=0)
     rows = local * capacity + position.gather(1, local)
     row_of_pair_TK.copy_(torch.where(ids_TK < 0, -1, rows))
-    counts_e.copy_(used.sum(0))
+    counts_e.copy_(has_row.sum(0))

@@ -14,7 +14,7 @@ _SCAN_BLOCK = 1024
 
 
 def next_power_of_2(value: int) -> int:
-    """Return the least power of two >= value; 1 for value < 1."""
+    """Return the smallest power of two >= value; 1 for value < 1."""
     return 1 << max(0, value - 1).bit_length()
 
 

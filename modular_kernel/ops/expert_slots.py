@@ -1,11 +1,12 @@
 """number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
 Such a library expects the same number of experts on each rank, in rank order. Any placement is
-mapped to that form: every rank gets as many numbers as the fullest rank has slots, and an expert's
-number is rank * numbers + slot. Numbers without an expert receive no tokens.
+mapped to that form: every rank gets as many numbers as the rank with the most experts has slots,
+and an expert's number is rank * numbers_per_rank + slot. Numbers without an expert receive no
+tokens.
 
-A library that sends exactly K rows per token cannot drop a pair. For it each rank has additional
-numbers after its slots, the sinks; the rows returned from sinks must be zero.
+A library that sends exactly K rows per token cannot drop a pair. For such a library each rank has
+additional numbers after its slots, the sinks; the rows returned from sinks must be zero.
 """
 
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ _WARP_PAIRS = 32  # one per lane
 
 
 def slots_of(placement: Placement) -> int:
-    """Return the number of slots per rank: the experts of the fullest rank."""
+    """Return the number of slots per rank: the maximum number of experts on a rank."""
     return max(map(len, placement.slots))
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Numbering of experts. tables: those of the placement. sinks: number per rank.
+    """Numbering of experts. tables: the tables of the placement. sinks: number of sinks per rank.
 
     first_token: copy (t + first_token) % R of an expert takes token t's pair; the first sink of a
     token is on the corresponding rank.
@@ -58,7 +59,7 @@ class Numbering:
         return slots_of(self.placement)
 
     @property
-    def each(self) -> int:
+    def numbers_per_rank(self) -> int:
         """Numbers per rank."""
         return self.slots + self.sinks
 
@@ -107,11 +108,11 @@ def number_pairs(pairs: Pairs) -> None:
 def check_pairs(pairs: Pairs) -> None:
     """Raise an InputError if the pairs cannot be numbered."""
     shape = tuple(pairs.routing.topk_ids_TK.shape)
-    for name, written in (("numbers", pairs.numbers_TK), ("weights", pairs.weights_TK)):
-        if tuple(written.shape) != shape:
-            raise ShapeError(f"{name} of pairs", got=tuple(written.shape), need=shape)
+    for name, output in (("numbers", pairs.numbers_TK), ("weights", pairs.weights_TK)):
+        if tuple(output.shape) != shape:
+            raise ShapeError(f"{name} of pairs", got=tuple(output.shape), need=shape)
     if pairs.numbering.sinks and not pairs.join:
-        raise ConfigurationError("sinks", got="pairs of one expert apart", need="join")
+        raise ConfigurationError("sinks", got="join=False", need="join=True")
 
 
 def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
@@ -133,7 +134,7 @@ def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
         "first_token": numbering.first_token,
         "world_size": numbering.placement.world_size,
         "slots": numbering.slots,
-        "each": numbering.each,
+        "numbers_per_rank": numbering.numbers_per_rank,
         "max_copies": homes_ER2.shape[1],
         "factor": float(pairs.factor),
         "stride_ids": routing.topk_ids_TK.stride(0),
@@ -154,7 +155,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
     rank_TK, slot_TK, invalid = pairs_to_slots(
         routing.topk_ids_TK, numbering.tables, first_token=numbering.first_token, together=True
     )
-    numbers_TK = torch.where(rank_TK >= 0, rank_TK * numbering.each + slot_TK, -1)
+    numbers_TK = torch.where(rank_TK >= 0, rank_TK * numbering.numbers_per_rank + slot_TK, -1)
     drop_TK, weights_TK = numbers_TK < 0, routing.topk_weights_TK
     if pairs.join:
         same_TKK = numbers_TK[:, :, None] == numbers_TK[:, None, :]
@@ -171,4 +172,4 @@ def _sinks(drop_TK: torch.Tensor, numbering: Numbering) -> torch.Tensor:
     """Return sink numbers for the dropped pairs of each token, (T, K)."""
     world_size, index_TK = numbering.placement.world_size, drop_TK.cumsum(1) - 1
     rank_TK = (index_TK + numbering.first_token) % world_size
-    return rank_TK * numbering.each + numbering.slots + index_TK // world_size
+    return rank_TK * numbering.numbers_per_rank + numbering.slots + index_TK // world_size

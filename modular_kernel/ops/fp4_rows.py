@@ -1,7 +1,8 @@
 """nvfp4 quantization of rows in tiles for block-scaled GEMMs, and the tiled scales they read.
 
-Tiles have the layout of `Sorted.tiles`: experts, first rows, ends, then the tile count. A tile is
-128 rows of one expert, with its scales stored together as in `modular_kernel.quant.scale_layout`.
+Tiles have the layout of `SortedPairs.tiles`: experts, first rows, ends, then the tile count. A tile
+is 128 rows of one expert, with its scales stored together as in
+`modular_kernel.quant.scale_layout`.
 """
 
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def _check(
         raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
     for name, tensor in (("rows to quantize", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
+            raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous rows")
     _check_vectors(tiles, scale_e, out, source_R)
     return max_tiles
 
@@ -146,7 +147,7 @@ def _check_vectors(
         if tuple(source_R.shape) != (rows,):
             raise ShapeError("sources of rows", got=tuple(source_R.shape), need=(rows,))
     if tiles.numel() % 3 != 1:
-        need = "3 of each tile, and how many there are"
+        need = "3 * max_tiles + 1 values"
         raise ShapeError("tiles", got=tuple(tiles.shape), need=need)
     for name, tensor in vectors.items():
         if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -207,7 +208,7 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
         if tensor.element_size() != 1:
-            raise DtypeError(name, got=dtype_name(tensor.dtype), need="a byte each")
+            raise DtypeError(name, got=dtype_name(tensor.dtype), need="a one-byte dtype")
     if not use_triton(out):
         out.copy_(scale_layout.to_tiles(scale_eNG).flatten(0, 1))
         return
@@ -215,7 +216,7 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 
     launch(
         tile_scales_kernel,
-        (experts * blocks, scale_layout.steps_of(groups)),
+        (experts * blocks, scale_layout.num_steps(groups)),
         scale_ptr=scale_eNG.view(torch.uint8),
         out_ptr=out,
         num_rows=rows,

@@ -32,7 +32,7 @@ def live_pairs(
     for name, tensor in outputs.items():
         if tuple(tensor.shape) != shape or not (tensor.is_contiguous() and ids_RK.is_contiguous()):
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()} and {ids_RK.stride()}"
-            raise ShapeError(name, got=got, need=f"{shape}, contiguous as the ids")
+            raise ShapeError(name, got=got, need=f"{shape}, contiguous like the ids")
     if ids_RK.numel() == 0:
         return
     if not use_triton(ids_RK):

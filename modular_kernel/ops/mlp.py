@@ -50,7 +50,7 @@ def expert_mlps(
     unquantized = hidden
     if hidden and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
-            hidden = _as_quantized(tokens, hidden, weights, problem)
+            hidden = _quantize_hidden(tokens, hidden, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
             _output(rows, h_RI, plain_RI, weights, problem)
@@ -76,10 +76,10 @@ def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> tor
         x_RH = dequantize_rows(x_RH, rows.scale, problem.scheme)
     elif problem.scheme.scales_by_expert:
         x_RH = _nvfp4_round_trip(x_RH, weights.a1_scale, rows.expert)
-    alone = weights.b1 is None and rows.row_weights_R is None
+    is_final = weights.b1 is None and rows.row_weights_R is None
     w1_NH = _matrix(weights, "w1", rows.expert, problem)
     deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
-    h_RN = _product(x_RH, w1_NH, deltas, alone=alone)
+    h_RN = _product(x_RH, w1_NH, deltas, is_final=is_final)
     if rows.row_weights_R is not None:
         h_RN = h_RN * rows.row_weights_R[:, None]
     if weights.b1 is not None:
@@ -97,7 +97,7 @@ def _output(
     """Compute GEMM 2, (R, I) -> (R, H). plain_RI: h before quantization."""
     w2_HI = _matrix(weights, "w2", rows.expert, problem)
     deltas = _deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
-    y_RH = _product(h_RI, w2_HI, deltas, alone=weights.b2 is None)
+    y_RH = _product(h_RI, w2_HI, deltas, is_final=weights.b2 is None)
     if weights.b2 is not None:
         y_RH = y_RH + weights.b2[rows.expert].float()
     return y_RH.to(problem.dtype)
@@ -113,7 +113,7 @@ def _nvfp4_round_trip(
     return nvfp4.dequantize(codes, scale, expert_scale)
 
 
-def _as_quantized(
+def _quantize_hidden(
     tokens: Sequence[ExpertTokens],
     hidden: list[torch.Tensor],
     weights: ExpertWeights,
@@ -135,10 +135,10 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
 
     Dequantized values are float32 if activations are quantized, else in the problem's dtype.
     """
-    stored: torch.Tensor = getattr(weights, name)
+    weight: torch.Tensor = getattr(weights, name)
     scheme = problem.scheme
     if not scheme.quantized:
-        return stored[expert]
+        return weight[expert]
     values = dequantized_weights(weights, name, problem, slice(expert, expert + 1))[0]
     return values if scheme.quantizes_activations else values.to(problem.dtype)
 
@@ -177,14 +177,16 @@ def _deltas(
     return deltas
 
 
-def _product(a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, alone: bool) -> torch.Tensor:
+def _product(
+    a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, is_final: bool
+) -> torch.Tensor:
     """Return a @ matrix.T plus the rows' deltas, which are added in float32.
 
-    alone: nothing else will be added, so the result is in the operands' dtype; otherwise it is
-    unrounded float32. Rows without a delta are bitwise the same as in a call without deltas.
+    is_final: nothing else will be added, so the result has the operands' dtype; otherwise it is
+    float32, unrounded. Rows without a delta are bitwise the same as in a call without deltas.
     """
     a, matrix = compact(a), compact(matrix)  # once for all following products
-    product = matmul(a, matrix.T) if alone else matmul(a.float(), matrix.float().T)
+    product = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)
     for selected, delta in deltas:
         product[selected] = (matmul(a[selected].float(), matrix.float().T) + delta).to(
             product.dtype

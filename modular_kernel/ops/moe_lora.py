@@ -1,4 +1,4 @@
-"""run_moe_lora: LoRA adapters as a parallel branch, a small MLP beside the experts.
+"""run_moe_lora: LoRA adapters as a parallel branch, a small MLP in addition to the experts.
 
     info = MoELoRABatchInfo(weight_indices, lora_ranks, scalings)
     run_moe_lora(x_TH, ids_TK, weights_TK, info, gate_up_a, gate_up_b, down_a, down_b, output)
@@ -65,7 +65,7 @@ class MoELoRABatchInfo:
     seg_indptr: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        tensors = self._checked()
+        tensors = self._check_tensors()
         for name, tensor in tensors.items():
             need = (torch.float32,) if name == "scalings" else _INTEGERS
             if tensor.dtype not in need:
@@ -82,7 +82,7 @@ class MoELoRABatchInfo:
             need_shape = f"({len(self.lora_ranks)},), as lora_ranks"
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
-    def _checked(self) -> dict[str, torch.Tensor]:
+    def _check_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not None, after checking that they can be read."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -90,7 +90,7 @@ class MoELoRABatchInfo:
     def slots_of(self, tokens: int) -> torch.Tensor:
         """Return each token's slot, (T,) int32; ShapeError for another number of tokens."""
         expect("tokens", tokens, Annotated[int, Between(0, MAX_INT32)])
-        self._checked()
+        self._check_tensors()
         if self.seg_indptr is not None:
             return slots_from_sequences(self.seg_indptr, self.weight_indices, tokens)
         if self.weight_indices.shape != (tokens,):
@@ -206,8 +206,8 @@ def _check(
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
     info.slots_of(len(x))
     check_no_gradients(tensors)
-    read: dict[str, torch.Tensor] = {k: v for k, v in tensors.items() if k != "output"}
-    check_output("output", output, read | info._checked())
+    inputs: dict[str, torch.Tensor] = {k: v for k, v in tensors.items() if k != "output"}
+    check_output("output", output, inputs | info._check_tensors())
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -217,12 +217,12 @@ def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype not in allowed:
         raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, allowed)))
     # Ids and weights are copied if not contiguous; a last dimension of 1 has no stride.
-    copied = name in ("topk_ids", "topk_weights")
-    if not copied and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    is_copied = name in ("topk_ids", "topk_weights")
+    if not is_copied and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         got = f"strides {tensor.stride()}"
         raise LayoutError(name, got=got, need="the last dimension contiguous")
     if name == "output" and len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
-        raise LayoutError(name, got=f"strides {tensor.stride()}", need="rows apart from each other")
+        raise LayoutError(name, got=f"strides {tensor.stride()}", need="rows that do not overlap")
 
 
 def _shapes(

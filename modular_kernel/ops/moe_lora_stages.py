@@ -26,7 +26,7 @@ _BLOCK_R, _BLOCK_I = 32, 64
 _DEPTH, _OUT = {2: 64, 4: 32}, {2: 128, 4: 64}
 _MIN_R = 16
 # Matrix elements that a program of the fused kernel holds at once.
-_FUSED_TILE, _MOST_FUSED_BLOCK = 4096, 256
+_FUSED_TILE, _MAX_FUSED_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def moe_lora_fused(
 
 def fused_block(max_rank: int) -> int:
     """Return the columns of H per program of the fused kernel."""
-    return min(_MOST_FUSED_BLOCK, max(_MIN_R, _FUSED_TILE // next_power_of_2(max_rank)))
+    return min(_MAX_FUSED_BLOCK, max(_MIN_R, _FUSED_TILE // next_power_of_2(max_rank)))
 
 
 def _rank_block(max_rank: int) -> int:

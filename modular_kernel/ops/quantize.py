@@ -76,14 +76,14 @@ def quantize_specs(
     segments: the number of experts e for batched rows, else 1.
     """
     if scheme.activation not in _ACTIVATIONS:
-        raise _other_scheme(scheme)
+        raise _unsupported_scheme(scheme)
     specs = {f"{prefix}_q": BufferSpec((rows, columns), STORAGE[scheme.activation])}
     if not scheme.static:
         shape = scale_shape(scheme, rows, columns)
         specs[f"{prefix}_scale"] = BufferSpec(shape, torch.float32)
     if _needs_partials(scheme):
-        most = max(_MAX_PARTIALS, segments)
-        specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)
+        num_partials = max(_MAX_PARTIALS, segments)
+        specs[f"{prefix}_partials"] = BufferSpec((num_partials,), torch.float32)
     return specs
 
 
@@ -91,7 +91,7 @@ def scale_shape(scheme: QuantScheme, rows: int, columns: int) -> tuple[int, ...]
     """Return the shape of the scales of (rows, columns) activations."""
     if scheme.activation_granularity == "tensor":
         return (1,)
-    return (rows, -(-columns // _group(scheme, columns)))
+    return (rows, -(-columns // _columns_per_scale(scheme, columns)))
 
 
 def take_quantized(
@@ -179,7 +179,7 @@ def activation_and_quantize(
     _launch_quantize(x_RN, scheme, out, live, 0, source | constants)
 
 
-def _other_scheme(scheme: QuantScheme) -> ConfigurationError:
+def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
     need = f"a scheme with {' or '.join(_ACTIVATIONS)} activations"
     return ConfigurationError("activation quantization", got=str(scheme), need=need)
 
@@ -187,7 +187,7 @@ def _other_scheme(scheme: QuantScheme) -> ConfigurationError:
 def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: Quantized) -> None:
     """Raise an InputError unless `out` fits (rows, columns) values."""
     if scheme.activation not in _ACTIVATIONS:
-        raise _other_scheme(scheme)
+        raise _unsupported_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
         raise ShapeError("quantized rows", got=tuple(out.q_RK.shape), need=(rows, columns))
     need = scale_shape(scheme, rows, columns)
@@ -205,7 +205,7 @@ def _needs_partials(scheme: QuantScheme) -> bool:
     return scheme.activation_granularity == "tensor" and not scheme.static
 
 
-def _group(scheme: QuantScheme, columns: int) -> int:
+def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
     """Return the number of columns that share a scale."""
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
@@ -258,7 +258,7 @@ def tile_arguments(
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
-    group = _group(scheme, columns) if computed else min(columns, _CHUNK)
+    group = _columns_per_scale(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
     max_programs = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
@@ -294,7 +294,9 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
     """Return float32 (R, K): q * scale, with scales as in `Quantized`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
-        scale = scale.repeat_interleave(min(_group(scheme, columns), columns), 1)[:, :columns]
+        scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
+            :, :columns
+        ]
     return q_RK.float() * scale
 
 
@@ -303,7 +305,7 @@ def quantize_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return q (R, K) and scales, as in `Quantized`, of float32 values, all of which count."""
     if scheme.activation not in _ACTIVATIONS:
-        raise _other_scheme(scheme)
+        raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
     largest = LARGEST[scheme.activation]
     if static_scale is not None:
@@ -313,7 +315,7 @@ def quantize_values(
         if scheme.activation_granularity == "tensor":
             amax = magnitude.amax().reshape(1) if rows else magnitude.new_zeros(1)
         else:
-            group = min(_group(scheme, columns), columns)
+            group = min(_columns_per_scale(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
             # Not -1: there may be no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)

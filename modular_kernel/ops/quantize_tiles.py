@@ -46,27 +46,26 @@ class Tiles:
         return min(16, max(4, values // _WARP_TILE))
 
 
-def row_tiles(segments: int, capacity: int, group: int, most: int) -> Tiles:
-    """Return tiles of one column group, for at most `most` programs or one per segment."""
+def row_tiles(segments: int, capacity: int, group: int, max_programs: int) -> Tiles:
+    """Return tiles of one column group, for at most `max_programs` programs or one per segment."""
     block_c = min(_MAX_BLOCK, next_power_of_2(group))
     block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
-    parts = max(1, min(-(-capacity // block_r), most // segments))
+    parts = max(1, min(-(-capacity // block_r), max_programs // segments))
     return Tiles(segments, capacity, parts, block_r, block_c)
 
 
-def group_tiles(plain: Tiles, columns: int, group: int) -> Tiles:
+def group_tiles(base: Tiles, columns: int, group: int) -> Tiles:
     """Return tiles for streaming rows of `columns`, of which `group` columns share a scale.
 
-    Returns `plain` unchanged for small inputs, and for several segments, one of which may hold all
-    rows.
+    Returns `base` for small inputs, and for several segments, one of which may hold all rows.
     """
-    capacity, groups = plain.capacity, -(-columns // group)
-    few = groups == 1 or capacity * columns < _STREAMED
-    full_groups = group == plain.block_c <= _STREAM_COLUMNS
-    if few or not full_groups or plain.segments > 1:
-        return plain
+    capacity, groups = base.capacity, -(-columns // group)
+    is_small = groups == 1 or capacity * columns < _STREAMED
+    full_groups = group == base.block_c <= _STREAM_COLUMNS
+    if is_small or not full_groups or base.segments > 1:
+        return base
     # The power of two that divides the number of groups, so that no lane idles.
-    wide = min(groups & -groups, _STREAM_COLUMNS // group)
-    block_r = max(1, _TILE // (wide * group))
-    parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS * wide // groups))
-    return Tiles(1, capacity, parts, block_r, group, wide, _STREAM_STAGES)
+    groups_per_tile = min(groups & -groups, _STREAM_COLUMNS // group)
+    block_r = max(1, _TILE // (groups_per_tile * group))
+    parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS * groups_per_tile // groups))
+    return Tiles(1, capacity, parts, block_r, group, groups_per_tile, _STREAM_STAGES)

@@ -41,7 +41,7 @@ def weight_and_sum(
 def _source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return how a kernel finds a pair's row, and the arguments for it. index: any tensor."""
+    """Return the SOURCE of a pair's row (see the kernels), and the arguments for it."""
     if routing is None:
         return "all", _index_arguments(index)
     ids = id_arguments(routing, num_local)
@@ -66,7 +66,7 @@ def moe_sum_reduce(
     """Compute out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32.
 
     rows_TKH: (T, K, H), out_TH: (T, H), of one floating dtype, contiguous, without shared memory.
-    Raises the InputError of a tensor that does not comply.
+    Raises an InputError for a tensor that violates this.
     """
     expect("routed_scaling_factor", routed_scaling_factor, float)
     check_tensor("rows", rows_TKH)

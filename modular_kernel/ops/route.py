@@ -38,7 +38,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _LANES = 512  # values per one-warp program, if there are enough tokens
 _FEW_TOKENS = 1024  # up to this many tokens each program handles one
 _LARGEST = torch.finfo(torch.float32).max
-_MAX_LOADED_PLACES = 1 << 12  # cached locations of parameters known to be loaded
+_MAX_LOADED_LOCATIONS = 1 << 12  # cached locations of parameters known to be loaded
 _launches = ReplayedOperation()
 INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
 
@@ -87,11 +87,11 @@ def route(
     tensors = RouterTensors() if tensors is None else tensors
     _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
     if is_compiling():
-        return _traced(logits_TE, spec, tensors, token_ids_T, ids_dtype)
-    return _routed(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+        return _route_traced(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+    return _route_eager(logits_TE, spec, tensors, token_ids_T, ids_dtype)
 
 
-def _routed(
+def _route_eager(
     logits_TE: torch.Tensor,
     spec: RouterSpec,
     tensors: RouterTensors,
@@ -140,7 +140,7 @@ def route_op(
     _check_loaded_once(unloaded)
     ids_dtype = torch.int64 if wide_ids else torch.int32
     _check(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
-    routed = _routed(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
+    routed = _route_eager(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
     identity_T = routed.identity_T
     if identity_T is None:
         identity_T = torch.empty(0, dtype=torch.float32, device=logits_TE.device)
@@ -159,7 +159,7 @@ def _(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # ty
     )
 
 
-def _traced(
+def _route_traced(
     logits_TE: torch.Tensor,
     spec: RouterSpec,
     tensors: RouterTensors,
@@ -222,16 +222,16 @@ def spec_of_text(text: str) -> RouterSpec:
         raise ConfigurationError("router spec", got=text[:80], need=need) from None
 
 
-_loaded_places = set[tuple[object, ...]]()
+_loaded_locations = set[tuple[object, ...]]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise StateError for unloaded tensors; memory found loaded is not checked again."""
-    locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_places
+    """Raise StateError for unloaded tensors; memory that was loaded once is not checked again."""
+    locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_locations
     if known.issuperset(locations):
         return
     check_loaded({f"parameter {index} of the router": t for index, t in enumerate(tensors)})
-    if len(known) > _MAX_LOADED_PLACES:
+    if len(known) > _MAX_LOADED_LOCATIONS:
         known.clear()
     known.update(locations)
 
@@ -306,8 +306,8 @@ def route_ref(
     known_TE = ~logits_TE.isnan()
     # Clamp infinities to the largest finite values, so that a difference of logits is never NaN.
     logits_TE = logits_TE.float().masked_fill(~known_TE, 0).clamp(-_LARGEST, _LARGEST)
-    first = spec.order == "score_first"
-    scores_TE = _scores(logits_TE, known_TE, spec) if first else logits_TE
+    score_first = spec.order == "score_first"
+    scores_TE = _scores(logits_TE, known_TE, spec) if score_first else logits_TE
     if spec.table:
         ids_TK = _from_table(spec, tensors, token_ids_T, logits_TE.shape[1])
         known_TK = known_TE.gather(1, ids_TK.clamp(min=0))
@@ -317,19 +317,22 @@ def route_ref(
         if tensors.bias_E is not None:
             choice = choice + tensors.bias_E.float()
         choice = choice.masked_fill(~known_TE | choice.isnan(), -torch.inf)
-        ids_TK = _best(_in_best_groups(choice, spec), spec.top_k)
+        ids_TK = _top_ids(_mask_other_groups(choice, spec), spec.top_k)
     chosen_TK = ids_TK >= 0
     weights_TK = scores_TE.gather(1, ids_TK.clamp(min=0))
-    if not first:
+    if not score_first:
         weights_TK = _scores(weights_TK, chosen_TK, spec)
     weights_TK = weights_TK.masked_fill(~chosen_TK, 0)
     if spec.renormalize:
         divisor = (weights_TK.sum(1, keepdim=True) + spec.eps).clamp(min=spec.floor)
         weights_TK = weights_TK / torch.where(divisor > 0, divisor, 1)
     if routed.identity_T is not None:
-        spare_TK = ids_TK >= logits_TE.shape[1] - spec.zero_experts
-        routed.identity_T.copy_(torch.where(spare_TK, weights_TK, 0).sum(1))
-        weights_TK, ids_TK = weights_TK.masked_fill(spare_TK, 0), ids_TK.masked_fill(spare_TK, -1)
+        is_zero_expert_TK = ids_TK >= logits_TE.shape[1] - spec.zero_experts
+        routed.identity_T.copy_(torch.where(is_zero_expert_TK, weights_TK, 0).sum(1))
+        weights_TK, ids_TK = (
+            weights_TK.masked_fill(is_zero_expert_TK, 0),
+            ids_TK.masked_fill(is_zero_expert_TK, -1),
+        )
     routed.routing.topk_weights_TK.copy_(weights_TK)
     routed.routing.topk_ids_TK.copy_(ids_TK)
 
@@ -346,7 +349,7 @@ def _scores(logits: torch.Tensor, known: torch.Tensor, spec: RouterSpec) -> torc
     return exponentials / torch.where(total > 0, total, 1)
 
 
-def _in_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     """Return `choice` with -inf outside each token's best groups."""
     if spec.topk_groups == spec.groups:
         return choice
@@ -356,13 +359,15 @@ def _in_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
         second = by_group.topk(2, 2).values[..., 1]
         # Halved, because the sum of two values may overflow.
         best = best / 2 + torch.where(second > -torch.inf, second, 0) / 2
-    kept = _best(best, spec.topk_groups)
-    group = torch.where(kept >= 0, kept, spec.groups)  # the extra column collects missing groups
+    best_groups = _top_ids(best, spec.topk_groups)
+    group = torch.where(
+        best_groups >= 0, best_groups, spec.groups
+    )  # the extra column collects missing groups
     mask = best.new_zeros(len(best), spec.groups + 1, dtype=torch.bool).scatter(1, group, True)
     return by_group.masked_fill(~mask[:, :-1, None], -torch.inf).flatten(1)
 
 
-def _best(choice: torch.Tensor, count: int) -> torch.Tensor:
+def _top_ids(choice: torch.Tensor, count: int) -> torch.Tensor:
     """Return ids of the `count` largest per row, the lower id first on ties; -1 for -inf."""
     values, ids = choice.sort(dim=1, descending=True, stable=True)
     return torch.where(values[:, :count] > -torch.inf, ids[:, :count], -1)
@@ -402,7 +407,7 @@ def _check(
     check_no_gradients({"router logits": logits_TE})
     tokens, columns = logits_TE.shape
     spec.columns(columns - spec.zero_experts)
-    _of_dtype("router logits", logits_TE, _FLOATS)
+    _check_dtype("router logits", logits_TE, _FLOATS)
     if logits_TE.stride(1) != 1 and tokens:
         got = f"strides {logits_TE.stride()}"
         raise LayoutError("router logits", got=got, need="stride(-1) == 1")
@@ -421,13 +426,13 @@ def _check(
 def _check_optional(
     what: str,
     tensor: torch.Tensor | None,
-    declared: bool,
+    required: bool,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
     """Check a tensor that must be present exactly if the spec requires it."""
-    if not declared:
+    if not required:
         if tensor is not None:
             raise ConfigurationError(what, got="a tensor", need="None: the router's spec has none")
         return
@@ -435,14 +440,14 @@ def _check_optional(
     assert tensor is not None
     if tuple(tensor.shape) != shape:
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
-    _of_dtype(what, tensor, dtypes)
+    _check_dtype(what, tensor, dtypes)
     if tensor.device != device:
         raise DeviceError(what, got=tensor.device, need=f"{device}, where the logits are")
     if not tensor.is_contiguous():
         raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
 
 
-def _of_dtype(what: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_dtype(what: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
         need = " or ".join(map(dtype_name, dtypes))
         raise DtypeError(what, got=dtype_name(tensor.dtype), need=need)

@@ -38,7 +38,7 @@ class SortedPairs:
         return self.tiles.numel() // 3
 
 
-def most_tiles(numel: int, block_m: int, num_local: int) -> int:
+def max_tile_count(numel: int, block_m: int, num_local: int) -> int:
     """Return the maximum number of block_m-row tiles of numel pairs of num_local experts."""
     return min(numel, num_local + numel // block_m)
 
@@ -46,7 +46,7 @@ def most_tiles(numel: int, block_m: int, num_local: int) -> int:
 def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping[str, BufferSpec]:
     """Return the workspace buffers of `sort_pairs`."""
     numel = tokens * top_k
-    tiles = most_tiles(numel, block_m, num_local)
+    tiles = max_tile_count(numel, block_m, num_local)
     return {
         "sort_rows": BufferSpec((tokens, top_k), torch.int32),
         "sort_tokens": BufferSpec((numel,), torch.int32),

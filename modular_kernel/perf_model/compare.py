@@ -147,7 +147,7 @@ def cells_of(path: Path) -> list[ComparedTime]:
     Raises ConfigurationError for another file.
     """
     try:
-        record = json_files.parse(json_files.read_file(path, _MOST_BYTES), constants=True)
+        record = json_files.parse(json_files.read_file(path, _MOST_BYTES), allow_constants=True)
         return _reader(record)(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got = _reason_of(error)

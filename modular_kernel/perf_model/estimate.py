@@ -144,9 +144,10 @@ def _refused(part: str, problem: Problem, machine: Machine) -> str:
     """
     rules = {"world_size", "hosts", "max_experts", "top_k", "hidden"}
     part_class = load_catalog().prepare_finalize(part)
-    verdict = next(
-        v for v in check_all(problem, machine) if v.prepare_finalize == part_class.__name__
-    )
+    verdicts = (v for v in check_all(problem, machine) if v.prepare_finalize == part_class.__name__)
+    verdict = next(verdicts, None)
+    if verdict is None:
+        return f"no experts part is installed to judge {part_class.__name__} with"
     return "; ".join(
         str(r) for r in verdict.rejections if r.rule in rules and part_class.__name__ in r.parties
     )

@@ -76,7 +76,7 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     rows = pairs = out = back = 0
     for source, routing in enumerate(routings):
         first = 0 if replicated else source
-        tables = problem.placement.tables(near=() if replicated else rank_tiers(source, per_host))
+        tables = problem.placement.tables(tiers=() if replicated else rank_tiers(source, per_host))
         rank_TK, slot_TK, _ = pairs_to_slots(
             routing.topk_ids_TK, tables, first_token=first, together=not replicated
         )

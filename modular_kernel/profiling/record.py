@@ -246,7 +246,7 @@ class _Bench:
     def _torch_references(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
         """Return a context that runs operations as torch references if no part needs Triton."""
         parts = type(kernel.prepare_finalize), type(kernel.experts)
-        return prefer_torch_reference(wanted=not needs_triton(*parts))
+        return prefer_torch_reference(enabled=not needs_triton(*parts))
 
     def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """Create and warm up a plan; return it with its memory use and its first output."""

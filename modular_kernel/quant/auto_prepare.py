@@ -45,7 +45,7 @@ class _Entry:
 
 
 class AutoPrepared:
-    """Weights prepared by kernels on their own, by the memory of their sources and by layout."""
+    """Prepared tensors by layout and by the memory of their sources."""
 
     def __init__(self) -> None:
         self._entries: dict[_Key, _Entry] = {}
@@ -80,7 +80,7 @@ class AutoPrepared:
                 entry = None
             if entry is None:
                 self._drop_dead()
-                tensors = self._allocated(weights, specs, layout)
+                tensors = self._allocate(weights, specs, layout)
                 if tensors is None:
                     return None
                 _derive(weights, tensors, layout, prepare)
@@ -91,9 +91,8 @@ class AutoPrepared:
         return replace(weights, **entry.tensors)
 
     def refresh(self, weights: ExpertWeights) -> None:
-        """Derive anew, now, what was prepared of weights that have been written since.
-
-        Otherwise the next call does, but a captured CUDA graph would read the former values.
+        """Derive the prepared tensors of weights that were written since, without waiting for a
+        call. A captured CUDA graph would otherwise read the old values.
         """
         with self._lock:
             for (layout, *addresses), entry in self._entries.items():
@@ -105,18 +104,20 @@ class AutoPrepared:
 
     def held_bytes(self) -> dict[torch.device, int]:
         """Return the bytes of the prepared tensors by device."""
-        held: dict[torch.device, int] = {}
+        nbytes_by_device: dict[torch.device, int] = {}
         with self._lock:
             self._drop_dead()
             for entry in self._entries.values():
                 for tensor in entry.tensors.values():
-                    held[tensor.device] = held.get(tensor.device, 0) + tensor.nbytes
-        return held
+                    nbytes_by_device[tensor.device] = (
+                        nbytes_by_device.get(tensor.device, 0) + tensor.nbytes
+                    )
+        return nbytes_by_device
 
     def _drop_dead(self) -> None:
         self._entries = {key: entry for key, entry in self._entries.items() if entry.is_alive()}
 
-    def _allocated(
+    def _allocate(
         self, weights: ExpertWeights, specs: Mapping[str, BufferSpec], layout: str
     ) -> dict[str, torch.Tensor] | None:
         """Allocate the prepared tensors; None, with a warning, if too little memory is free."""
@@ -197,14 +198,18 @@ class WeightPreparer:
         return self.enabled_on(device) and bool(self._specs) and not may_keep_buffers(device)
 
     def __call__(self, weights: ExpertWeights) -> Prepared | None:
-        """Return the weights with prepared tensors, the sources of these, and the tensors.
+        """Return the weights with prepared tensors, the sources of these tensors, and the tensors.
 
         None if the experts prepare nothing, if memory is short, or while a CUDA graph is captured.
         """
         device = weights.w1.device
         if not (self.enabled_on(device) and self._specs and may_keep_buffers(device)):
             return None
-        found = AUTO_PREPARED.find(weights, self._specs, self._layout, self._prepare)
-        if found is None:
+        prepared_weights = AUTO_PREPARED.find(weights, self._specs, self._layout, self._prepare)
+        if prepared_weights is None:
             return None
-        return found, prepared.source_tensors(found), prepared.prepared_tensors(found)
+        return (
+            prepared_weights,
+            prepared.source_tensors(prepared_weights),
+            prepared.prepared_tensors(prepared_weights),
+        )

@@ -1,7 +1,7 @@
 """Bit-exact nvfp4: e2m1 values, an e4m3 scale per 16 of them, and one float32 global scale.
 
     w = (e2m1(q) s) g                      in float32, in this order: the first product is exact
-    s = e4m3(min(448, G amax / 6))         of 16 values, G = 1 / g
+    s = e4m3(min(448, G amax / 6))         amax over 16 values, G = 1 / g
     q = e2m1(x (G / s)), 0 where s is 0    to nearest, ties to the even code, at most 6
 
 `quantize` matches what packers do to weights and what w4a4 kernels do to activations, except that
@@ -13,8 +13,8 @@ import torch
 from modular_kernel.quant.scale_tiles import pack_pairs
 
 GROUP = 16
-LARGEST = 6.0  # of e2m1
-LARGEST_SCALE = 448.0  # of e4m3
+MAX_VALUE = 6.0  # of e2m1
+MAX_SCALE = 448.0  # of e4m3
 
 # Magnitudes of e2m1 by code; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -33,7 +33,7 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     in its own range and not smaller than the right one elsewhere, so their minimum is the code. The
     offsets added to rounded counts are even, so rounding halves to even gives even codes.
     """
-    magnitude = values.abs().nan_to_num_(LARGEST).clamp_(max=LARGEST)
+    magnitude = values.abs().nan_to_num_(MAX_VALUE).clamp_(max=MAX_VALUE)
     halves, ones = (2 * magnitude).round_(), magnitude.round().add_(2)
     twos = magnitude.div_(2).round_().add_(4)
     code = torch.minimum(torch.minimum(halves, ones), twos).to(torch.uint8)
@@ -51,8 +51,8 @@ def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torc
     groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // GROUP, GROUP)
     # Divide by a tensor: on a GPU, torch turns division by a Python number into a multiplication
     # by its reciprocal.
-    unclamped = inverse * groups.abs().amax(-1) / x.new_tensor(LARGEST)
-    scale = unclamped.clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
+    unclamped = inverse * groups.abs().amax(-1) / x.new_tensor(MAX_VALUE)
+    scale = unclamped.clamp(max=MAX_SCALE).to(torch.float8_e4m3fn)
     divisor = scale.float()
     factor = torch.where(divisor == 0, 0.0, inverse / divisor)
     codes = e2m1_codes(groups * factor[..., None])
@@ -61,8 +61,8 @@ def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return float32 (..., K) from `quantize`'s results; factor: g, broadcastable to (..., 1)."""
-    spread = scale.float().repeat_interleave(GROUP, -1)[..., : codes.shape[-1]]
-    return (e2m1_values(codes) * spread) * factor
+    scale_of_value = scale.float().repeat_interleave(GROUP, -1)[..., : codes.shape[-1]]
+    return (e2m1_values(codes) * scale_of_value) * factor
 
 
 def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tensor:
@@ -85,8 +85,8 @@ def quantize_matrices(
         largest = row_amax.reshape(e, rows // matrices, matrices).amax(1)
     else:
         largest = row_amax.reshape(e, matrices, rows // matrices).amax(2)
-    max_magnitude = largest.new_tensor(LARGEST * LARGEST_SCALE)
+    max_magnitude = largest.new_tensor(MAX_VALUE * MAX_SCALE)
     global_scale = torch.where(largest > 0, largest / max_magnitude, 1.0)
-    of_row = matrix_of_rows(rows, matrices, interleaved=interleaved).to(w_eNK.device)
-    codes, scale = quantize(w_eNK, (1 / global_scale)[:, of_row, None])
+    matrix_of_row = matrix_of_rows(rows, matrices, interleaved=interleaved).to(w_eNK.device)
+    codes, scale = quantize(w_eNK, (1 / global_scale)[:, matrix_of_row, None])
     return pack_pairs(codes, 2), scale, global_scale

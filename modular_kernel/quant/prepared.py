@@ -2,8 +2,9 @@
 
     weights = kernel.prepare_weights(weights)   # in addition to w1 and w2, which other calls read
 
-Each prepared tensor records its reader, and the memory and version of its sources and of itself, so
-that a call is refused after any of them was written. A copy has no such record and is refused too.
+For each prepared tensor, its layout and the memory and version of its sources and of itself are
+recorded, so that a call is refused after any of them was written. A copy has no such record and is
+refused too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,34 +36,36 @@ SOURCE_FIELDS = {
     "w2_tiles": ("w2", "w2_scale"),
     "w2_tile_scales": ("w2", "w2_scale", "w2_zero_point"),
 }
-_AGAIN = "the result of kernel.prepare_weights, prepared again after weights were written or copied"
+_PREPARE_AGAIN = (
+    "the result of kernel.prepare_weights, prepared again after weights were written or copied"
+)
 
 
 class _Source(NamedTuple):
     """Identity of a source tensor: its memory and layout, and its version counter."""
 
-    place: tuple[object, ...]
+    memory_key: tuple[object, ...]
     storage: StorageWeakRef  # while it is alive, no other storage can have the same address
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def matches(self, tensor: torch.Tensor) -> bool:
         expired: bool = self.storage.expired()  # type: ignore[no-untyped-call]
-        return self.place == _place(tensor) and not expired
+        return self.memory_key == _memory_key(tensor) and not expired
 
 
-class _Made(NamedTuple):
-    """Record of a prepared tensor: its reader, its sources, and its own state once written."""
+class _Record(NamedTuple):
+    """Record of a prepared tensor: its layout, its sources, and its own state once complete."""
 
     layout_key: str
     source_tensors: tuple[_Source, ...]
-    own: _Source | None = None
+    state: _Source | None = None
 
-    def holds(self, weights: ExpertWeights, name: str) -> bool:
+    def matches(self, weights: ExpertWeights, name: str) -> bool:
         current = _tensors(weights, SOURCE_FIELDS[name])
         recorded = self.source_tensors
-        return len(current) == len(recorded) and all(map(_Source.holds, recorded, current))
+        return len(current) == len(recorded) and all(map(_Source.matches, recorded, current))
 
 
-_made: Any = WeakIdKeyDictionary()  # tensor -> _Made
+_records: Any = WeakIdKeyDictionary()  # tensor -> _Record
 
 
 def layout_key(experts: type, problem: Problem) -> str:
@@ -72,17 +75,18 @@ def layout_key(experts: type, problem: Problem) -> str:
     """
     owner = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
     act = problem.act
-    rows = "up first" if act.up_first else "gate first" if act.gated else "of one kind"
-    rows = "alternating" if act.interleaved else rows
+    rows = "up first" if act.up_first else "gate first" if act.gated else "ungated"
+    rows = "interleaved" if act.interleaved else rows
     return f"{owner.__name__} of {problem.scheme}, rows {rows}"
 
 
 def allocate_prepared(
-    weights: ExpertWeights, specs: Mapping[str, BufferSpec], reader: str
+    weights: ExpertWeights, specs: Mapping[str, BufferSpec], expected_layout: str
 ) -> dict[str, torch.Tensor]:
     """Allocate a tensor for each spec, on the weights' device, and record its sources.
 
-    Raises ConfigurationError if a part declares a field that is not in MADE_OF.
+    expected_layout: from `layout_key`. Raises ConfigurationError if a part declares a field that is
+    not in SOURCE_FIELDS.
     """
     tensors = {}
     if unknown := sorted(specs.keys() - SOURCE_FIELDS.keys()):
@@ -91,7 +95,7 @@ def allocate_prepared(
     with modes.outside_inference_mode():
         for name, spec in specs.items():
             tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
-    record_sources(weights, tensors, reader)
+    record_sources(weights, tensors, expected_layout)
     return tensors
 
 
@@ -101,19 +105,21 @@ def record_sources(
     """Record that prepared tensors, about to be written, are derived from these weights."""
     for name, tensor in tensors.items():
         sources = (
-            _Source(_place(t), storage_of(t)) for t in _tensors(weights, SOURCE_FIELDS[name])
+            _Source(_memory_key(t), storage_of(t)) for t in _tensors(weights, SOURCE_FIELDS[name])
         )
-        _made[tensor] = _Made(layout, tuple(sources))
+        _records[tensor] = _Record(layout, tuple(sources))
 
 
-def mark_complete(made: Mapping[str, torch.Tensor]) -> None:
+def mark_complete(tensors: Mapping[str, torch.Tensor]) -> None:
     """Record that tensors of `allocate_prepared` are complete; later writes to them are refused.
 
     Writes that torch does not track (to `.data`, and by kernels launched outside torch) are not
     detected.
     """
-    for tensor in made.values():
-        _made[tensor] = _made[tensor]._replace(own=_Source(_place(tensor), storage_of(tensor)))
+    for tensor in tensors.values():
+        _records[tensor] = _records[tensor]._replace(
+            state=_Source(_memory_key(tensor), storage_of(tensor))
+        )
 
 
 def without_prepared(weights: ExpertWeights) -> ExpertWeights:
@@ -125,34 +131,45 @@ def without_prepared(weights: ExpertWeights) -> ExpertWeights:
 
 
 def check_prepared(
-    weights: ExpertWeights, specs: Mapping[str, BufferSpec], device: torch.device, reader: str
+    weights: ExpertWeights,
+    specs: Mapping[str, BufferSpec],
+    device: torch.device,
+    expected_layout: str,
 ) -> None:
     """Check the prepared tensors, if there are any: present, valid, and derived from these weights.
 
-    specs, reader: of the kernel's experts. Prepared tensors that they do not read must still be
-    valid for these weights.
-    Raises WeightsError, ShapeError, DtypeError, DeviceError or LayoutError.
+    specs, expected_layout: of the kernel's experts. Prepared tensors that they do not read must
+    also be valid for these weights. Raises WeightsError, ShapeError, DtypeError, DeviceError or
+    LayoutError.
     """
     present = {name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None}
     for name, tensor in present.items():
-        record = _made.get(tensor)
+        record = _records.get(tensor)
         if record is None:
             got = "a tensor that no kernel prepared in this process"
-            raise WeightsError(name, got=got, need=f"None, or {_AGAIN}")
-        if not record.holds(weights, name):
-            raise WeightsError(name, got="made of other values of the weights", need=_AGAIN)
-        if record.own is None or not record.own.holds(tensor):
-            raise WeightsError(name, got="written to since it was prepared", need=_AGAIN)
+            raise WeightsError(name, got=got, need=f"None, or {_PREPARE_AGAIN}")
+        if not record.matches(weights, name):
+            raise WeightsError(
+                name,
+                got="derived from other weights, or before they were written",
+                need=_PREPARE_AGAIN,
+            )
+        if record.state is None or not record.state.matches(tensor):
+            raise WeightsError(name, got="written to since it was prepared", need=_PREPARE_AGAIN)
     for name, spec in specs.items() if present else ():
         tensor = present.get(name)
         if tensor is None:
-            raise WeightsError(name, got="None", need=f"{spec.shape}, beside {', '.join(present)}")
-        _check_as(name, tensor, spec, device)
-        if (made_for := _made[tensor].layout_key) != reader:
-            raise WeightsError(name, got=f"made for {made_for}", need=f"{_AGAIN}, for {reader}")
+            raise WeightsError(
+                name, got="None", need=f"{spec.shape}, in addition to {', '.join(present)}"
+            )
+        _check_spec(name, tensor, spec, device)
+        if (layout := _records[tensor].layout_key) != expected_layout:
+            raise WeightsError(
+                name, got=f"prepared for {layout}", need=f"{_PREPARE_AGAIN}, for {expected_layout}"
+            )
 
 
-def _check_as(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.device) -> None:
+def _check_spec(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.device) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise ShapeError(name, got=tuple(tensor.shape), need=spec.shape)
     if tensor.dtype is not spec.dtype:
@@ -166,10 +183,10 @@ def _check_as(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.d
 def is_current(weights: ExpertWeights, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether complete prepared tensors were derived from the weights' current values."""
     for name, tensor in tensors.items():
-        record = _made.get(tensor)
-        if record is None or record.own is None:
+        record = _records.get(tensor)
+        if record is None or record.state is None:
             return False
-        if not (record.holds(weights, name) and record.own.holds(tensor)):
+        if not (record.matches(weights, name) and record.state.matches(tensor)):
             return False
     return True
 
@@ -189,7 +206,7 @@ def prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
     return _tensors(weights, SOURCE_FIELDS)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), _version(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 

@@ -1,4 +1,4 @@
-"""Quantized expert weights: required tensors, quantization and dequantization.
+"""Quantized expert weights: required tensors, quantization and dequantization, static scales.
 
 With stored value q, scale s and zero point z, a weight is
 
@@ -40,8 +40,8 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.utils.argument_checks import expect
 
-# Names of all schemes; of those whose activations can be dispatched as 8-bit values; and of those
-# whose activations have at least 8 bits.
+# Names of all schemes, of those that dispatch quantized activations, and of those without 4-bit
+# activations.
 SCHEMES = frozenset(QUANT_SCHEMES)
 ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].dispatched_quantized)
 UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
@@ -56,12 +56,12 @@ STORAGE = {
 # The largest magnitude of a symmetric quantized value, and the implicit zero point.
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
 IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
-_TOP = {"uint8": 255, "uint4": 15}
+_MAX_CODE = {"uint8": 255, "uint4": 15}
 # Lower bound of computed scales: zeros stay zeros, and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
 _Quantize = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
-_WEIGHTS_AT_ONCE = 1 << 25  # weights per step, to limit the float32 temporaries
+_MAX_WEIGHTS = 1 << 25  # weights per step, to limit the float32 temporaries
 
 # Fields of ExpertWeights other than w1, w2, biases, expert_map, adapters and prepared tensors.
 SCALE_FIELDS = (
@@ -119,7 +119,7 @@ def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     scheme = problem.scheme
     for name in indivisible_sizes(problem):
         step = values_per_word(scheme)
-        need = f"a multiple of {step}: {scheme} packs so many values of a row together"
+        need = f"a multiple of {step}: {scheme} packs that many values of a row together"
         raise ConfigurationError(name, got=getattr(problem, name), need=need)
     rows = "2I" if problem.act.gated else "I"
     specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
@@ -160,10 +160,10 @@ def _matrix_specs(
         groups = f"ceil({k} / {g})"
         shape, legend = (e, rows, ceil_div(depth, g)), f"(e, {n}, {groups})"
         if scheme.zero_points and scheme.packed:
-            zeros = TensorSpec(
+            zero_spec = TensorSpec(
                 (e, rows // 2, ceil_div(depth, g)), (torch.uint8,), f"(e, {n} / 2, {groups})"
             )
-            specs[f"{name}_zero_point"] = zeros
+            specs[f"{name}_zero_point"] = zero_spec
         elif scheme.zero_points:
             specs[f"{name}_zero_point"] = TensorSpec(shape, (torch.uint8,), legend)
     specs[f"{name}_scale"] = TensorSpec(shape, _scale_dtypes(problem), legend)
@@ -205,10 +205,10 @@ def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: to
         if spec is not None and tensor is None:
             raise WeightsError(name, got="None", need=f"{spec} for quant={problem.quant}")
         if spec is not None and tensor is not None:
-            _check(name, tensor, spec, device)
+            _check_spec(name, tensor, spec, device)
 
 
-def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> None:
+def _check_spec(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise ShapeError(name, got=tuple(tensor.shape), need=f"{spec.legend} = {spec.shape}")
     if tensor.dtype not in spec.dtypes:
@@ -231,8 +231,8 @@ def dequantized_weights(
     Columns of w1 are in the order of x; columns of w2 are in stored order.
     """
 
-    def field(end: str) -> torch.Tensor | None:
-        tensor: torch.Tensor | None = getattr(weights, f"{name}{end}")
+    def field(suffix: str) -> torch.Tensor | None:
+        tensor: torch.Tensor | None = getattr(weights, f"{name}{suffix}")
         return None if tensor is None else tensor[experts]
 
     w_eNK, scale = field(""), field("_scale")
@@ -241,17 +241,17 @@ def dequantized_weights(
     values = dequantize(w_eNK, scale, field("_zero_point"), problem.scheme)
     if name == "w1" and weights.w1_order is not None:
         order, columns = weights.w1_order[experts].long(), values.shape[2]
-        # An extra column collects those of w1 whose index is out of range.
+        # Columns of w1 whose index is out of range go to an extra column, which is dropped.
         order = torch.where((order < 0) | (order >= columns), columns, order)[:, None]
         padded = values.new_zeros(*values.shape[:2], columns + 1)
         values = padded.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
     global_scale = field("_global_scale")
     if global_scale is None:
         return values
-    of_row = nvfp4.matrix_of_rows(
+    matrix_of_row = nvfp4.matrix_of_rows(
         values.shape[1], global_scale.shape[1], interleaved=problem.act.interleaved
     )
-    return values * global_scale[:, of_row.to(global_scale.device), None]
+    return values * global_scale[:, matrix_of_row.to(global_scale.device), None]
 
 
 def dequantize(
@@ -295,9 +295,9 @@ def quantize_weights(
 
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and with any strides. Biases,
     expert_map and, for a static scheme, a1_scale and a2_scale are passed through. scale_dtype:
-    dtype of the scales, if the scheme allows it. Deterministic to the bit. Besides the result,
-    memory for float32 copies of a few experts is needed. Raises the InputError of a weight that
-    cannot be read (see `modular_kernel.utils.tensor_checks`) or does not match.
+    dtype of the scales, if the scheme allows it. Results are bitwise reproducible. Besides the
+    result, memory for float32 copies of a few experts is needed. Raises the InputError of a weight
+    that cannot be read (see `modular_kernel.utils.tensor_checks`) or does not match.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
@@ -324,9 +324,9 @@ def quantize_weights(
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
         if scheme.act_order and name == "w1":
             w_eNK, fields["w1_order"] = _sort_columns(w_eNK)
-        parts = (name, f"{name}_scale", f"{name}_zero_point")
+        field_names = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
-            parts = (name, f"{name}_scale", f"{name}_global_scale")
+            field_names = (name, f"{name}_scale", f"{name}_global_scale")
             quantize: _Quantize = partial(
                 nvfp4.quantize_matrices,
                 matrices=matrices_of(name, problem),
@@ -334,7 +334,7 @@ def quantize_weights(
             )
         else:
             quantize = partial(_quantize, scheme=scheme, scale_dtype=scale_dtype)
-        fields |= zip(parts, _quantize_in_chunks(w_eNK, quantize), strict=True)
+        fields |= zip(field_names, _quantize_in_chunks(w_eNK, quantize), strict=True)
     quantized = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantized(quantized, problem, weights.w1.device)
     return quantized
@@ -348,14 +348,14 @@ def _sort_columns(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
     """Quantize weights of any floating dtype, converting a few experts at a time to float32."""
-    step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
+    step = max(1, _MAX_WEIGHTS // w_eNK[0].numel())
     results: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
         chunk = slice(start, start + step)
-        pieces = quantize(w_eNK[chunk].float())
+        quantized = quantize(w_eNK[chunk].float())
         if not results:
-            results = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
-        for tensor, piece in zip(results, pieces, strict=True):
+            results = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in quantized]
+        for tensor, piece in zip(results, quantized, strict=True):
             if tensor is not None and piece is not None:
                 tensor[chunk] = piece
     return results
@@ -368,45 +368,67 @@ def _quantize(
     if scheme.weight == "float4_e2m1":
         return _quantize_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
-    high, low = extremes(w_eNK, scheme)
+    maximum, minimum = extremes(w_eNK, scheme)
     # Divide by tensors: on a GPU, torch turns division by a Python number into a multiplication by
     # its reciprocal.
     if scheme.zero_points:
-        width = high.clamp(min=0) - low.clamp(max=0)
-        scale = width / width.new_tensor(_TOP[scheme.weight])
+        width = maximum.clamp(min=0) - minimum.clamp(max=0)
+        scale = width / width.new_tensor(_MAX_CODE[scheme.weight])
     else:
-        scale = torch.maximum(high, -low) / high.new_tensor(LARGEST[scheme.weight])
+        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(LARGEST[scheme.weight])
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
     q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
     if scheme.weight in ("float8_e4m3fn", "int8"):
-        largest = LARGEST[scheme.weight]
+        max_value = LARGEST[scheme.weight]
         if scheme.weight == "int8":
             q_eNK = q_eNK.round()
-        return q_eNK.clamp(-largest, largest).to(STORAGE[scheme.weight]), scale, None
-    top = _TOP[scheme.weight]
+        return q_eNK.clamp(-max_value, max_value).to(STORAGE[scheme.weight]), scale, None
+    max_code = _MAX_CODE[scheme.weight]
     zero = None
-    middle: torch.Tensor | int = IMPLICIT_ZERO_POINT[scheme.weight]
+    zero_point: torch.Tensor | int = IMPLICIT_ZERO_POINT[scheme.weight]
     if scheme.zero_points:
-        zero = (-low.clamp(max=0) / scale.float()).round().clamp(0, top)
-        middle = expand_scales(zero, scheme, rows, depth)
+        zero = (-minimum.clamp(max=0) / scale.float()).round().clamp(0, max_code)
+        zero_point = expand_scales(zero, scheme, rows, depth)
         zero = pack_pairs(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
-    stored = (q_eNK.round() + middle).clamp(0, top).to(torch.uint8)
-    return pack_pairs(stored, 2) if scheme.packed else stored, scale, zero
+    codes = (q_eNK.round() + zero_point).clamp(0, max_code).to(torch.uint8)
+    return pack_pairs(codes, 2) if scheme.packed else codes, scale, zero
 
 
 def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantize with the smallest power-of-two scale s for which 7 s is not exceeded.
+    """Quantize with the smallest power-of-two scale s such that no value exceeds 7 s.
 
     Values below 7 round to 6, as they would if 8 were the next code; ties go to the even code.
     """
-    high, low = extremes(w_eNK, scheme)
-    ratio = (torch.maximum(high, -low) / high.new_tensor(7.0)).clamp(min=MIN_SCALE)
+    maximum, minimum = extremes(w_eNK, scheme)
+    ratio = (torch.maximum(maximum, -minimum) / maximum.new_tensor(7.0)).clamp(min=MIN_SCALE)
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     scale = (exponent + 127).clamp(1, 254).to(torch.uint8)
     scaled = w_eNK / expand_scales(from_e8m0(scale), scheme, *w_eNK.shape[1:])
     packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
     return repacking.repack(packed) if scheme.repacked else packed, scale, None
+
+
+# -------------------------------------------------------------------- static activation scales
+
+
+def largest_value(scheme: QuantScheme) -> float:
+    """Return the largest activation magnitude that a static scale of 1 can represent."""
+    return nvfp4.MAX_VALUE * nvfp4.MAX_SCALE if scheme.scales_by_expert else 448.0
+
+
+def static_scale(
+    problem: Problem, max_magnitude: float, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Return an a1_scale or a2_scale, float32: (1,), or (e,) if scales are per expert.
+
+    It represents every magnitude up to `max_magnitude`. Per-expert scales range from that scale to
+    twice it, so that tests detect the use of another expert's scale.
+    """
+    unit = max_magnitude / largest_value(problem.scheme)
+    if not problem.scheme.scales_by_expert:
+        return torch.full((1,), unit, device=device)
+    return torch.linspace(unit, 2 * unit, problem.e, device=device)

@@ -10,8 +10,9 @@ in bit 15 and its other bits in bits 8 to 6 of a half. With FIELDS as the mask o
 
 This takes nine instructions for eight values: four masks and five shifts, four of which run in the
 multiply pipe. Codes in their natural order take thirteen, nine of them in the slower of the two
-pipes. No four positions can each be brought to FIELDS by a single shift, hence the XORs: the bits
-that the second shift brings along are known, and the stored bits compensate for them.
+pipes. A single shift cannot bring each of four pairs to FIELDS, hence the XORs. The second shift
+also brings bits of other pairs; they are known when a word is packed, so the stored bits compensate
+for them.
 """
 
 from collections.abc import Callable
@@ -23,13 +24,13 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.tensor_checks import check_output, check_tensor
 
 _SIGN = 0x80008000
-_REST = 0x01C001C0
-FIELDS = _SIGN | _REST
+_MAGNITUDE = 0x01C001C0
+FIELDS = _SIGN | _MAGNITUDE
 VALUES = 8  # per word
 _BYTES = VALUES // 2
-_WORDS_AT_ONCE = 1 << 22  # words per step, to limit the 64-bit temporaries
-_Words = Callable[[list[torch.Tensor]], torch.Tensor]
-_Pairs = Callable[[torch.Tensor], list[torch.Tensor]]
+_MAX_WORDS = 1 << 22  # words per step, to limit the 64-bit temporaries
+_Pack = Callable[[list[torch.Tensor]], torch.Tensor]
+_Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,8 +52,8 @@ def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
     """Pack four pairs in FIELDS into words; all int64."""
     p0, p1, p2, p3 = pairs
     w = p0 | p1 >> 3
-    w |= ((p3 ^ w << 2) & _REST) << 3
-    w |= ((p2 ^ w << 1) & _REST) >> 6
+    w |= ((p3 ^ w << 2) & _MAGNITUDE) << 3
+    w |= ((p2 ^ w << 1) & _MAGNITUDE) >> 6
     w |= ((p2 ^ w << 6) & _SIGN) >> 1
     w |= ((p3 ^ w >> 3) & _SIGN) >> 2
     return w
@@ -79,15 +80,15 @@ def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
     """Join pairs in FIELDS into words of nibbles."""
     w = torch.zeros_like(pairs[0])
     for i, pair in enumerate(pairs):
-        code = (pair & _SIGN) >> 12 | (pair & _REST) >> 6
+        code = (pair & _SIGN) >> 12 | (pair & _MAGNITUDE) >> 6
         w |= ((code & 0xF) | (code >> 12 & 0xF0)) << 8 * i
     return w
 
 
 def _rewrite(
-    w_eNK: torch.Tensor, out: torch.Tensor | None, words_of: _Words, pairs_of: _Pairs
+    w_eNK: torch.Tensor, out: torch.Tensor | None, pack: _Pack, unpack: _Unpack
 ) -> torch.Tensor:
-    """Return words_of(pairs_of(words)) for every word, in chunks of experts."""
+    """Return pack(unpack(words)) for every word, in chunks of experts."""
     check_tensor("w", w_eNK)
     if w_eNK.dtype is not torch.uint8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need="uint8")
@@ -100,15 +101,15 @@ def _rewrite(
     if out.dtype is not torch.uint8:
         raise DtypeError("out", got=dtype_name(out.dtype), need="uint8")
     if out.shape != w_eNK.shape:
-        raise ShapeError("out", got=tuple(out.shape), need=f"as w: {tuple(w_eNK.shape)}")
+        raise ShapeError("out", got=tuple(out.shape), need=f"the shape of w, {tuple(w_eNK.shape)}")
     is_inplace = out.data_ptr() == w_eNK.data_ptr() and out.stride() == w_eNK.stride()
     check_output("out", out, {} if is_inplace else {"w": w_eNK})
     if not w_eNK.numel():
         return out
-    step = max(1, _WORDS_AT_ONCE * _BYTES // w_eNK[0].numel())
+    step = max(1, _MAX_WORDS * _BYTES // w_eNK[0].numel())
     for start in range(0, len(w_eNK), step):
         # Clone: a view might not start at a word boundary.
         chunk = w_eNK[start : start + step].clone(memory_format=torch.contiguous_format)
         words = chunk.view(torch.int32).long() & 0xFFFFFFFF
-        out[start : start + step] = words_of(pairs_of(words)).int().view(torch.uint8)
+        out[start : start + step] = pack(unpack(words)).int().view(torch.uint8)
     return out

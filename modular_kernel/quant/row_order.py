@@ -6,7 +6,6 @@
 Use both results together: the problem's activation declares the row order.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,15 +16,14 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
 _GRANULARITIES = ("none", "tensor", "channel", "block")
-_Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeights, Problem]:
     """Return the layer with up rows first: w1, b1 and scales are copied, other tensors shared.
 
     weights: as `problem` declares, gate rows first or interleaved; if up rows are first already,
-    both arguments are returned unchanged. Raises ConfigurationError for an ungated activation and
-    if a scale covers both gate and up rows or a group of columns, and WeightsError and others if
+    both arguments are returned unchanged. Raises ConfigurationError for an ungated activation, or
+    if a scale covers both gate and up rows or a group of columns; raises WeightsError and others if
     the weights do not match the problem.
     """
     act, scheme = problem.act, problem.scheme
@@ -39,29 +37,29 @@ def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeigh
     check_weights_quantized(weights, problem, weights.w1.device)
     block = scheme.group[0] if scheme.granularity == "block" else 1
     if problem.intermediate % block or (act.interleaved and block > 1):
-        got = "alternating rows" if act.interleaved else f"I={problem.intermediate}"
-        need = f"gate and up rows in blocks of {block} of their own"
+        got = "interleaved rows" if act.interleaved else f"I={problem.intermediate}"
+        need = f"gate and up rows in separate blocks of {block}"
         raise ConfigurationError(f"quant {problem.quant}", got=got, need=need)
-    reorder = _from_alternating if act.interleaved else _from_halves
-    fields: dict[str, torch.Tensor] = {"w1": reorder(weights.w1)}
+    reorder = _deinterleave if act.interleaved else _swap_halves
+    reordered: dict[str, torch.Tensor] = {"w1": reorder(weights.w1)}
     if weights.b1 is not None:
-        fields["b1"] = reorder(weights.b1)
+        reordered["b1"] = reorder(weights.b1)
     if weights.w1_scale is not None and weights.w1_scale.dim() > 1:
-        fields["w1_scale"] = reorder(weights.w1_scale)
+        reordered["w1_scale"] = reorder(weights.w1_scale)
     ordered = replace(act, interleaved=False, up_first=True)
-    return replace(weights, **fields), replace(problem, activation=ordered)
+    return replace(weights, **reordered), replace(problem, activation=ordered)
 
 
-def _from_halves(of_rows: torch.Tensor) -> torch.Tensor:
-    gate, up = _as_bytes(of_rows).chunk(2, dim=1)
-    return torch.cat((up, gate), dim=1).view(of_rows.dtype)
+def _swap_halves(tensor: torch.Tensor) -> torch.Tensor:
+    gate, up = _as_bytes(tensor).chunk(2, dim=1)
+    return torch.cat((up, gate), dim=1).view(tensor.dtype)
 
 
-def _from_alternating(of_rows: torch.Tensor) -> torch.Tensor:
-    rows = _as_bytes(of_rows)
-    return torch.cat((rows[:, 1::2], rows[:, ::2]), dim=1).view(of_rows.dtype)
+def _deinterleave(tensor: torch.Tensor) -> torch.Tensor:
+    rows = _as_bytes(tensor)
+    return torch.cat((rows[:, 1::2], rows[:, ::2]), dim=1).view(tensor.dtype)
 
 
-def _as_bytes(of_rows: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View float8 as uint8, which every device can copy."""
-    return of_rows.view(torch.uint8) if of_rows.element_size() == 1 else of_rows
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -2,14 +2,14 @@
 
 An instruction multiplies 64 values of a row (4 groups) and reads the scales of 128 rows from 512
 bytes: 32 lines of 16 bytes, where line `row % 32` holds 4 bytes for each `row // 32`. The blocks of
-a step (16 groups, 256 values) are consecutive, then come those of the next step, then those of the
-next 128 rows:
+a step (16 groups, 256 values) are consecutive. Steps follow each other, then the next 128 rows:
 
     byte = ((row // 128) steps + group // 16) 2048 + (group % 16 // 4) 512
            + (row % 32) 16 + (row % 128 // 32) 4 + group % 4
 
-Rows are padded to a multiple of 128 and groups to one of 16, with zeros. With groups padded to 4
-only, this is CUTLASS's scale factor layout of SM100, `tile_atom_to_shape_SF`.
+Rows are padded to a multiple of 128 and groups to one of 16, with zeros. CUTLASS's scale factor
+layout of SM100, `tile_atom_to_shape_SF`, is the same except that it pads groups to a multiple of 4
+only.
 """
 
 import torch
@@ -19,37 +19,37 @@ STEP = 16  # groups per step
 STEP_BYTES = ROWS * STEP
 
 
-def steps_of(groups: int) -> int:
+def num_steps(groups: int) -> int:
     """Return the number of steps for `groups` groups of a row."""
     return -(-groups // STEP)
 
 
 def tiled_shape(rows: int, groups: int) -> tuple[int, int]:
-    """Return the tiled shape of (rows, groups) scales: row blocks, and bytes of each."""
-    return -(-rows // ROWS), steps_of(groups) * STEP_BYTES
+    """Return the tiled shape of (rows, groups) scales: row blocks, bytes per row block."""
+    return -(-rows // ROWS), num_steps(groups) * STEP_BYTES
 
 
 def scale_offset(row: int, group: int, groups: int) -> int:
     """Return the byte offset of the scale of a row and group."""
-    step = row // ROWS * steps_of(groups) + group // STEP
+    step = row // ROWS * num_steps(groups) + group // STEP
     line = group % STEP // 4 * 512 + row % 32 * 16
     return step * STEP_BYTES + line + row % ROWS // 32 * 4 + group % 4
 
 
 def to_tiles(scale: torch.Tensor) -> torch.Tensor:
     """Convert one-byte scales (..., N, G) to uint8 (..., blocks, bytes); padding is 0."""
-    *outer, rows, groups = scale.shape
+    *batch, rows, groups = scale.shape
     padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % STEP, 0, -rows % ROWS))
     blocks, steps = padded.shape[-2] // ROWS, padded.shape[-1] // STEP
     # Dimensions: block, quarter of 32 rows, row in it; step, block of 4 groups, group in it.
-    parts = padded.reshape(-1, blocks, 4, 32, steps, 4, 4).permute(0, 1, 4, 5, 3, 2, 6)
-    return parts.reshape(*outer, blocks, steps * STEP_BYTES)
+    tiles = padded.reshape(-1, blocks, 4, 32, steps, 4, 4).permute(0, 1, 4, 5, 3, 2, 6)
+    return tiles.reshape(*batch, blocks, steps * STEP_BYTES)
 
 
 def from_tiles(tiled: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     """Invert `to_tiles`: return (..., N, G) uint8; padding is ignored."""
-    *outer, blocks, size = tiled.shape
+    *batch, blocks, size = tiled.shape
     steps = size // STEP_BYTES
-    parts = tiled.view(torch.uint8).reshape(-1, blocks, steps, 4, 32, 4, 4)
-    scales = parts.permute(0, 1, 5, 4, 2, 3, 6).reshape(*outer, blocks * ROWS, steps * STEP)
+    tiles = tiled.view(torch.uint8).reshape(-1, blocks, steps, 4, 32, 4, 4)
+    scales = tiles.permute(0, 1, 5, 4, 2, 3, 6).reshape(*batch, blocks * ROWS, steps * STEP)
     return scales[..., :rows, :groups].contiguous()

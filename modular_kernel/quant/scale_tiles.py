@@ -52,12 +52,14 @@ def extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, to
         return w_eNK.amax((1, 2)), w_eNK.amin((1, 2))
     if scheme.granularity == "channel":
         return w_eNK.amax(2), w_eNK.amin(2)
-    bn = scheme.group[0] if scheme.granularity == "block" else 1
-    bn, bk = min(bn, rows), min(scheme.group[-1], depth)
-    padded = torch.nn.functional.pad(w_eNK, (0, -depth % bk, 0, -rows % bn))
-    tiles = padded.view(e, ceil_div(rows, bn), bn, ceil_div(depth, bk), bk)
-    high, low = tiles.amax((2, 4)), tiles.amin((2, 4))
-    return high, low
+    tile_rows = scheme.group[0] if scheme.granularity == "block" else 1
+    tile_rows, tile_depth = min(tile_rows, rows), min(scheme.group[-1], depth)
+    padded = torch.nn.functional.pad(w_eNK, (0, -depth % tile_depth, 0, -rows % tile_rows))
+    tiles = padded.view(
+        e, ceil_div(rows, tile_rows), tile_rows, ceil_div(depth, tile_depth), tile_depth
+    )
+    maximum, minimum = tiles.amax((2, 4)), tiles.amin((2, 4))
+    return maximum, minimum
 
 
 def ceil_div(value: int, step: int) -> int:

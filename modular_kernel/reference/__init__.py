@@ -23,7 +23,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 # Maps rows (R, K) and each row's local expert, (R,) int64, -1 for none, to rows (R, K).
-OfRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+QuantizeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Lower bound of scales computed from activations, so that a row of zeros has a valid one.
@@ -34,7 +34,7 @@ _MIN_SCALE = 2.0**-33
 class _Arithmetic:
     """Arithmetic of one variant: dtypes and roundings.
 
-    dtype: of every sum. rounded: rounds to the problem's dtype. weight: rounds a dequantized
+    dtype: of every sum. round_to_dtype: rounds to the problem's dtype. weight: rounds a dequantized
     weight. operand: rounds what tensor cores read. x, h: quantize activations (rows, experts) as
     the GEMMs read them. gate_up: rounds results of GEMM 1. rows: rounds results of GEMM 2.
     weighted: rounds x times router weights. product: maps rows (R, K) and a matrix (N, K) to (R,
@@ -42,18 +42,18 @@ class _Arithmetic:
     """
 
     dtype: torch.dtype
-    rounded: Rounding
+    round_to_dtype: Rounding
     weight: Rounding
     operand: Rounding
-    x: OfRows
-    h: OfRows
+    x: QuantizeRows
+    h: QuantizeRows
     gate_up: Rounding
     rows: Rounding
     weighted: Rounding
     product: Product
 
 
-_ROUNDINGS = ("rounded", "weight", "operand", "gate_up", "rows", "weighted")
+_ROUNDINGS = ("round_to_dtype", "weight", "operand", "gate_up", "rows", "weighted")
 
 
 def oracle(
@@ -67,7 +67,7 @@ def oracle(
     exact = _Arithmetic(
         dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **no_rounding
     )
-    return _moe(x_TH, weights, routing, problem, exact, behind=False)
+    return _moe(x_TH, weights, routing, problem, exact, weights_after_gemm1=False)
 
 
 def recipe(
@@ -92,9 +92,11 @@ def recipe(
     problem's dtype.
     """
     quantizes = problem.scheme.quantizes_activations
-    rules = _rounding(weights, problem, Roundings(weights=not quantizes, gate_up=True))
-    behind = quantizes and not input_weighted
-    return _moe(x_TH, weights, routing, problem, rules, behind=behind).double()
+    arithmetic = _make_arithmetic(weights, problem, Roundings(weights=not quantizes, gate_up=True))
+    weights_after_gemm1 = quantizes and not input_weighted
+    return _moe(
+        x_TH, weights, routing, problem, arithmetic, weights_after_gemm1=weights_after_gemm1
+    ).double()
 
 
 def bitwise_reference(
@@ -125,21 +127,23 @@ def bitwise_references(
     input_weighted: bool,
     jitters: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Return the twin of one call for each of `jitters`, (number of jitters, T, ...).
+    """Return the bitwise reference of one call for each of `jitters`, (number of jitters, T, ...).
 
     jitters: each perturbs every product randomly, by as much as another order of its float32 sums
     may; None perturbs nothing. All are computed as one call with repeated tokens.
     """
     copies, tokens = len(jitters), len(x_TH)
     product = partial(_float32_product, jitters=jitters)
-    rules = _rounding(weights, problem, roundings, product, copies=copies)
+    arithmetic = _make_arithmetic(weights, problem, roundings, product, copies=copies)
     repeated = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
     x_TH = x_TH.repeat(copies, 1)
-    value = _moe(x_TH, weights, repeated, problem, rules, behind=not input_weighted)
+    value = _moe(
+        x_TH, weights, repeated, problem, arithmetic, weights_after_gemm1=not input_weighted
+    )
     return value.to(problem.dtype).view(copies, tokens, *value.shape[1:])
 
 
-def _rounding(
+def _make_arithmetic(
     weights: ExpertWeights,
     problem: Problem,
     roundings: Roundings,
@@ -148,34 +152,37 @@ def _rounding(
 ) -> _Arithmetic:
     """Return float32 arithmetic that rounds to the problem's dtype where `roundings` declares.
 
-    product: that of a twin, which also quantizes like the parts, by reciprocals of scales. copies:
-    number of repeated calls; a per-tensor scale is computed for each copy separately.
+    product: the product of a bitwise reference, which also quantizes by reciprocals of scales, as
+    the parts do. copies: number of repeated calls; a per-tensor scale is computed for each copy
+    separately.
     """
     scheme, reciprocal = problem.scheme, product is not None
 
-    def rounded(value: torch.Tensor) -> torch.Tensor:
+    def round_to_dtype(value: torch.Tensor) -> torch.Tensor:
         return value.to(problem.dtype).to(torch.float32)
 
     def quantized(
-        rows: torch.Tensor, experts_R: torch.Tensor, *, given: torch.Tensor | None
+        rows: torch.Tensor, experts_R: torch.Tensor, *, static_scale: torch.Tensor | None
     ) -> torch.Tensor:
-        if scheme.scales_by_expert and given is not None:
-            return nvfp4_round_trip(rows, experts_R, given, reciprocal=reciprocal)
+        if scheme.scales_by_expert and static_scale is not None:
+            return nvfp4_round_trip(rows, experts_R, static_scale, reciprocal=reciprocal)
         calls = rows.chunk(copies) if copies > 1 else (rows,)
-        return torch.cat([_as_quantized(r, scheme, given, reciprocal=reciprocal) for r in calls])
+        return torch.cat(
+            [_round_trip(r, scheme, static_scale, reciprocal=reciprocal) for r in calls]
+        )
 
     quantizes = scheme.quantizes_activations
     tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
     return _Arithmetic(
         torch.float32,
-        rounded=rounded,
-        weight=rounded if roundings.weights else _exact,
+        round_to_dtype=round_to_dtype,
+        weight=round_to_dtype if roundings.weights else _exact,
         operand=_drop_13_bits if tf32 and not quantizes else _exact,
-        x=partial(quantized, given=weights.a1_scale) if quantizes else _exact_rows,
-        h=partial(quantized, given=weights.a2_scale) if quantizes else _exact_rows,
-        gate_up=rounded if roundings.gate_up else _exact,
-        rows=rounded if roundings.rows else _exact,
-        weighted=_exact if scheme.dispatched_quantized else rounded,
+        x=partial(quantized, static_scale=weights.a1_scale) if quantizes else _exact_rows,
+        h=partial(quantized, static_scale=weights.a2_scale) if quantizes else _exact_rows,
+        gate_up=round_to_dtype if roundings.gate_up else _exact,
+        rows=round_to_dtype if roundings.rows else _exact,
+        weighted=_exact if scheme.dispatched_quantized else round_to_dtype,
         product=product or _product,
     )
 
@@ -185,7 +192,7 @@ def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """Copy a matrix without gaps between rows, which float32 GEMMs on some CPUs would read."""
+    """Copy a matrix so that rows have no gaps, which float32 GEMMs on some CPUs would read."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
@@ -201,7 +208,7 @@ def _float32_product(
     exact = a_RK @ b_NK.T
     if any(jitter is not None for jitter in jitters):
         bound = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
-        copies = (jitter.chunk(len(jitters)) for jitter in (exact, bound))
+        copies = (matrix.chunk(len(jitters)) for matrix in (exact, bound))
         for jitter, values, bounds in zip(jitters, *copies, strict=True):
             if jitter is not None:
                 noise = torch.randn(values.shape, generator=jitter, dtype=torch.float64)
@@ -226,95 +233,107 @@ def _moe(
     weights: ExpertWeights,
     routing: Routing,
     problem: Problem,
-    rules: _Arithmetic,
+    arithmetic: _Arithmetic,
     *,
-    behind: bool,
+    weights_after_gemm1: bool,
 ) -> torch.Tensor:
-    """Compute the layer. behind: input router weights multiply GEMM 1's results instead of x."""
-    dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
+    """Compute the layer.
+
+    weights_after_gemm1: input router weights multiply GEMM 1's results instead of x.
+    """
+    dtype, round_to_dtype, operand = arithmetic.dtype, arithmetic.round_to_dtype, arithmetic.operand
     ids = _local_ids(routing, weights, problem)
     is_local = (ids >= 0) & (ids < weights.w1.shape[0])
     local = torch.where(is_local, ids, -1).flatten()
     router = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
     on_input = problem.apply_router_weight_on_input
     x = x_TH.to(dtype)
-    if on_input and not behind:
+    if on_input and not weights_after_gemm1:
         x_TKH = torch.where(is_local[..., None], x[:, None] * router[..., None], 0.0)
-        x_TKH = rules.x(rules.weighted(x_TKH).flatten(0, 1), local).view_as(x_TKH)
+        x_TKH = arithmetic.x(arithmetic.weighted(x_TKH).flatten(0, 1), local).view_as(x_TKH)
     elif problem.scheme.scales_by_expert:
         x_TKH = x[:, None].expand(-1, ids.shape[1], -1)
-        x_TKH = rules.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
+        x_TKH = arithmetic.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
     else:
-        x_TKH = rules.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
+        x_TKH = arithmetic.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
     # Only experts that have tokens.
     used_experts = sorted(set(local[local >= 0].tolist()))
     pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in used_experts]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
-        weights, routing, product=rules.product, operand=rules.operand, rounded=rounded
+        weights,
+        routing,
+        product=arithmetic.product,
+        round_operand=operand,
+        round_result=round_to_dtype,
     )
     for expert, (token, slot) in pairs:
-        w1 = rules.weight(matrix(weights, "w1", expert, problem, dtype))
+        w1 = arithmetic.weight(matrix(weights, "w1", expert, problem, dtype))
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
             order = weights.w1_order[expert].long()
-            inside = (order >= 0) & (order < x_RH.shape[1])  # an out-of-range column reads 0
-            x_RH = torch.where(inside, x_RH[:, order.where(inside, 0)], 0.0)
-        h = rules.product(operand(x_RH), operand(w1))
+            in_range = (order >= 0) & (order < x_RH.shape[1])  # an out-of-range column reads 0
+            x_RH = torch.where(in_range, x_RH[:, order.where(in_range, 0)], 0.0)
+        h = arithmetic.product(operand(x_RH), operand(w1))
         unquantized = x[token]
-        if on_input and not behind:
-            unquantized = rounded(unquantized * router[token, slot, None])
+        if on_input and not weights_after_gemm1:
+            unquantized = round_to_dtype(unquantized * router[token, slot, None])
         h = h + adapters.of_w1(unquantized, token, expert, problem.act)
-        if on_input and behind:
+        if on_input and weights_after_gemm1:
             h = h * router[token, slot, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
-        h_TKI[token, slot] = rounded(activation(rules.gate_up(h), problem.act))
+        h_TKI[token, slot] = round_to_dtype(activation(arithmetic.gate_up(h), problem.act))
     unquantized_TKI = h_TKI
     # Rows of skipped pairs are zero and do not affect any maximum.
-    h_TKI = rules.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
+    h_TKI = arithmetic.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
     for expert, (token, slot) in pairs:
-        w2 = rules.weight(matrix(weights, "w2", expert, problem, dtype))
-        y = rules.product(operand(h_TKI[token, slot]), operand(w2))
+        w2 = arithmetic.weight(matrix(weights, "w2", expert, problem, dtype))
+        y = arithmetic.product(operand(h_TKI[token, slot]), operand(w2))
         y = y + adapters.of_w2(unquantized_TKI[token, slot], token, expert)
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
-        rows_TKH[token, slot] = rules.rows(y)
-    return rounded(_combine(rows_TKH, router, problem))
+        rows_TKH[token, slot] = arithmetic.rows(y)
+    return round_to_dtype(_combine(rows_TKH, router, problem))
 
 
-def _as_quantized(
-    rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None, *, reciprocal: bool = False
+def _round_trip(
+    rows: torch.Tensor,
+    scheme: QuantScheme,
+    static_scale: torch.Tensor | None,
+    *,
+    reciprocal: bool = False,
 ) -> torch.Tensor:
-    """Round float32 rows (R, K) to the nearest values of the scheme. given: static scale, or None.
+    """Round float32 rows (R, K) to the nearest values of the scheme. static_scale: None computes
+    it.
 
     reciprocal: multiply by the float32 reciprocal of the scale instead of dividing. Many 16-bit
     values are exactly between two 8-bit values, so the choice decides how they round.
     """
     if rows.numel() == 0:
         return rows
-    integers = scheme.activation == "int8"
-    largest = 127.0 if integers else 448.0
+    is_int8 = scheme.activation == "int8"
+    max_value = 127.0 if is_int8 else 448.0
     width = rows.shape[1]
     if scheme.activation_granularity == "group":
         width = min(width, scheme.group[1])
-    parts = []
+    groups = []
     for start in range(0, rows.shape[1], width):
-        part = rows[:, start : start + width]
-        amax = part.abs().amax(1, keepdim=True)
+        group = rows[:, start : start + width]
+        amax = group.abs().amax(1, keepdim=True)
         if scheme.activation_granularity == "tensor":
             amax = amax.amax()
         # Divide by a tensor: on a GPU, torch turns division by a Python number into a
         # multiplication by its reciprocal, and a scale that is off by one bit changes how ties
         # round.
-        top = amax.new_tensor(largest)
-        scale = (amax / top).clamp(min=_MIN_SCALE) if given is None else given
-        scaled = part * (1 / scale) if reciprocal else part / scale
-        scaled = scaled.clamp(-largest, largest)
-        nearest = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
-        parts.append(nearest * scale)
-    return torch.cat(parts, dim=1)
+        divisor = amax.new_tensor(max_value)
+        scale = (amax / divisor).clamp(min=_MIN_SCALE) if static_scale is None else static_scale
+        scaled = group * (1 / scale) if reciprocal else group / scale
+        scaled = scaled.clamp(-max_value, max_value)
+        nearest = scaled.round() if is_int8 else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
+        groups.append(nearest * scale)
+    return torch.cat(groups, dim=1)
 
 
 def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> torch.Tensor:
@@ -341,7 +360,7 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     if spec.kind == "relu2":
         return value.clamp(min=0).square()
     if not spec.gated:
-        return _one(value, spec.kind.removesuffix("_no_mul"))
+        return _pointwise_activation(value, spec.kind.removesuffix("_no_mul"))
     gate, up = _gate_and_up(value, spec)
     if spec.kind == "situ":
         assert spec.alpha is not None
@@ -351,7 +370,7 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     if spec.kind in ("silu", "gelu", "gelu_tanh"):
         if spec.limit is not None:
             gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return _one(gate, spec.kind) * up
+        return _pointwise_activation(gate, spec.kind) * up
     assert spec.limit is not None
     up = up.clamp(-spec.limit, spec.limit)
     if spec.kind == "swiglu_clamp_after":
@@ -371,7 +390,7 @@ def _gate_and_up(value: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tenso
     return (second, first) if spec.up_first else (first, second)
 
 
-def _one(value: torch.Tensor, kind: str) -> torch.Tensor:
+def _pointwise_activation(value: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         return value / (1 + torch.exp(-value))
     if kind == "gelu":

@@ -23,11 +23,15 @@ class Adapters:
         routing: Routing,
         *,
         product: Product,
-        operand: Rounding,
-        rounded: Rounding,
+        round_operand: Rounding,
+        round_result: Rounding,
     ) -> None:
         self._weights, self._slots_T = weights, routing.slots_T
-        self._product, self._operand, self._rounded = product, operand, rounded
+        self._product, self._round_operand, self._round_result = (
+            product,
+            round_operand,
+            round_result,
+        )
 
     def of_w1(
         self, x_RH: torch.Tensor, token: torch.Tensor, expert: int, act: ActivationSpec
@@ -36,15 +40,17 @@ class Adapters:
         a, b = self._weights.lora_a13, self._weights.lora_b13
         if a is None or b is None or self._slots_T is None:
             return 0.0
-        rank, rows = b.shape[3], b.shape[2]
+        rank, num_rows = b.shape[3], b.shape[2]
         if a.shape[2] == rank:  # one A for gate and up, or no gate
             return self._delta(x_RH, a, b, token, expert)
-        gates, ups = slice(0, rows // 2), slice(rows // 2, None)
+        gates, ups = slice(0, num_rows // 2), slice(num_rows // 2, None)
         if act.interleaved:
             gates, ups = slice(0, None, 2), slice(1, None, 2)
-        out = x_RH.new_zeros(len(x_RH), rows)
-        for half, part in ((gates, slice(0, rank)), (ups, slice(rank, None))):
-            out[:, half] = self._delta(x_RH, a[:, :, part], b[:, :, half], token, expert)
+        out = x_RH.new_zeros(len(x_RH), num_rows)
+        for rows_slice, rank_slice in ((gates, slice(0, rank)), (ups, slice(rank, None))):
+            out[:, rows_slice] = self._delta(
+                x_RH, a[:, :, rank_slice], b[:, :, rows_slice], token, expert
+            )
         return out
 
     def of_w2(self, h_RI: torch.Tensor, token: torch.Tensor, expert: int) -> torch.Tensor | float:
@@ -71,6 +77,8 @@ class Adapters:
             selected = slots == slot
             a = a_LeRK[slot, expert % a_LeRK.shape[1]].to(out.dtype)
             b = b_LeNR[slot, expert % b_LeNR.shape[1]].to(out.dtype)
-            u = self._rounded(self._product(self._operand(rows_RK[selected]), self._operand(a)))
-            out[selected] = self._product(self._operand(u), self._operand(b))
+            u = self._round_result(
+                self._product(self._round_operand(rows_RK[selected]), self._round_operand(a))
+            )
+            out[selected] = self._product(self._round_operand(u), self._round_operand(b))
         return out

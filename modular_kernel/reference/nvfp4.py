@@ -17,19 +17,19 @@ def nvfp4_round_trip(
     divided by the group's scale, as kernels do, instead of dividing by both scales.
     """
     expert_scale = scale_e.float()[experts_R.clamp(min=0)][:, None]
-    parts = []
+    groups = []
     for start in range(0, rows.shape[1], _GROUP):
-        part = rows[:, start : start + _GROUP]
-        amax = part.abs().amax(1, keepdim=True)
+        group = rows[:, start : start + _GROUP]
+        amax = group.abs().amax(1, keepdim=True)
         six = amax.new_tensor(6.0)
         unclamped = (1 / expert_scale) * amax / six if reciprocal else amax / (six * expert_scale)
         scale = unclamped.clamp(max=448.0).to(torch.float8_e4m3fn).to(rows.dtype)
         if reciprocal:
-            scaled = part * torch.where(scale == 0, 0.0, (1 / expert_scale) / scale)
+            scaled = group * torch.where(scale == 0, 0.0, (1 / expert_scale) / scale)
         else:
-            scaled = torch.where(scale == 0, 0.0, part / (scale * expert_scale))
-        parts.append(_nearest(scaled) * scale * expert_scale)
-    return torch.cat(parts, dim=1) if parts else rows
+            scaled = torch.where(scale == 0, 0.0, group / (scale * expert_scale))
+        groups.append(_nearest(scaled) * scale * expert_scale)
+    return torch.cat(groups, dim=1) if groups else rows
 
 
 def _nearest(values: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,14 @@ def matrix(
 ) -> torch.Tensor:
     """Return the dequantized w1 or w2 of one expert, (rows, depth)."""
     scheme = problem.scheme
-    stored: torch.Tensor = getattr(weights, name)[expert]
+    codes: torch.Tensor = getattr(weights, name)[expert]
     if not scheme.quantized:
-        return stored.to(dtype)
-    rows, depth = stored.shape[0], stored.shape[1] * (2 if scheme.packed else 1)
-    n = torch.arange(rows, device=stored.device)[:, None]
-    k = torch.arange(depth, device=stored.device)[None, :]
+        return codes.to(dtype)
+    rows, depth = codes.shape[0], codes.shape[1] * (2 if scheme.packed else 1)
+    n = torch.arange(rows, device=codes.device)[:, None]
+    k = torch.arange(depth, device=codes.device)[None, :]
     if scheme.packed:
-        stored = code_at(stored, n, k, scheme)
+        codes = code_at(codes, n, k, scheme)
     scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
     if scheme.granularity == "channel":
         scale = scale[n]
@@ -31,12 +31,12 @@ def matrix(
         scale = scale[n, k // scheme.group[0]]
     if scheme.weight == "float4_e2m1":
         global_scale = getattr(weights, f"{name}_global_scale")
-        factors = _e2m1_scales(
+        scales = _e2m1_scales(
             scale, None if global_scale is None else global_scale[expert], n, problem
         )
-        return prod((factor.to(dtype) for factor in factors), start=_e2m1(stored.to(dtype)))
+        return prod((s.to(dtype) for s in scales), start=_decode_e2m1(codes.to(dtype)))
     zero_point = getattr(weights, f"{name}_zero_point")
-    value = stored.to(dtype)
+    value = codes.to(dtype)
     if zero_point is not None and scheme.packed:
         zero = zero_point[expert][n // 2, k // scheme.group[0]] >> (4 * (n % 2)) & 15
         value = value - zero.to(dtype)
@@ -48,16 +48,16 @@ def matrix(
 
 
 def _e2m1_scales(
-    scale: torch.Tensor, whole: torch.Tensor | None, n: torch.Tensor, problem: Problem
+    scale: torch.Tensor, global_scale: torch.Tensor | None, n: torch.Tensor, problem: Problem
 ) -> tuple[torch.Tensor, ...]:
-    """Return the factors that multiply e2m1 values of rows n, in order.
+    """Return the scales that multiply e2m1 values of rows n, in order of multiplication.
 
-    whole: global scales of gate and up, or of one matrix; None for E8M0 scales.
+    global_scale: global scales of gate and up, or of one matrix; None for E8M0 scales.
     """
-    if whole is None:
+    if global_scale is None:
         return (torch.exp2(scale.double() - 127).where(scale != 255, torch.nan),)
-    count = len(whole)
-    return scale, whole[n % count if problem.act.interleaved else n * count // len(n)]
+    count = len(global_scale)
+    return scale, global_scale[n % count if problem.act.interleaved else n * count // len(n)]
 
 
 # For each pair of a repacked word, the stored bits whose XOR gives bits 0 to 3 of a code, counted
@@ -71,26 +71,26 @@ _REPACKED_BITS = (
 
 
 def code_at(
-    stored: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
+    codes: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
 ) -> torch.Tensor:
     """Return the 4-bit codes at rows n and columns k of one expert's weights."""
     if not scheme.repacked:
-        return stored[n, k // 2] >> (4 * (k % 2)) & 15
+        return codes[n, k // 2] >> (4 * (k % 2)) & 15
     code = torch.zeros_like(n + k)
     for pair, bits in enumerate(_REPACKED_BITS):
         for position, sources in enumerate(bits):
             bit = torch.zeros_like(code)
             for source in sources:
                 bit_index = source + 16 * (k % 2)
-                byte = stored[n, k // 8 * 4 + bit_index.clamp(max=31) // 8].long()
+                byte = codes[n, k // 8 * 4 + bit_index.clamp(max=31) // 8].long()
                 bit ^= torch.where(bit_index < 32, byte >> (bit_index % 8) & 1, 0)
             code += torch.where(k % 8 // 2 == pair, bit << position, 0)
     return code
 
 
-def _e2m1(code: torch.Tensor) -> torch.Tensor:
+def _decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """Decode e2m1: (-1)^s 2^(x - 1) (1 + m / 2), or (-1)^s m / 2 if the 2-bit exponent x is 0."""
-    sign, rest = torch.where(code >= 8, -1.0, 1.0), code % 8
-    exponent, mantissa = torch.floor(rest / 2), rest % 2
+    sign, magnitude = torch.where(code >= 8, -1.0, 1.0), code % 8
+    exponent, mantissa = torch.floor(magnitude / 2), magnitude % 2
     normal = torch.exp2(exponent - 1) * (1 + mantissa / 2)
     return sign.to(code.dtype) * torch.where(exponent == 0, mantissa / 2, normal)

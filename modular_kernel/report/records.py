@@ -45,7 +45,7 @@ def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
 def _read(path: Path) -> Report | None:
     text = path.read_text(encoding="utf-8")
     try:
-        record = json_files.parse(text, constants=True)
+        record = json_files.parse(text, allow_constants=True)
     except ValueError as error:
         raise ConfigurationError(str(path), got=str(error), need="JSON") from error
     if isinstance(record, dict) and record.get("schema") == SCHEMA:

@@ -128,7 +128,7 @@ class Cache:
     def _read(self) -> tuple[StoredChoice, ...]:
         """Return the records of the file, () without one; ConfigurationError if it is invalid."""
         try:
-            content = json_files.read_file(self.path, saved_choices.MOST_BYTES, links=False)
+            content = json_files.read_file(self.path, saved_choices.MOST_BYTES, follow_links=False)
         except FileNotFoundError:
             return ()
         except OSError as error:

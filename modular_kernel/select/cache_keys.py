@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from modular_kernel.catalog import load_catalog, providers_of
+from modular_kernel.catalog import load_catalog, probes_of
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.package_probes import find, version_of
@@ -69,7 +69,7 @@ def _parts() -> tuple[tuple[str, str, str], ...]:
 @cache
 def _version(name: str) -> str:
     """Return the version of a distribution or import package, or "none"."""
-    for provider in providers_of(load_catalog()):  # may be a copy inside another package
+    for provider in probes_of(load_catalog()):  # may be a copy inside another package
         if provider.name == name and (stated := find(provider).version):
             return stated
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))

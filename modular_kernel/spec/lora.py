@@ -74,9 +74,9 @@ class AdapterSpec:
         """
         slots, rank = self.adapters, self.rank
         outer = 1 if self.outer_shared else experts
-        halves = 1 if self.a13_shared or w1_rows == intermediate else 2
+        num_a = 1 if self.a13_shared or w1_rows == intermediate else 2
         return {
-            "lora_a13": (slots, outer, halves * rank, hidden),
+            "lora_a13": (slots, outer, num_a * rank, hidden),
             "lora_b13": (slots, experts, w1_rows, rank),
             "lora_a2": (slots, experts, rank, intermediate),
             "lora_b2": (slots, outer, hidden, rank),
@@ -140,8 +140,10 @@ class Adapter:
         if rows not in allowed_rows:
             need = f"{' or '.join(map(str, allowed_rows))} with gated={gated}"
             raise ShapeError("lora_b13: rows", got=rows, need=need)
-        parts = 2 if gated else 1
-        b13 = self.lora_b13.reshape(experts, parts, ranks, rows // (parts * ranks), columns)
+        projections = 2 if gated else 1
+        b13 = self.lora_b13.reshape(
+            experts, projections, ranks, rows // (projections * ranks), columns
+        )
         a2 = self.lora_a2.reshape(experts, depth, ranks, intermediate // ranks)
         return replace(
             self, lora_b13=b13[:, :, rank].flatten(1, 2), lora_a2=a2[:, :, rank].contiguous()

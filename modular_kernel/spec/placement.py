@@ -36,7 +36,9 @@ Experts = Annotated[int, Between(1, 2**20 - 1)]
 
 @dataclass(frozen=True)
 class Placement:
-    """Experts of each rank. slots[r][s] is the expert in slot s of rank r; its weight is w1[s].
+    """Experts of each rank.
+
+    slots[r][s] is the expert in slot s of rank r; its weights are w1[s] and w2[s].
 
     Every expert in [0, experts) is on at least one rank, every rank holds at least one expert, and
     no rank holds an expert twice; otherwise ConfigurationError.
@@ -53,14 +55,15 @@ class Placement:
             if len(set(slots)) != len(slots):
                 need = "each expert at most once"
                 raise ConfigurationError(f"placement: rank {rank}", got=slots, need=need)
-        held = {expert for slots in self.slots for expert in slots}
-        if held != set(range(len(held))):
+        all_experts = {expert for slots in self.slots for expert in slots}
+        if all_experts != set(range(len(all_experts))):
             need = "every expert from 0 on, each on at least one rank"
-            raise ConfigurationError("placement: experts", got=sorted(held), need=need)
+            raise ConfigurationError("placement: experts", got=sorted(all_experts), need=need)
 
     @classmethod
     def linear(cls, experts: int, world_size: int) -> "Placement":
-        """Place contiguous blocks in rank order; the first experts % world_size ranks get one more.
+        """Place contiguous blocks in rank order; the first experts % world_size ranks get an extra
+        expert.
 
         >>> Placement.linear(6, 4).slots
         ((0, 1), (2, 3), (4,), (5,))
@@ -97,11 +100,18 @@ class Placement:
                 need = f"a rank in [0, {world_size}) and a free slot"
                 raise ConfigurationError(f"placement: expert {expert}", got=(rank, slot), need=need)
             slots[rank][slot] = expert
-        for rank, by_slot in enumerate(slots):
-            if sorted(by_slot) != list(range(len(by_slot))):
+        for rank, expert_of_slot in enumerate(slots):
+            if sorted(expert_of_slot) != list(range(len(expert_of_slot))):
                 need = "slots from 0 on without gaps"
-                raise ConfigurationError(f"placement: rank {rank}", got=sorted(by_slot), need=need)
-        return cls(tuple(tuple(by_slot[s] for s in range(len(by_slot))) for by_slot in slots))
+                raise ConfigurationError(
+                    f"placement: rank {rank}", got=sorted(expert_of_slot), need=need
+                )
+        return cls(
+            tuple(
+                tuple(expert_of_slot[s] for s in range(len(expert_of_slot)))
+                for expert_of_slot in slots
+            )
+        )
 
     def with_copies(self, copies: Mapping[int, Sequence[int]]) -> "Placement":
         """Also hold expert i on each rank of copies[i], in slots after the existing ones.
@@ -111,7 +121,7 @@ class Placement:
         """
         expect("copies", copies, Mapping)
         expect_each("copies: experts", [*copies], Annotated[int, Between(0, self.experts - 1)])
-        slots = [list(held) for held in self.slots]
+        slots = [list(row) for row in self.slots]
         for expert, ranks in copies.items():
             rank_type = Annotated[int, Between(0, self.world_size - 1)]
             for rank in expect_each(f"copies of expert {expert}: ranks", ranks, rank_type):
@@ -119,7 +129,7 @@ class Placement:
         return Placement(tuple(map(tuple, slots)))
 
     def without(self, ranks: Sequence[int]) -> "Placement":
-        """Return the placement of the remaining ranks, renumbered in order; no weight moves.
+        """Return the placement of the remaining ranks, renumbered in order; no weight is moved.
 
         Raises ConfigurationError, naming the experts, if an expert has no copy left, or if no rank
         is left.
@@ -127,11 +137,13 @@ class Placement:
         >>> Placement.linear(4, 3).with_copies({0: [2], 1: [1]}).without([0]).slots
         ((2, 1), (3, 0))
         """
-        lost = expect_each("lost ranks", ranks, Annotated[int, Between(0, self.world_size - 1)])
-        remaining = tuple(held for rank, held in enumerate(self.slots) if rank not in lost)
+        lost_ranks = expect_each(
+            "lost ranks", ranks, Annotated[int, Between(0, self.world_size - 1)]
+        )
+        remaining = tuple(row for rank, row in enumerate(self.slots) if rank not in lost_ranks)
         missing = sorted(set(range(self.experts)).difference(*remaining))
         if missing or not remaining:
-            what = f"placement without ranks {', '.join(map(str, lost))}"
+            what = f"placement without ranks {', '.join(map(str, lost_ranks))}"
             got = f"no copy of experts {', '.join(map(str, missing))}"
             raise ConfigurationError(what, got=got, need="a copy of each on a remaining rank")
         return Placement(remaining)
@@ -143,8 +155,8 @@ class Placement:
         """Make a placement from one layer's row of EPLB's physical-to-logical map.
 
         physical_to_logical: the logical expert of each physical one, in rank order, equally many
-        per rank; pass `.tolist()` of a tensor. join: a rank with an expert twice, as EPLB may place
-        it, holds it once; without join that raises ConfigurationError.
+        per rank; pass `.tolist()` of a tensor. join: if EPLB placed an expert twice on a rank, keep
+        one of the two; otherwise that raises ConfigurationError.
 
         >>> Placement.from_eplb([0, 1, 2, 0], 2).slots
         ((0, 1), (2, 0))
@@ -167,7 +179,9 @@ class Placement:
         if len(sizes) > 1:
             got, need = f"{sizes[0]} to {sizes[-1]} experts on a rank", "the same number on each"
             raise ConfigurationError("placement for EPLB", got=got, need=need)
-        copies = [[rank * sizes[0] + slot for rank, slot in homes] for homes in self.locations]
+        copies = [
+            [rank * sizes[0] + slot for rank, slot in locations] for locations in self.locations
+        ]
         max_copies = max(map(len, copies))
         padded = [[*numbers, *[-1] * (max_copies - len(numbers))] for numbers in copies]
         physical = [expert for slots in self.slots for expert in slots]
@@ -195,11 +209,11 @@ class Placement:
     @cached_property
     def locations(self) -> "tuple[Locations, ...]":
         """(rank, slot) of each copy of each expert, by rank."""
-        homes: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
+        locations: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for rank, slots in enumerate(self.slots):
             for slot, expert in enumerate(slots):
-                homes[expert].append((rank, slot))
-        return tuple(map(tuple, homes))
+                locations[expert].append((rank, slot))
+        return tuple(map(tuple, locations))
 
     def expert_map(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return (experts,) int32: the slot of each expert on `rank`, -1 if it is on another rank.
@@ -214,21 +228,23 @@ class Placement:
         return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(target)
 
     def tables(
-        self, device: torch.device | str = "cpu", near: Sequence[Sequence[int]] = ()
+        self, device: torch.device | str = "cpu", tiers: Sequence[Sequence[int]] = ()
     ) -> "PlacementTables":
         """Return the placement as tensors for `pairs_to_slots`.
 
-        near: sets of ranks, nearest first (`rank_tiers`). Pairs of an expert go to its copies in
+        tiers: sets of ranks, nearest first (`rank_tiers`). Pairs of an expert go to its copies in
         the first set that has one. () uses all copies alike.
         """
         target = available_device(device, meta=True)
-        for ranks in expect_each("near", near, Sequence):
-            expect_each("near: ranks", ranks, int)
+        for ranks in expect_each("tiers", tiers, Sequence):
+            expect_each("tiers: ranks", ranks, int)
         max_copies = max(map(len, self.locations))
-        nearest = [_nearest(homes, near) for homes in self.locations]
-        padded = [(*homes, *[homes[0]] * (max_copies - len(homes))) for homes in nearest]
+        usable = [_nearest(locations, tiers) for locations in self.locations]
+        padded = [
+            (*locations, *[locations[0]] * (max_copies - len(locations))) for locations in usable
+        ]
         homes_ER2 = torch.tensor(padded, dtype=torch.int32)
-        copies_E = torch.tensor([len(homes) for homes in nearest], dtype=torch.int32)
+        copies_E = torch.tensor([len(locations) for locations in usable], dtype=torch.int32)
         return PlacementTables(homes_ER2.to(target), copies_E.to(target))
 
 
@@ -245,12 +261,12 @@ def rank_tiers(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[i
     return (rank,), range(first, first + ranks_per_host)
 
 
-def _nearest(homes: Locations, near: Sequence[Sequence[int]]) -> Locations:
-    for ranks in near:
-        matches = tuple(home for home in homes if home[0] in ranks)
+def _nearest(locations: Locations, tiers: Sequence[Sequence[int]]) -> Locations:
+    for ranks in tiers:
+        matches = tuple(location for location in locations if location[0] in ranks)
         if matches:
             return matches
-    return homes
+    return locations
 
 
 @dataclass(frozen=True)
@@ -305,8 +321,8 @@ def pairs_to_slots(
     copy_index = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)[:, None]
     if not together:
         copy_index = copy_index + torch.arange(ids.shape[1], device=ids.device)
-    homes = tables.homes_ER2[ids, copy_index % tables.copies_E[ids]].long()
-    destination = torch.where(valid[..., None], homes, -1)
+    locations = tables.homes_ER2[ids, copy_index % tables.copies_E[ids]].long()
+    destination = torch.where(valid[..., None], locations, -1)
     return destination[..., 0], destination[..., 1], invalid
 
 

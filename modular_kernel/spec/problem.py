@@ -84,8 +84,8 @@ GATED = (
     "silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_clamp_after", "swiglu_clamp_before", "situ",
 )  # fmt: skip
 UNGATED = ("relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
-_TAKE_ALPHA = ("swiglu_oai", "situ")
-_TAKE_LIMIT = ("gelu", "gelu_tanh", "situ")  # optional there
+_ALPHA_KINDS = ("swiglu_oai", "situ")
+_OPTIONAL_LIMIT_KINDS = ("gelu", "gelu_tanh", "situ")  # the limit is optional
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class ActivationSpec:
         if self.kind not in GATED + UNGATED:
             need = f"one of {', '.join(GATED + UNGATED)}"
             raise ConfigurationError("activation", got=self.kind, need=need)
-        if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
-            kinds = " or ".join(_TAKE_ALPHA)
+        if (self.alpha is not None) != (self.kind in _ALPHA_KINDS):
+            kinds = " or ".join(_ALPHA_KINDS)
             need = "a value" if self.alpha is None else f"alpha only with {kinds}"
             raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
         has_limit, needs_limit = self.limit is not None, self.kind.startswith("swiglu")
-        if has_limit != needs_limit and not (has_limit and self.kind in _TAKE_LIMIT):
-            kinds = ", ".join(_TAKE_LIMIT)
+        if has_limit != needs_limit and not (has_limit and self.kind in _OPTIONAL_LIMIT_KINDS):
+            kinds = ", ".join(_OPTIONAL_LIMIT_KINDS)
             need = "a value" if needs_limit else f"a limit only with a swiglu_* rule, {kinds}"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
         if self.limit is not None and not self.limit > 0:
@@ -153,13 +153,13 @@ class ActivationSpec:
         if isinstance(text, ActivationSpec):
             return text
         expect("activation", text, ActivationSpec | str)
-        kind, _, rest = text.partition(":")
-        pairs = [pair.partition("=")[::2] for pair in rest.split(",") if pair]
+        kind, _, option_text = text.partition(":")
+        pairs = [pair.partition("=")[::2] for pair in option_text.split(",") if pair]
         options: dict[str, str] = dict(pairs)
         unknown = set(options) - {"alpha", "limit", "interleaved", "up_first"}
         up_first = options.get("up_first", "false").lower()
-        alternate = kind == "swiglu_oai" and up_first != "true"
-        interleaved = options.get("interleaved", str(alternate)).lower()
+        interleaved_default = kind == "swiglu_oai" and up_first != "true"
+        interleaved = options.get("interleaved", str(interleaved_default)).lower()
         if unknown or len(options) != len(pairs) or {interleaved, up_first} - {"true", "false"}:
             need = "kind[:alpha=,limit=,interleaved=true|false,up_first=true|false], each once"
             raise ConfigurationError("activation", got=text, need=need)
@@ -234,7 +234,7 @@ class Parallel:
 class Problem:
     """Specification of one MoE layer. Letters as in `modular_kernel.tensors`.
 
-    tokens: T, the most tokens one rank passes in one call; buffers are sized for it.
+    tokens: T, the maximum number of tokens of one rank in one call; buffers are sized for it.
     hidden, intermediate, experts, top_k: H, I (per rank), E (all ranks), K.
     quant: a quantization scheme by name (modular_kernel.spec.quantization); "none" by default.
     local_experts: e, the experts whose weights this rank holds; None derives it from `parallel`.
@@ -246,7 +246,8 @@ class Problem:
     inplace: the result overwrites x and is the same tensor.
     fp32_precision: float32 GEMMs in true "ieee" or in the tensor cores' "tf32".
     chunk_tokens: split calls into chunks of at most this many tokens; None never splits.
-    max_received: the most rows a rank may receive in a call; None means world_size * tokens.
+    max_received: the maximum number of rows that a rank may receive in a call; None means
+    world_size * tokens.
     graph, deterministic, asynchronous: properties that the pairing must have.
     batch_invariant: a token's bits must not depend on the other tokens of its call, their number
         or order, on chunks, or on `tokens`.
@@ -298,7 +299,7 @@ class Problem:
         object.__setattr__(self, "lora", str(AdapterSpec.parse(self.lora) or NO_ADAPTERS))
         check_fields(self)
         if self.adapters is not None and self.adapters.a13_shared and not self.act.gated:
-            need = "a gated activation, or A of w1 without shared"
+            need = "a gated activation, or no a13=shared"
             raise ConfigurationError("lora a13=shared", got=self.act.kind, need=need)
         if self.adapters is not None and self.act.up_first:
             raise ConfigurationError("lora", got=str(self.act), need="no up_first=true")
@@ -356,36 +357,36 @@ class Problem:
 
     def __repr__(self) -> str:
         """Return an expression that recreates this problem; default fields are omitted."""
-        shown = []
-        for entry in fields(self):
-            value = getattr(self, entry.name)
+        arguments = []
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
             value = str(value) if isinstance(value, ActivationSpec) else value
-            factory = entry.default_factory
-            if value != (entry.default if factory is MISSING else factory()):
+            factory = field_.default_factory
+            if value != (field_.default if factory is MISSING else factory()):
                 text = f"Combine.{value.name}" if isinstance(value, Combine) else repr(value)
-                shown.append(f"{entry.name}={text}")
-        return f"{type(self).__qualname__}({', '.join(shown)})"
+                arguments.append(f"{field_.name}={text}")
+        return f"{type(self).__qualname__}({', '.join(arguments)})"
 
     def __str__(self) -> str:
         head = f"T{self.tokens}-H{self.hidden}-I{self.intermediate}-E{self.experts}-K{self.top_k}"
         parts = [head, dtype_name(self.dtype)]
         defaults = {f.name: f.default for f in fields(self)}
-        in_head = ("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "parallel")
-        for name in (n for n in defaults if n not in in_head):
+        head_fields = ("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "parallel")
+        for name in (n for n in defaults if n not in head_fields):
             value = getattr(self, name)
             comparable = str(value) if isinstance(value, ActivationSpec) else value
             if comparable != defaults[name]:
                 text = value.value if isinstance(value, Enum) else str(value)
                 parts.append(name if value is True else f"{name}={text}")
         if self.parallel.world_size > 1:
-            placed = "" if self.parallel.placement == "linear" else "p"
-            parts.append(f"W{self.parallel.world_size}{placed}r{self.parallel.rank}")
+            placement_mark = "" if self.parallel.placement == "linear" else "p"
+            parts.append(f"W{self.parallel.world_size}{placement_mark}r{self.parallel.rank}")
         return "-".join(parts)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a pairing runs on, made by hand or detected by `modular_kernel.machine`.
+    """The machine that a pairing runs on, written by hand or detected by `modular_kernel.machine`.
 
     device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
     packages: importable optional packages.  interpreter: Triton kernels run on the CPU.

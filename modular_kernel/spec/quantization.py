@@ -104,14 +104,14 @@ class QuantScheme:
             return self
         raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() can return")
 
-    def _with(self, key: str, value: str) -> "QuantScheme":
-        integers = self.weight in ("uint8", "uint4")
+    def _with_option(self, key: str, value: str) -> "QuantScheme":
+        has_integer_weights = self.weight in ("uint8", "uint4")
         sizes = tuple(map(int, value.split("x"))) if _SIZES.fullmatch(value) else ()
         if key == "block" and self.granularity == "block" and len(sizes) == 2:
             return replace(self, group=sizes)
-        if key == "group" and integers and len(sizes) == 1 and sizes[0] % 2 == 0:
+        if key == "group" and has_integer_weights and len(sizes) == 1 and sizes[0] % 2 == 0:
             return replace(self, group=sizes)
-        if key == "zero_points" and integers and value in ("true", "false"):
+        if key == "zero_points" and has_integer_weights and value in ("true", "false"):
             return replace(self, zero_points=value == "true")
         if (
             key == "static"
@@ -126,14 +126,14 @@ class QuantScheme:
         raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
 
     def __str__(self) -> str:
-        default = QUANT_SCHEMES.get(self.name, self)
+        base = QUANT_SCHEMES.get(self.name, self)
         options = []
-        if self.group != default.group:
+        if self.group != base.group:
             key = "block" if self.granularity == "block" else "group"
             options.append(f"{key}={'x'.join(map(str, self.group))}")
         if self.zero_points:
             options.append("zero_points=true")
-        if self.static and not default.static:
+        if self.static and not base.static:
             options.append("static=true")
         if self.repacked:
             options.append("repacked=true")
@@ -167,15 +167,15 @@ QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
 @lru_cache(maxsize=256)
 def _parse(text: str) -> QuantScheme:
     """Parse a scheme; cached, because many problems name the same one."""
-    name, _, rest = text.partition(":")
+    name, _, options = text.partition(":")
     if name not in QUANT_SCHEMES:
         need = f"one of {', '.join(sorted(QUANT_SCHEMES))}"
         raise ConfigurationError("quant", got=name[:80], need=need)
-    scheme, seen = QUANT_SCHEMES[name], set[str]()
-    for option in filter(None, rest.split(",")):
+    scheme, known_keys = QUANT_SCHEMES[name], set[str]()
+    for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
-        if key in seen:
+        if key in known_keys:
             raise ConfigurationError(f"quant {name}", got=text[:80], need=f"{key} once")
-        scheme = scheme._with(key, value)
-        seen.add(key)
+        scheme = scheme._with_option(key, value)
+        known_keys.add(key)
     return scheme

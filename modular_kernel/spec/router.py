@@ -23,7 +23,7 @@ MAX_COLUMNS = 1024
 _MIN_DIVISOR, _MAX_DIVISOR = 2.0**-126, 1.0
 TopK = Annotated[int, Between(1, MAX_TOP_K)]
 Groups = Annotated[int, Between(1, MAX_COLUMNS)]
-Many = Annotated[int, Between(0, MAX_INT32)]
+NonNegativeCount = Annotated[int, Between(0, MAX_INT32)]
 
 
 class StandardTopKOutput(NamedTuple):
@@ -77,8 +77,8 @@ class RouterSpec:
     top_k: K, 1 to 16. score: transform of the logits: softmax over all columns, sigmoid, or
     sqrt(softplus). order: "score_first" chooses and weights by scores; "topk_first" chooses by
     logits and scores only the chosen ones, with softmax over those K.
-    groups: number of equal groups of experts, of which the best topk_groups take part. A group's
-    value is that of its best expert ("max") or the sum of its two best ("top2").
+    groups: number of equal groups of experts; only experts of the topk_groups best groups can be
+    chosen. A group's score is that of its best expert ("max") or the sum of its two best ("top2").
     selection_bias: a per-column bias is added for the choice, never to the weights.
     renormalize: divide the K weights by max(their sum + eps, floor), in float32. eps and floor are
     0 or in [2^-126, 1]: smaller values would be 0 in float32, and larger ones, exceeding the sum of
@@ -103,7 +103,7 @@ class RouterSpec:
     eps: float = 0.0
     floor: float = 0.0
     table: bool = False
-    zero_experts: Many = 0
+    zero_experts: NonNegativeCount = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "router ")
@@ -139,8 +139,8 @@ class RouterSpec:
 
     def _check_groups(self, experts: int) -> None:
         # No divmod: torch.compile cannot trace it if the number of experts is symbolic.
-        size, rest = experts // self.groups, experts % self.groups
-        if rest or (self.group_score == "top2" and size < 2):
+        size, remainder = experts // self.groups, experts % self.groups
+        if remainder or (self.group_score == "top2" and size < 2):
             min_size = 2 if self.group_score == "top2" else 1
             need = f"groups = {self.groups} of one size, {min_size} or more each"
             raise ConfigurationError("router experts", got=experts, need=need)

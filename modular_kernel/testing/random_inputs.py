@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 

@@ -52,18 +52,19 @@ class OneOf:
 Count = Annotated[int, Between(1, MAX_INT32)]
 
 
-def check_fields(record: Any, of: str = "") -> None:
+def check_fields(record: Any, prefix: str = "") -> None:
     """Check every field of a dataclass instance against its annotation.
 
-    of: prefix of the field name in messages. Raises ConfigurationError for the first invalid field.
+    prefix: put before a field's name in messages. Raises ConfigurationError for the first invalid
+    field.
     """
     if is_compiling():
         return
     values, cls = vars(record), cast("Any", type(record))
-    for name, test, need in _declared(cls):
+    for name, test, need in _field_tests(cls):
         value = values[name]
         if not test(value):
-            raise ConfigurationError(of + name, got=format_value(value), need=need)
+            raise ConfigurationError(prefix + name, got=format_value(value), need=need)
 
 
 def expect(what: str, value: object, kind: Any) -> None:
@@ -81,9 +82,9 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
     The error shows the first invalid value, or the type of a non-iterable.
     """
     test, need = _test(kind)
-    listed = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
+    is_sequence = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
     # A 0-d tensor is an instance of Iterable too.
-    if not listed or getattr(values, "ndim", 1) == 0:
+    if not is_sequence or getattr(values, "ndim", 1) == 0:
         raise ConfigurationError(what, got=format_value(values), need=f"a sequence, each {need}")
     items = tuple(cast("Iterable[object]", values))
     for value in items:
@@ -117,9 +118,9 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
     try:
         actual = torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0][:160]
+        reason = str(error).splitlines()[0][:160]
         raise DeviceError(
-            what, got=f"{parsed}: {why}", need="a device available to torch"
+            what, got=f"{parsed}: {reason}", need="a device available to torch"
         ) from None
     if actual.type == "meta" and not meta:
         raise DeviceError(what, got="meta", need="a device whose tensors have memory")
@@ -137,12 +138,12 @@ def format_value(value: object) -> object:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kind = type(value)
-    # A dtype's text is informative and short; that of a tensor or a list need not be.
+    # The text of a dtype is short and informative, unlike that of a tensor or a list.
     return str(value) if kind.__module__ == "torch" and kind.__name__ == "dtype" else kind.__name__
 
 
 @cache
-def _declared(cls: Any) -> tuple[tuple[str, Test, str], ...]:
+def _field_tests(cls: Any) -> tuple[tuple[str, Test, str], ...]:
     hints = get_type_hints(cls, include_extras=True)
     return tuple((field.name, *_test(hints[field.name])) for field in fields(cls))
 
@@ -152,33 +153,33 @@ def _test(kind: Any) -> tuple[Test, str]:
     """Return a predicate for values of `kind`, and its description for messages."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _limited(*args)
+        return _test_annotated(*args)
     if origin in (Union, UnionType):
-        return _any_of(args)
+        return _test_union(args)
     if origin is Literal:
         return lambda value: isinstance(value, str) and value in args, " or ".join(args)
     if origin is tuple:
-        return _tuple_of(args)
+        return _test_tuple(args)
     if origin is list:
-        test_item, item = _test(args[0])
+        test_item, item_description = _test(args[0])
         return (
             lambda value: isinstance(value, list) and all(map(test_item, value)),
-            f"a list, each {item}",
+            f"a list, each {item_description}",
         )
     if origin is frozenset:
-        return _frozenset_of(args[0])
+        return _test_frozenset(args[0])
     if origin is Callable:
         return callable, "a function"
-    return _plain(kind)
+    return _test_class(kind)
 
 
-def _any_of(kinds: tuple[Any, ...]) -> tuple[Test, str]:
-    tests, words = zip(*map(_test, kinds), strict=True)
-    either, other = tests[0], tests[1] if len(tests) == 2 else _any_of(kinds[1:])[0]
-    return lambda value: either(value) or other(value), " or ".join(words)
+def _test_union(kinds: tuple[Any, ...]) -> tuple[Test, str]:
+    tests, descriptions = zip(*map(_test, kinds), strict=True)
+    first, rest = tests[0], tests[1] if len(tests) == 2 else _test_union(kinds[1:])[0]
+    return lambda value: first(value) or rest(value), " or ".join(descriptions)
 
 
-def _plain(kind: type) -> tuple[Test, str]:
+def _test_class(kind: type) -> tuple[Test, str]:
     if kind is NoneType:
         return lambda value: value is None, "None"
     if kind is bool:
@@ -197,36 +198,36 @@ def _is_finite(value: object) -> bool:
     return -float_info.max <= value <= float_info.max  # a huge int must not overflow in isfinite
 
 
-def _limited(kind: Any, limit: Between | OneOf) -> tuple[Test, str]:
-    test, words = _test(kind)
+def _test_annotated(kind: Any, limit: Between | OneOf) -> tuple[Test, str]:
+    test, description = _test(kind)
     if isinstance(limit, OneOf):
         allowed = limit.values
         return lambda value: test(value) and value in allowed, " or ".join(map(str, allowed))
     low, high = limit.low, limit.high
-    return lambda value: test(value) and low <= value <= high, f"{words} {limit}"
+    return lambda value: test(value) and low <= value <= high, f"{description} {limit}"
 
 
-def _frozenset_of(kind: Any) -> tuple[Test, str]:
-    test, words = _test(kind)
+def _test_frozenset(kind: Any) -> tuple[Test, str]:
+    test, description = _test(kind)
 
-    def fits(value: object) -> bool:
+    def test_value(value: object) -> bool:
         return isinstance(value, frozenset) and all(map(test, value))
 
-    return fits, f"a frozenset, each {words}"
+    return test_value, f"a frozenset, each {description}"
 
 
-def _tuple_of(kinds: tuple[Any, ...]) -> tuple[Test, str]:
+def _test_tuple(kinds: tuple[Any, ...]) -> tuple[Test, str]:
     if kinds[-1] is Ellipsis:
         test_item, item = _test(kinds[0])
         return (
             lambda value: isinstance(value, tuple) and all(map(test_item, value)),
             f"a tuple of {item}",
         )
-    tests, words = zip(*map(_test, kinds), strict=True)
+    tests, descriptions = zip(*map(_test, kinds), strict=True)
 
-    def fits(value: object) -> bool:
+    def test_value(value: object) -> bool:
         if not isinstance(value, tuple) or len(value) != len(tests):
             return False
         return all(test(item) for test, item in zip(tests, value, strict=True))
 
-    return fits, f"a tuple of {' and '.join(words)}"
+    return test_value, f"a tuple of {' and '.join(descriptions)}"

@@ -21,7 +21,7 @@ import torch
 from modular_kernel.errors import StateError
 
 _PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
-_LOCKED_PROPERTIES = sys.version_info < (3, 12)  # cached_property holds a lock before 3.12
+_PROPERTIES_HAVE_LOCKS = sys.version_info < (3, 12)  # cached_property holds a lock before 3.12
 
 
 class Forkable(Protocol):
@@ -56,12 +56,12 @@ def reset_lock(lock: Any) -> bool:
     return False
 
 
-def check_process(made_in: int, what: str, need: str) -> None:
+def check_process(created_in: int, what: str, need: str) -> None:
     """Raise StateError if `what` was created before this process was forked.
 
-    made_in: `generation()` at creation. need: what to do instead.
+    created_in: `generation()` at creation. need: what to do instead.
     """
-    if made_in != _generation[0]:
+    if created_in != _generation[0]:
         raise StateError(what, got="a use in a forked child", need=need)
 
 
@@ -109,9 +109,9 @@ def leak(value: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     _generation[0] += 1
-    if _LOCKED_PROPERTIES:
+    if _PROPERTIES_HAVE_LOCKS:
         _renew_cached_properties()
     for reference in tuple(_registered):
         owner = reference()
@@ -130,4 +130,4 @@ def _renew_cached_properties() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # absent on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -16,34 +16,34 @@ from uuid import uuid4
 from modular_kernel.errors import ConfigurationError
 
 
-def read_file(path: Path, most: int, *, links: bool = True) -> bytes:
-    """Read a regular file of at most `most` bytes; ValueError if unsuitable, OSError if missing.
+def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
+    """Read a regular file of at most `max_bytes`; ValueError if unsuitable, OSError if missing.
 
-    links: whether the path may be a symbolic link. Opening does not block on a pipe.
+    follow_links: whether the path may be a symbolic link. Opening does not block on a pipe.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, flags if links else flags | getattr(os, "O_NOFOLLOW", 0))
+    handle = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError("not a regular file")
     with os.fdopen(handle, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"more than {most} bytes")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes")
     return data
 
 
-def parse(text: str | bytes, *, constants: bool = False) -> Any:
+def parse(text: str | bytes, *, allow_constants: bool = False) -> Any:
     """Parse UTF-8 JSON whose objects have unique keys; ValueError gives the reason.
 
-    constants: accept NaN and Infinity, which are not standard JSON.
+    allow_constants: accept NaN and Infinity, which are not standard JSON.
     """
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError("not UTF-8") from None
-    constant = float if constants else _no_constant
+    constant = float if allow_constants else _no_constant
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=constant)
     except RecursionError:
@@ -52,7 +52,7 @@ def parse(text: str | bytes, *, constants: bool = False) -> Any:
 
 def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
     """Parse an object whose "schema" must equal `schema`; else ConfigurationError."""
-    parsed = parse(text, constants=True)
+    parsed = parse(text, allow_constants=True)
     actual = parsed.get("schema") if isinstance(parsed, dict) else None
     if actual != schema:
         raise ConfigurationError(what, got=actual, need=schema)
@@ -62,8 +62,8 @@ def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> None:
     """Write a file atomically; on failure it is unchanged."""
-    with atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -57,6 +57,6 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         dense_a, dense_b = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
         return a if dense_a else compact(a), b if dense_b else compact(b)
     pad = torch.nn.functional.pad
-    by_rows = b.stride(1) == 1
-    b = pad(b, (0, 0, 0, padding)) if by_rows else pad(b.T, (0, padding)).T
+    is_row_major = b.stride(1) == 1
+    b = pad(b, (0, 0, 0, padding)) if is_row_major else pad(b.T, (0, padding)).T
     return pad(a, (0, padding)), b

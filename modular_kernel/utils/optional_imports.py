@@ -23,10 +23,10 @@ _MAX_CHARS = 500  # characters of another package's message
 OWN_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
 
 
-def load_with_deadline(load: Callable[[], object], seconds: float, whose: str) -> object:
+def load_with_deadline(load: Callable[[], object], seconds: float, origin: str) -> object:
     """Run `load` in its own thread; return its result or raise its exception.
 
-    whose: what is loaded, for the log. Raises TimeoutError, with the line it hangs at, if `load`
+    origin: the entry point, for the log. Raises TimeoutError, with the line it hangs at, if `load`
     does not finish within `seconds`. An exception that is not an Exception, such as
     KeyboardInterrupt or SystemExit, is raised as RuntimeError, because it must not stop this
     process.
@@ -40,16 +40,16 @@ def load_with_deadline(load: Callable[[], object], seconds: float, whose: str) -
         except BaseException as error:  # noqa: BLE001  raised again in the calling thread
             failures.append(error)
 
-    thread = Thread(target=run, name=f"import of {whose}", daemon=True)
+    thread = Thread(target=run, name=f"import of {origin}", daemon=True)
     thread.start()
     thread.join(min(_WARN_AFTER_S, seconds))
     if thread.is_alive() and seconds > _WARN_AFTER_S:
-        _LOG.warning("waiting up to %g s for the import of %s", seconds, whose)
+        _LOG.warning("waiting up to %g s for the import of %s", seconds, origin)
         thread.join(seconds - _WARN_AFTER_S)
     if results:
         return results[0]
     if not failures:
-        location = _innermost(thread.ident)
+        location = _current_line(thread.ident)
         raise TimeoutError(f"did not end within {seconds:g} s (MK_IMPORT_DEADLINE_S){location}")
     error = failures[0]
     if isinstance(error, Exception):
@@ -57,7 +57,7 @@ def load_with_deadline(load: Callable[[], object], seconds: float, whose: str) -
     raise RuntimeError(f"{type(error).__name__} at import: {error}")
 
 
-def _innermost(ident: int | None) -> str:
+def _current_line(ident: int | None) -> str:
     """Return the line that a thread is executing, ignoring import machinery."""
     frame = sys._current_frames().get(ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -71,7 +71,7 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001  its __str__ is third-party code too
         text = "(no text)"
-    return f"{printable(type(error).__name__)}: {printable(text, most=_MAX_CHARS)}"
+    return f"{printable(type(error).__name__)}: {printable(text, max_chars=_MAX_CHARS)}"
 
 
 def require_own_package(package: str) -> None:
@@ -81,18 +81,18 @@ def require_own_package(package: str) -> None:
     """
     shadow = shadow_of(package)
     if shadow is not None:
-        need = "this distribution's package: rename the shadowing module, or move its folder"
-        raise ConfigurationError(f"package {package}", got=printable(shadow), need=f"{need} back")
+        need = "this distribution's package: rename or move the shadowing module"
+        raise ConfigurationError(f"package {package}", got=printable(shadow), need=need)
 
 
 def shadow_of(package: str) -> str | None:
     """Return the file that shadows this distribution's `package`; None if none does."""
-    ours = Path(__file__).resolve().parents[2] / package / "__init__.py"
+    own_file = Path(__file__).resolve().parents[2] / package / "__init__.py"
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):  # a stub in sys.modules, which no file shadows
         return None
-    if spec is None or spec.origin is None or not ours.exists():
+    if spec is None or spec.origin is None or not own_file.exists():
         return None
     actual = Path(spec.origin)
-    return None if actual.exists() and actual.samefile(ours) else spec.origin
+    return None if actual.exists() and actual.samefile(own_file) else spec.origin

@@ -18,7 +18,7 @@ from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
 _MAX_BYTES = 1 << 20  # read from each inspected file
-# Exceptions seen when importing a package built for another torch, GPU or toolkit.
+# Exceptions seen when a package built for another torch, GPU or toolkit is imported.
 _FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 
@@ -26,10 +26,13 @@ _FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 class PackageProbe:
     """An optional package, identified by its content.
 
-    name: as in `Requirements.packages`. places: candidate folders in order of preference, each an
-    importable package with an optional subfolder: "deep_gemm", "vllm/third_party/deep_gemm".
-    signs: (file in the folder, text in the file); all must be present. need: what they indicate,
-    for messages. source: how to install it. version_file: the file that defines `__version__`.
+    name: as in `Requirements.packages`.
+    places: candidate folders in order of preference, each an importable package with an optional
+        subfolder: "deep_gemm", "vllm/third_party/deep_gemm".
+    markers: (file in the folder, text in the file); all must be present.
+    need: what the markers indicate, for messages.
+    source: how to install it.
+    version_file: the file that defines `__version__`.
     """
 
     name: str
@@ -42,43 +45,43 @@ class PackageProbe:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Location of a provider, or why candidates do not qualify ("" if there are none)."""
+    """Location of a package, or the reason why no candidate matches ("" without candidates)."""
 
     folder: Path | None = None
     version: str = ""
-    why: str = ""
+    reason: str = ""
 
 
-def find(provider: PackageProbe) -> ProbeResult:
-    """Search a provider's places in order, without importing anything."""
+def find(probe: PackageProbe) -> ProbeResult:
+    """Search a probe's locations in order, without importing anything."""
     reasons = []
-    for place in provider.places:
-        for folder in _folders(place):
+    for location in probe.places:
+        for folder in _folders(location):
             missing = next(
-                filter(None, (_missing_sign(folder, *sign) for sign in provider.markers)), ""
+                filter(None, (_missing_marker(folder, *marker) for marker in probe.markers)), ""
             )
-            stated = version_in(folder, provider.version_file)
+            found_version = version_in(folder, probe.version_file)
             if not missing:
-                return ProbeResult(folder, stated)
-            reasons.append(f"another {f'{place} {stated}'.strip()}: {missing}")
-    return ProbeResult(why="; ".join(reasons))
+                return ProbeResult(folder, found_version)
+            reasons.append(f"another {f'{location} {found_version}'.strip()}: {missing}")
+    return ProbeResult(reason="; ".join(reasons))
 
 
 @contextmanager
-def importing(provider: PackageProbe, *, need: str) -> Iterator[Path]:
-    """Yield the folder that holds a provider, to import it from there.
+def importing(probe: PackageProbe, *, need: str) -> Iterator[Path]:
+    """Yield the folder of a probed package, to import it from there.
 
-    need: description of a usable copy, for messages. Raises ConfigurationError if the provider is
+    need: description of a usable copy, for messages. Raises ConfigurationError if the package is
     missing, or if importing it fails as a build for another machine does.
     """
-    location = find(provider)
-    if location.folder is None:
-        raise ConfigurationError(provider.name, got=location.why or "nothing", need=provider.need)
+    result = find(probe)
+    if result.folder is None:
+        raise ConfigurationError(probe.name, got=result.reason or "nothing", need=probe.need)
     try:
-        yield location.folder
+        yield result.folder
     except _FAILURES as error:
         got = f"{type(error).__name__}: {error}"[:300]
-        what = f"{provider.places[0]} in {location.folder}"
+        what = f"{probe.places[0]} in {result.folder}"
         raise ConfigurationError(what, got=got, need=need) from error
 
 
@@ -107,13 +110,11 @@ def unload(name: str) -> None:
         del sys.modules[module]
 
 
-def probe_all(providers: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the names of available providers, and why similar packages do not qualify."""
-    locations = {provider.name: find(provider) for provider in providers}
-    available = frozenset(
-        name for name, location in locations.items() if location.folder is not None
-    )
-    return available, {name: location.why for name, location in locations.items() if location.why}
+def probe_all(probes: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the names of available packages, and why others of the same name do not match."""
+    results = {probe.name: find(probe) for probe in probes}
+    available = frozenset(name for name, result in results.items() if result.folder is not None)
+    return available, {name: result.reason for name, result in results.items() if result.reason}
 
 
 def version_in(folder: Path, file: str = "__init__.py") -> str:
@@ -130,23 +131,23 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def _folders(place: str) -> Iterator[Path]:
-    top, _, below = place.partition("/")
+def _folders(location: str) -> Iterator[Path]:
+    top, _, subfolder = location.partition("/")
     try:
         spec = find_spec(top)
     except (ImportError, ValueError):  # a stub in sys.modules, or a faulty finder
         return
     for root in (spec and spec.submodule_search_locations) or ():
-        folder = Path(root, below)
+        folder = Path(root, subfolder)
         if folder.is_dir():
             yield folder
 
 
-def _missing_sign(folder: Path, file: str, word: str) -> str:
+def _missing_marker(folder: Path, file: str, marker_text: str) -> str:
     text = _text(folder / file)
     if text is None:
         return f"no {file}"
-    return "" if word in text else f"no {word} in {file}"
+    return "" if marker_text in text else f"no {marker_text} in {file}"
 
 
 def _text(path: Path) -> str | None:

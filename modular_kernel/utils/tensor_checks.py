@@ -1,11 +1,11 @@
 """Checks that public functions apply to every tensor before reading any values.
 
-    check_tensor("logits", logits_TE)                        # dense, with all of its memory
+    check_tensor("logits", logits_TE)                        # dense, with memory for all elements
     check_output("out", out, {"rows": rows})                 # shares no memory with inputs
     check_no_gradients({"x": x_TH, "w1": w1_eNH})            # kernels are forward only
 
 Nothing here synchronizes with a device. Planned calls repeat only `check_strided` for every tensor;
-they cover the other checks with addresses that they read anyway.
+comparing addresses makes the other checks unnecessary.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 _compile_only: ContextVar[bool] = ContextVar("kernels are compiled, not launched", default=False)
@@ -45,7 +45,7 @@ def compile_only() -> Iterator[None]:
 def is_dense(value: object) -> bool:
     """Return whether `check_strided` accepts `value`; False also for tensors it may accept."""
     return (
-        type(value) in _PLAIN
+        type(value) in _PLAIN_TYPES
         and value.layout is torch.strided  # type: ignore[attr-defined]
         and not value.is_nested  # type: ignore[attr-defined]
         and not value.is_neg()  # type: ignore[attr-defined]
@@ -60,14 +60,14 @@ def check_strided(what: str, value: object) -> None:
     """
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
-    if type(value) not in _PLAIN:
+    if type(value) not in _PLAIN_TYPES:
         check_local(what, value)
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
     if value.is_nested:
         raise LayoutError(what, got="a nested tensor", need="a dense tensor")
     if not is_compiling() and value.is_neg():  # torch.compile cannot trace is_neg
-        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+        raise LayoutError(what, got="a lazily negated view", need="tensor.resolve_neg()")
 
 
 def check_local(what: str, value: torch.Tensor) -> None:
@@ -95,13 +95,13 @@ def check_tensor(
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
     compiling = is_compiling()
     if not compiling and _is_transformed(value):
-        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
+        got = "a tensor without memory (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor")
     check_strided(what, value)
     if compiling:
         return value
     if value.is_conj():
-        raise LayoutError(what, got="a lazily conjugated view", need="its resolve_conj()")
+        raise LayoutError(what, got="a lazily conjugated view", need="tensor.resolve_conj()")
     if device is not None and value.device != device:
         raise DeviceError(what, got=value.device, need=device)
     if value.is_meta or isinstance(value, FakeTensor):
@@ -127,20 +127,22 @@ def check_tensors(
             check_tensor(what, value, device=device, meta=meta)
 
 
-def check_output(what: str, written: torch.Tensor, read: Mapping[str, torch.Tensor | None]) -> None:
+def check_output(
+    what: str, output: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]
+) -> None:
     """Raise ConfigurationError if the tensor to write shares memory with one that is read.
 
-    written and the values of `read`: tensors that passed `check_tensor`. Raises LayoutError if
-    `written` has overlapping elements, as an expanded tensor does.
+    output and the values of `inputs`: tensors that passed `check_tensor`. Raises LayoutError if
+    `output` has overlapping elements, as an expanded tensor does.
     """
-    if is_compiling() or written.is_meta or isinstance(written, FakeTensor):
+    if is_compiling() or output.is_meta or isinstance(output, FakeTensor):
         return
-    strides = zip(written.shape, written.stride(), strict=True)
+    strides = zip(output.shape, output.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in strides):
-        got = f"strides {written.stride()}"
+        got = f"strides {output.stride()}"
         raise LayoutError(what, got=got, need="elements that do not overlap")
-    for name, tensor in read.items():
-        if tensor is not None and tensor.device == written.device and overlap(written, tensor):
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.device == output.device and overlap(output, tensor):
             raise ConfigurationError(what, got=f"memory of {name}", need="separate memory")
 
 
@@ -151,7 +153,7 @@ def check_held(what: str, tensor: torch.Tensor) -> None:
     try:
         pointer, available = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
-        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
+        got = "a tensor without memory (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor") from None
     start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
     required = tensor.storage_offset() * tensor.element_size() + stop - start
@@ -189,17 +191,17 @@ def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise UnsupportedError rather than silently lose a gradient: kernels are forward only."""
+    """Raise UnsupportedError if a tensor requires a gradient: kernels are forward only."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if not wants_gradient(present.values()):
         return
-    wants = ", ".join(name for name, tensor in present.items() if wants_gradient((tensor,)))
+    names = ", ".join(name for name, tensor in present.items() if wants_gradient((tensor,)))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present.values()):
-        got, need = f"{wants} that require grad", "torch.no_grad() or inference_mode()"
+        got, need = f"{names} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)
-    raise _tangent_lost(wants)
+    raise _tangent_lost(names)
 
 
-def _tangent_lost(wants: str) -> UnsupportedError:
-    got, need = f"{wants} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
+def _tangent_lost(names: str) -> UnsupportedError:
+    got, need = f"{names} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
     return UnsupportedError("gradients", got=got, need=need)

@@ -79,7 +79,7 @@ def agree(
     """
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
-    call.told = True
+    call.peers_notified = True
     own_fields = _fields(layer, step, _other_properties(problem, call))
     sent = torch.tensor([*own_fields, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
     if largest is not None:

@@ -114,7 +114,7 @@ def test_pieces_of_a_matrix_are_the_whole(
     family = "step3p5" if kind == "deepseek fp8" else PUBLISHERS.get(kind, "mixtral")
     sample = write(tmp_path, family, kind, intermediate=512)
     whole = mk.load_experts(tmp_path, 0, tp=(1, 2))
-    monkeypatch.setattr(loading, "_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
     pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
     for name, tensor in vars(whole.weights).items():
         same = getattr(pieces.weights, name)
@@ -188,7 +188,7 @@ def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
     [
         ("bf16", 256, 3, "intermediate: got 256, need a multiple of the 3"),
         ("mxfp4", 96, 2, "48 columns of groups of 32, need whole groups"),
-        ("awq", 192, 4, "group: got 64, need a group that halves to a divisor of 48"),
+        ("awq", 192, 4, "group: got 64, need a group that can be halved to a divisor of 48"),
         ("deepseek fp8", 208, 2, "104 columns of blocks of 128, need shares that blocks of 32"),
         ("gptq int8", 192, 12, "group: got 64"),
         (

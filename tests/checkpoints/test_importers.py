@@ -271,7 +271,9 @@ def test_other_groups_are_refused(group: int) -> None:
 def test_fitting_a_group() -> None:
     assert [fit_group(128, columns) for columns in (256, 192, 96, 32)] == [128, 64, 32, 32]
     for columns in (48, 100):
-        with pytest.raises(ConfigurationError, match=f"group: got 128, need .* {columns}, not bel"):
+        with pytest.raises(
+            ConfigurationError, match=f"group: got 128, need .* {columns}, at least 32"
+        ):
             fit_group(128, columns)
 
 

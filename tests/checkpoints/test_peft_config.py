@@ -63,7 +63,7 @@ def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
     folder.config["target_modules"] = "w[123]"
     assert folder.load().lora_a2.any()
     folder.config["layers_to_transform"] = [1]
-    with pytest.raises(ConfigurationError, match=r"layers_to_transform: got \[1\], need none bes"):
+    with pytest.raises(ConfigurationError, match=r"layers_to_transform: got \[1\], need none if"):
         folder.load()
 
 

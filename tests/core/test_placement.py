@@ -78,7 +78,7 @@ def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) 
         (lambda: placed(first_token=0.5), "first token: got 0.5, need an int >= 0"),
         (lambda: placed(first_token=-1), "first token: got -1"),
         (lambda: placed(together=1), "together: got 1, need True or False"),
-        (lambda: Placement.linear(4, 2).tables(near=[1]), "near: got 1 among them"),
+        (lambda: Placement.linear(4, 2).tables(tiers=[1]), "tiers: got 1 among them"),
         (lambda: Placement.of_table(5, 2), "slot of each expert: got 5, need a sequence"),
         (lambda: Placement.of_table([(0, 0.5)], 1), "slot of each expert: got tuple, need a tuple"),
         (lambda: Placement.from_eplb(None, 2), "physical_to_logical: got None, need a sequence"),
@@ -161,7 +161,7 @@ def test_copies_that_are_near_come_first() -> None:
     ids = torch.arange(4).repeat_interleave(4)[:, None]  # each expert four times
 
     def ranks_of(rank: int, per_host: int | None) -> list[set[int]]:
-        tables = placement.tables(near=rank_tiers(rank, per_host))
+        tables = placement.tables(tiers=rank_tiers(rank, per_host))
         assert tables.homes_ER2.shape == placement.tables().homes_ER2.shape
         chosen, _, _ = pairs_to_slots(ids, tables, first_token=rank, together=True)
         by_expert = chosen.view(4, 4).tolist()
@@ -176,10 +176,10 @@ def test_copies_that_are_near_come_first() -> None:
 
 def test_near_copies_on_a_host_take_turns() -> None:
     placement = Placement.linear(4, 4).with_copies({0: (1,), 3: (2,)})
-    tables = placement.tables(near=rank_tiers(0, 2))
+    tables = placement.tables(tiers=rank_tiers(0, 2))
     rank, _, _ = pairs_to_slots(torch.full((4, 1), 3), tables)
     assert rank.flatten().tolist() == [2, 3, 2, 3]
-    tables = placement.tables(near=rank_tiers(2, 2))
+    tables = placement.tables(tiers=rank_tiers(2, 2))
     rank, _, _ = pairs_to_slots(torch.zeros(4, 1, dtype=torch.int32), tables)
     assert rank.flatten().tolist() == [0, 1, 0, 1]
 

@@ -31,8 +31,8 @@ def test_nothing_else_does() -> None:
     assert shown.startswith(
         r"a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028"
     )
-    assert printable("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"
-    assert printable("abc", most=2) == "ab..."
+    assert printable("a\n\tb\x1b", keep_lines=True) == "a\n\tb\\x1b"
+    assert printable("abc", max_chars=2) == "ab..."
 
 
 def test_errors_and_rejections_show_it_so() -> None:

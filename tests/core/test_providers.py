@@ -60,12 +60,12 @@ def test_found_below_another_package_which_is_not_imported(site: Path) -> None:
 
 def test_another_package_of_the_name(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
-    assert find(WANTED) == ProbeResult(why="another swift_gemm 0.1: no api.py")
+    assert find(WANTED) == ProbeResult(reason="another swift_gemm 0.1: no api.py")
 
 
 def test_too_old_a_package(site: Path) -> None:
     put(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
-    assert find(WANTED).why == "another swift_gemm 1.0.0: no psum in api.py"
+    assert find(WANTED).reason == "another swift_gemm 1.0.0: no psum in api.py"
 
 
 def test_a_copy_elsewhere_does_where_the_name_is_taken(site: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_machine_says_which_is_which(site: Path) -> None:
     here, others = probe_all((WANTED, other))
     assert here == {"calm"}
     assert others == {"swift_gemm": "another swift_gemm 0.1: no api.py"}
-    machine = current_machine(("swift_gemm", "calm"), providers=(WANTED, other), device="cpu")
+    machine = current_machine(("swift_gemm", "calm"), probes=(WANTED, other), device="cpu")
     assert "calm" in machine.packages
     assert "swift_gemm" not in machine.packages  # though its name can be imported
     requires = ExpertsRequirements(
@@ -107,6 +107,6 @@ def test_a_choice_is_of_the_version_that_is_found(
 ) -> None:
     """Of a copy inside another package no metadata tells."""
     put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    monkeypatch.setattr(cache_keys, "providers_of", lambda catalog: (WANTED,))
+    monkeypatch.setattr(cache_keys, "probes_of", lambda catalog: (WANTED,))
     assert cache_keys._version("swift_gemm") == "2.5.0"
     assert cache_keys._version("no_such_package") == "none"

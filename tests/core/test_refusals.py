@@ -6,8 +6,10 @@ changed, the pairing must be valid. A rule that never refuses, one that always d
 without a case all fail here.
 """
 
+import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,3 +381,18 @@ def test_a_package_that_no_index_has_is_built_from_its_sources() -> None:
     assert hints["triton"] == "pip install triton"
     assert hints["deep_ep"].startswith("build deep_ep from https://github.com/deepseek-ai/DeepEP")
     assert "pip install" not in hints["deep_ep"] + hints["pplx_kernels"]
+
+
+def test_every_declared_requirement_is_read() -> None:
+    root = Path(__file__).parents[2]
+    support = root / "modular_kernel" / "compatibility" / "support.py"
+    read = set[str]()
+    for package in ("modular_kernel", "prepare_finalize", "experts"):
+        for path in root.joinpath(package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute):
+                    read.add(node.attr)
+                elif isinstance(node, ast.Constant) and path != support:
+                    read.add(str(node.value))  # names that `required_property` passes to getattr
+    for declared in (PrepareFinalizeRequirements, ExpertsRequirements):
+        assert {field.name for field in fields(declared)} <= read

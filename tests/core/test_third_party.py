@@ -190,7 +190,7 @@ def test_an_import_that_ends_the_program_does_not(error: BaseException) -> None:
 
 def test_ctrl_c_while_our_own_parts_are_imported_is_the_user_s() -> None:
     with pytest.raises(KeyboardInterrupt):
-        build_catalog([Offer("experts", "ours", failing(KeyboardInterrupt()), ours=True)])
+        build_catalog([Offer("experts", "ours", failing(KeyboardInterrupt()), is_builtin=True)])
 
 
 def test_an_import_that_hangs_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
 from experts.triton.launch_config import Device
 from modular_kernel.interpreter.access_log import watch
-from modular_kernel.ops.sort import SortedPairs, most_tiles
+from modular_kernel.ops.sort import SortedPairs, max_tile_count
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import Workspace
@@ -26,7 +26,7 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrink
     """What a launch of `TileShrink` leaves in poisoned memory; each place has one writer."""
     rank = a.shape[2] // 2
     problem = replace(BASE, lora=f"adapters=5,rank={rank}")
-    specs = tile_specs(problem, 12, most_tiles(12, TILE, 3))
+    specs = tile_specs(problem, 12, max_tile_count(12, TILE, 3))
     workspace = Workspace(specs, slots.device, poison=True)
     tiles = torch.tensor([0, 2, 9, 0, 7, 9, 7, 12, 9, 2], dtype=torch.int32)
     token_of_row = torch.arange(11, -1, -1, dtype=torch.int32)

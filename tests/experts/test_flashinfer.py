@@ -89,7 +89,7 @@ def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
         weights = quantize_weights(weights, problem)
     call = given.x_TH, given.routing
     if order.endswith("true") and quant == BLOCK:
-        with pytest.raises(ConfigurationError, match="alternating rows, need gate and up rows in"):
+        with pytest.raises(ConfigurationError, match="interleaved rows, need gate and up rows in"):
             up_rows_first(weights, problem)
         return
     other, its = up_rows_first(weights, problem)
@@ -105,7 +105,7 @@ def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
     [
         ({"activation": "relu2"}, "got relu2, need a gated one"),
         ({"quant": "int4_w4a16_group"}, "got int4_w4a16_group, need unquantized weights"),
-        ({"quant": BLOCK, "intermediate": 192}, "got I=192, need gate and up rows in blocks"),
+        ({"quant": BLOCK, "intermediate": 192}, "got I=192, need gate and up rows in separate"),
     ],
 )
 def test_what_cannot_be_put_in_order(change: dict[str, Any], match: str) -> None:

@@ -252,7 +252,7 @@ BAD: dict[str, Case] = {
     "gate and up in other orders": (
         changed(turn("2.w3.g_idx"), "gptq, act-order"),
         WeightsError,
-        rf"{AT}.2.w1: g_idx: got orders of columns of gate and up that differ",
+        rf"{AT}.2.w1: g_idx: got different column orders of gate and up",
     ),
     "an unknown format": (
         config(quantization_config={"quant_method": "bitnet"}),
@@ -377,7 +377,7 @@ BAD: dict[str, Case] = {
     "an index to a file without it": (
         index(lambda m: m.update({W1: next(f for f in sorted(m.values()) if f != m[W1])})),
         WeightsError,
-        rf"got no {W1}, need what the index says",
+        rf"got no {W1}, need the tensors that the index lists",
     ),
     "an index without a tensor": (
         index(lambda m: m.pop(W1) and None),

@@ -136,7 +136,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         Placement.from_eplb, {"physical_to_logical": [0, 1, 2, 3], "ranks": 2, "join": False}
     ),
     "Placement.expert_map": lambda: Call(OLD.expert_map, {"rank": 0, "device": "cpu"}),
-    "Placement.tables": lambda: Call(OLD.tables, {"device": "cpu", "near": ()}),
+    "Placement.tables": lambda: Call(OLD.tables, {"device": "cpu", "tiers": ()}),
     "rebalance": lambda: Call(
         rebalance,
         {"load": [3.0, 2.0, 1.0, 1.0], "slots": [2, 2], "old": OLD, "hosts": 1, "groups": 1},
@@ -145,7 +145,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
     "rank_loads": lambda: Call(
         rank_loads, {"load": [1.0] * 4, "placement": OLD, "ranks_per_host": 2}
     ),
-    "format_of": lambda: Call(format_of, {"given": FP8, "path": "config.json", "depth": 256}),
+    "format_of": lambda: Call(format_of, {"config": FP8, "path": "config.json", "depth": 256}),
     "fit": lambda: Call(fit, {"format": INT4, "intermediate": 64, "world": 2, "gated": True}),
     "Format.with_scheme": lambda: Call(INT4.with_scheme, {"scheme": INT4.scheme}),
     "Format": lambda: Call(Format, {"method": "none", "scheme": INT4.scheme, "minus_one": True}),

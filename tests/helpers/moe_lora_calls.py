@@ -136,7 +136,7 @@ def kernels_and_twins() -> Any:
 
     @pytest.fixture(name="_way", params=["kernels", "twins"])
     def way(request: pytest.FixtureRequest) -> Any:
-        with prefer_torch_reference(wanted=request.param == "twins"):
+        with prefer_torch_reference(enabled=request.param == "twins"):
             yield
 
     return way

@@ -97,7 +97,7 @@ ToyExperts = make_experts(
 )
 
 
-@register_fused_func("none", "toy", twin=ToyExperts)
+@register_fused_func("none", "toy", unfused=ToyExperts)
 def fused_none_to_toy(call: RunnerCall[ToyState]) -> None:
     routing, x = call.tokens.routing, call.tokens.x_TH.float()
     ids = local_ids(routing, call.weights.w1.shape[0])

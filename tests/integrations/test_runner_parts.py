@@ -100,7 +100,7 @@ def test_what_another_backend_takes_is_refused_with_both_names(made: str) -> Non
 
 
 def test_a_fused_part_inherits_what_its_twin_declares() -> None:
-    assert FusedToyExperts.twin is ToyExperts
+    assert FusedToyExperts.unfused is ToyExperts
     assert FusedToyExperts.requires == ToyExperts.requires
     gelu = replace(PROBLEM, bias=True)
     rules = [
@@ -132,9 +132,9 @@ def test_the_harness_compares_a_fused_part_with_its_twin(dtype: torch.dtype) -> 
         fused(call)
         call.tokens.routing.invalid_ids.zero_()
 
-    register_fused_func("right", "x", twin=staged)(fused)
-    register_fused_func("scaled", "x", twin=staged)(scaled)
-    register_fused_func("uncounted", "x", twin=staged)(uncounted)
+    register_fused_func("right", "x", unfused=staged)(fused)
+    register_fused_func("scaled", "x", unfused=staged)(scaled)
+    register_fused_func("uncounted", "x", unfused=staged)(uncounted)
     right, wrong, silent = (
         make_fused_experts("F", name, "x") for name in ("right", "scaled", "uncounted")
     )
@@ -156,7 +156,7 @@ class Fused(TritonExperts):
 def test_our_staged_twin_declares_what_triton_experts_does() -> None:
     op = runner.FUSED.get_fused_func("none", "triton")
     assert op is not None
-    assert (op.run, op.twin) == (TritonExperts, StagedTritonExperts)
+    assert (op.run, op.unfused) == (TritonExperts, StagedTritonExperts)
     assert StagedTritonExperts.requires == TritonExperts.requires
 
 

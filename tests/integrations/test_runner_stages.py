@@ -90,7 +90,7 @@ REGISTER = {
     "pre-permute": (register_pre_permute("standard", "x"), pre, other_pre),
     "post-permute": (register_post_permute("x", "standard"), post, other_post),
     "core": (register_core("x"), Core, OtherCore),
-    "fused operation": (register_fused_func("none", "x", twin=ToyExperts), fused, other_fused),
+    "fused operation": (register_fused_func("none", "x", unfused=ToyExperts), fused, other_fused),
 }
 stages = registered(REGISTER)
 
@@ -172,12 +172,12 @@ def test_nonsense_is_refused_where_it_is_registered() -> None:
             register()
     with pytest.raises(ConfigurationError, match="core 'x': got the class TorchExperts"):
         register_core("x")(TorchExperts)  # type: ignore[type-var]
-    with pytest.raises(ConfigurationError, match="twin: got the class Core"):
-        register_fused_func("none", "x", twin=Core)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="unfused: got the class Core"):
+        register_fused_func("none", "x", unfused=Core)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="pre-permute name: got ''"):
         register_pre_permute("standard", "")(pre)
     with pytest.raises(ConfigurationError) as caught:
-        register_fused_func("none", "x", twin=ToyExperts)(TorchExperts)
+        register_fused_func("none", "x", unfused=ToyExperts)(TorchExperts)
     assert caught.value.what == "TorchExperts.requires"
     assert "keep_topk" in str(caught.value.got)
 

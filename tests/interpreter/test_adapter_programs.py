@@ -122,7 +122,7 @@ def test_steps_of_the_branch_share_out_ranks_and_columns(
     a, b = torch.zeros(2, 3, rank, 96, dtype=dtype), torch.zeros(2, 3, 130, rank, dtype=dtype)
     x, u = torch.zeros(17, 96, dtype=dtype), torch.zeros(17, 1, rank, dtype=dtype)
     output = torch.zeros(17, 130, dtype=dtype)
-    with prefer_torch_reference(wanted=False):
+    with prefer_torch_reference(enabled=False):
         moe_lora_stages.moe_lora_a(x, a, batch)
         moe_lora_stages.moe_lora_gate_up_b(u, b, batch)
         moe_lora_stages.moe_lora_down_combine(u, b, batch, ids.float(), torch.ones(2), output)
@@ -143,7 +143,7 @@ def test_steps_take_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch)
     shapes = (4, 8), (12, 4), (4, 6), (8, 4)
     buffers = [torch.zeros(2, 2, *shape) for shape in shapes]
     x, output = torch.zeros(4, 8), torch.zeros(4, 8)
-    with prefer_torch_reference(wanted=False):
+    with prefer_torch_reference(enabled=False):
         run_moe_lora(x, ids, torch.ones(4, 2), info, *buffers, output, strategy="staged")
     orders = [given["order_ptr"].tolist() for _, given in found if given.get("GROUPED")]
     assert orders == [[2, 3, 1, 5, 0, 4, 6, 7]] * 3

@@ -191,7 +191,7 @@ def test_loads_are_those_of_pairs_that_go_to_the_nearest_copies(per_host: int | 
         load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
         near = rank_tiers(rank, per_host)
         for first in range(6):  # turns even out
-            chosen, _, _ = pairs_to_slots(ids, placement.tables(near=near), first_token=first)
+            chosen, _, _ = pairs_to_slots(ids, placement.tables(tiers=near), first_token=first)
             counted = [n + int((chosen == at).sum()) for at, n in enumerate(counted)]
     expected = rank_loads(load, placement, ranks_per_host=per_host)
     assert [n / 6 for n in counted] == pytest.approx(expected)

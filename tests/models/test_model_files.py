@@ -185,7 +185,7 @@ def test_errors_name_what_there_is_and_what_is_needed(tmp_path: Path) -> None:
     for config, message in (
         (
             MIXTRAL | {"model_type": "mixtra"},
-            "model_type = 'mixtra', need one with experts that is",
+            "model_type = 'mixtra', need a supported MoE model_type",
         ),
         (MIXTRAL | {"model_type": "mixtra"}, "such as mixtral"),
         ({"text_config": {"model_type": "llama"}}, "got text_config.model_type = 'llama'"),

@@ -117,7 +117,7 @@ def test_types_whose_router_is_not_known_have_none() -> None:
     ("kind", "changes", "match"),
     [
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob = yes, need true or false"),
-        ("deepseek_v3", {"n_group": 0}, "n_group = 0, need a whole number"),
+        ("deepseek_v3", {"n_group": 0}, "n_group = 0, need an integer"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = softmax, need sigmoid"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = noaux_tc, need greedy or"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True, need False"),

@@ -63,7 +63,7 @@ def test_programs_take_pairs_in_the_order_they_are_given(
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    with prefer_torch_reference(wanted=False):
+    with prefer_torch_reference(enabled=False):
         if step == "a":
             got = moe_lora_a(c.x, c.buffers[0], batch)
         else:

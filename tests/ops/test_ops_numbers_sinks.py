@@ -108,5 +108,5 @@ def test_sinks_take_what_joining_drops() -> None:
         join=False,
         factor=1.0,
     )
-    with pytest.raises(ConfigurationError, match="sinks: got pairs of one expert apart"):
+    with pytest.raises(ConfigurationError, match="sinks: got join=False"):
         number_pairs(apart)

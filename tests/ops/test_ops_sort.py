@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modular_kernel.ops import count
-from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
+from modular_kernel.ops.sort import max_tile_count, sort_pairs, sort_specs
 from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import Workspace
@@ -45,7 +45,7 @@ def verify(
         tiles += [[expert, row, end] for row in range(start, end, block_m)]
         start = end
     assert got.starts.tolist() == starts
-    assert len(tiles) <= got.max_tiles == most_tiles(ids_TK.numel(), block_m, experts)
+    assert len(tiles) <= got.max_tiles == max_tile_count(ids_TK.numel(), block_m, experts)
     assert got.tiles[-1] == len(tiles)
     named = got.tiles[: 3 * got.max_tiles].view(3, -1)[:, : len(tiles)]
     assert named.T.tolist() == tiles

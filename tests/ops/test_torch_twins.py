@@ -26,14 +26,14 @@ def test_operations_take_their_twins_within_it_alone() -> None:
     with prefer_torch_reference():
         assert not use_triton(x)
         assert use_triton(x.to("meta"))
-        with prefer_torch_reference(wanted=False):
+        with prefer_torch_reference(enabled=False):
             assert not use_triton(x)
         found: list[bool] = []
         thread = threading.Thread(target=lambda: found.append(use_triton(x)))
         thread.start()
         thread.join()
         assert found == [True]  # another thread may be verifying
-    with prefer_torch_reference(wanted=False):
+    with prefer_torch_reference(enabled=False):
         assert use_triton(x)
     assert use_triton(x)
 

@@ -9,6 +9,7 @@ import pytest
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from modular_kernel.catalog import make_kernel, this_machine
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.stress.fault_matrix import (
     FaultResult,
     as_json,
@@ -154,3 +155,10 @@ def test_last_calls_are_json_lines_of_the_latest(tmp_path: Path) -> None:
     ]
     assert records[0]["ended_s"] >= records[0]["started_s"] > 0
     assert records[1]["ended_s"] is None
+
+
+def test_a_scenario_of_an_unknown_kind_or_point_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="kind: got exploded, need one of killed, stopped"):
+        Scenario(ALL2ALL, "exploded")
+    with pytest.raises(ConfigurationError, match="point: got at lunch, need one of before"):
+        Scenario(ALL2ALL, "killed", "at lunch")

@@ -12,9 +12,9 @@ from modular_kernel.quant import nvfp4
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
     quantize_weights,
+    static_scale,
     weight_specs,
 )
-from modular_kernel.quant.static_scales import static_scale
 from modular_kernel.reference.nvfp4 import nvfp4_round_trip
 from modular_kernel.spec.problem import Parallel
 from modular_kernel.spec.quantization import QuantScheme

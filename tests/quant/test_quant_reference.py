@@ -248,7 +248,7 @@ def test_activations_are_rounded_as_the_operations_round_them(text: str, width: 
     rows[7] = 0.0
     given = torch.tensor([0.05]) if scheme.static else None
     want = dequantize_rows(*quantize_values(rows, scheme, given), scheme)
-    got = reference._as_quantized(rows, scheme, given)
+    got = reference._round_trip(rows, scheme, given)
     equal = (got - want).abs() <= 1e-6 * want.abs()
     assert float(equal.float().mean()) > 0.999
 

@@ -38,7 +38,7 @@ def test_experts_are_quantized_in_pieces(text: str, monkeypatch: pytest.MonkeyPa
     problem, whole = made(text)
     some = Mock(wraps=quantized_weights._quantize)
     monkeypatch.setattr(quantized_weights, "_quantize", some)
-    monkeypatch.setattr(quantized_weights, "_WEIGHTS_AT_ONCE", 2 * 40 * 24)
+    monkeypatch.setattr(quantized_weights, "_MAX_WEIGHTS", 2 * 40 * 24)
     pieces = quantize_weights(plain_weights(problem), problem)
     taken = [len(call.args[0]) for call in some.call_args_list]
     assert taken == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2

@@ -14,8 +14,12 @@ from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.quantize import quantize_values
-from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, SCHEMES, quantize_weights
-from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.quant.quantized_weights import (
+    ACTIVATION_SCHEMES,
+    SCHEMES,
+    quantize_weights,
+    static_scale,
+)
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing

@@ -82,7 +82,7 @@ def test_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weights(5, 3, 16)
     expected = repack(w)
     for words in (1, 24, 25):
-        monkeypatch.setattr("modular_kernel.quant.repacking._WORDS_AT_ONCE", words)
+        monkeypatch.setattr("modular_kernel.quant.repacking._MAX_WORDS", words)
         assert torch.equal(repack(w), expected)
 
 

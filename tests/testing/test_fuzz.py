@@ -188,13 +188,13 @@ def test_another_order_of_awq_s_columns_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = expert_names.LayerPlaces.projections
+    plain = expert_names.LayerLayout.projections
 
-    def turned(layer: expert_names.LayerPlaces, expert: int) -> Any:
+    def turned(layer: expert_names.LayerLayout, expert: int) -> Any:
         first, second = plain(layer, expert)
         return first[::-1], second
 
-    monkeypatch.setattr(expert_names.LayerPlaces, "projections", turned)
+    monkeypatch.setattr(expert_names.LayerLayout, "projections", turned)
     assert WRONG in _kinds(checkpoints.checkpoints)
 
 

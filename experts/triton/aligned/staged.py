@@ -115,4 +115,4 @@ StagedTritonExperts = make_experts(
     "StagedTritonExperts", BACKEND, "standard",
     **{n: v for n, v in vars(TritonExperts.requires).items() if n != "activation_format"},
 )  # fmt: skip
-register_fused_func("none", BACKEND, twin=StagedTritonExperts)(TritonExperts)
+register_fused_func("none", BACKEND, unfused=StagedTritonExperts)(TritonExperts)

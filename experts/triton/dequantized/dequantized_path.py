@@ -20,7 +20,7 @@ from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoE
 from experts.triton.operands import DEFAULT_ZERO_POINT, GemmOperands, scale_group, word_format
 from experts.triton.path import PathCall
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.sort import SortedPairs, most_tiles
+from modular_kernel.ops.sort import SortedPairs, max_tile_count
 from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
@@ -80,7 +80,7 @@ class DequantizedPath(GroupedTmaPath):
         """Return the buffers of the GEMMs, the dequantized weights and the tiles of a chunk."""
         specs = super().specs(tokens, block_m) | self.weight_buffers()
         if self._chunk_size < self.problem.e:
-            tiles = most_tiles(tokens * self.problem.top_k, block_m, self.problem.e)
+            tiles = max_tile_count(tokens * self.problem.top_k, block_m, self.problem.e)
             specs["dequantized_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
         return specs
 

@@ -28,7 +28,7 @@ from experts.triton.grouped_tma.grouped_tma_config import (
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, GemmOperands
 from experts.triton.path import Path
-from modular_kernel.ops.sort import SortedPairs, most_tiles
+from modular_kernel.ops.sort import SortedPairs, max_tile_count
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
@@ -90,7 +90,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of grouped GEMMs, with u of adapters in the layout for TMA."""
         pairs = tokens * self.problem.top_k
-        tiles = most_tiles(pairs, block_m, self.problem.e)
+        tiles = max_tile_count(pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:

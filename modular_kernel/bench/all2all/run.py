@@ -265,7 +265,7 @@ def _batch(
         if reason:
             report = {"status": REFUSED, "note": reason, "error": None}
         else:
-            with prefer_torch_reference(wanted=not transport.interpreted):
+            with prefer_torch_reference(enabled=not transport.interpreted):
                 transport.open(cells[0], place)
     # A peer can raise anything, and the other transports must still be measured.
     except Exception as error:  # noqa: BLE001
@@ -280,7 +280,7 @@ def _batch(
         return
     broken = ""
     for cell in cells:
-        with prefer_torch_reference(wanted=not transport.interpreted):
+        with prefer_torch_reference(enabled=not transport.interpreted):
             report = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
         if report["status"] == FAILED:
             broken = "after a failure"

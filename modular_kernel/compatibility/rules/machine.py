@@ -10,7 +10,7 @@ from modular_kernel.compatibility.support import (
 
 
 def device(p: Pairing) -> Violations:
-    for name, req in p.each():
+    for name, req in p.parts():
         if p.machine.device not in req.devices:
             yield Rejection(
                 "device", (name, "machine"), p.machine.device, format_sorted(req.devices)
@@ -22,7 +22,7 @@ def device(p: Pairing) -> Violations:
 
 
 def arch(p: Pairing) -> Violations:
-    for name, req in p.each():
+    for name, req in p.parts():
         arch = p.machine.arch
         if req.min_arch is not None and arch is not None and arch < req.min_arch:
             need = f">= {req.min_arch[0]}.{req.min_arch[1]}"
@@ -31,7 +31,7 @@ def arch(p: Pairing) -> Violations:
 
 def archs(p: Pairing) -> Violations:
     """Reject an architecture that lacks instructions the part uses."""
-    for name, req in p.each():
+    for name, req in p.parts():
         arch = p.machine.arch
         if req.archs is not None and arch is not None and arch not in req.archs:
             got, need = f"{arch[0]}.{arch[1]}", archs_text(req.archs)
@@ -39,11 +39,14 @@ def archs(p: Pairing) -> Violations:
 
 
 def package(p: Pairing) -> Violations:
-    for name, req in p.each():
+    for name, req in p.parts():
         for package in req.packages:
             if package not in p.machine.packages:
-                others = dict(p.machine.others)
-                needs = {provider.name: provider.need for provider in req.providers}
-                got, need = others.get(package, "not importable"), needs.get(package, package)
+                other_packages = dict(p.machine.others)
+                needs_by_package = {probe.name: probe.need for probe in req.providers}
+                got, need = (
+                    other_packages.get(package, "not importable"),
+                    needs_by_package.get(package, package),
+                )
                 hint = req.install_hint(package)
                 yield Rejection("package", (name, "machine"), got, need, hint)

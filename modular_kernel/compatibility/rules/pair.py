@@ -14,7 +14,7 @@ def formats(p: Pairing) -> Violations:
         got = f"{p.pf.activation_format.value} from {p.pf_name}"
         need = f"{p.ex.activation_format.value} for {p.ex_name}"
         hint = f"choose a {p.pf.activation_format.value} experts part"
-        yield Rejection("format", p.both, got, need, hint)
+        yield Rejection("format", p.names, got, need, hint)
 
 
 def dispatch_quant(p: Pairing) -> Violations:
@@ -26,18 +26,18 @@ def dispatch_quant(p: Pairing) -> Violations:
         return
     if p.ex.quantizes_input and not p.pf.can_defer_quant:
         got = f"{p.pf_name} always quantizes before dispatch"
-        yield Rejection("dispatch_quant", p.both, got, "unquantized activations")
+        yield Rejection("dispatch_quant", p.names, got, "unquantized activations")
     if not p.ex.quantizes_input and p.problem.scheme.name not in p.pf.dispatch_schemes:
         need = f"a part that dispatches {p.problem.quant}"
         yield Rejection(
-            "dispatch_quant", p.both, format_sorted(p.pf.dispatch_schemes) or "none", need
+            "dispatch_quant", p.names, format_sorted(p.pf.dispatch_schemes) or "none", need
         )
 
 
 def scale_layout(p: Pairing) -> Violations:
     quantized = p.problem.scheme.dispatched_quantized and not p.ex.quantizes_input
     if quantized and p.pf.scale_layout != p.ex.scale_layout:
-        yield Rejection("scale_layout", p.both, p.pf.scale_layout, p.ex.scale_layout)
+        yield Rejection("scale_layout", p.names, p.pf.scale_layout, p.ex.scale_layout)
 
 
 def capacity_multiple(p: Pairing) -> Violations:
@@ -50,20 +50,20 @@ def capacity_multiple(p: Pairing) -> Violations:
     if capacity % multiple:
         need = f"a multiple of {multiple} for {p.ex_name}"
         hint = "round problem.tokens up, or use another PrepareAndFinalize"
-        yield Rejection("capacity_multiple", p.both, f"{capacity} rows for an expert", need, hint)
+        yield Rejection("capacity_multiple", p.names, f"{capacity} rows for an expert", need, hint)
 
 
 def reduce(p: Pairing) -> Violations:
     if p.ex.reduce not in p.pf.reduces:
         need = f"one of {format_sorted([r.value for r in p.pf.reduces])}"
-        yield Rejection("reduce", p.both, f"{p.ex.reduce.value} left by {p.ex_name}", need)
+        yield Rejection("reduce", p.names, f"{p.ex.reduce.value} left by {p.ex_name}", need)
 
 
 def keep_topk(p: Pairing) -> Violations:
     if p.problem.combine is Combine.SUM:
         return
-    for name, able in ((p.pf_name, p.pf.keep_topk), (p.ex_name, p.ex.keep_topk)):
-        if not able:
+    for name, supported in ((p.pf_name, p.pf.keep_topk), (p.ex_name, p.ex.keep_topk)):
+        if not supported:
             got, need = p.problem.combine.value, "sum"
             yield Rejection("keep_topk", (name, "problem"), got, need)
 
@@ -85,7 +85,7 @@ def router_weight_on_input(p: Pairing) -> Violations:
 def padding(p: Pairing) -> Violations:
     if p.pf.padding is Rows.UNDEFINED and not p.ex.skips_padding:
         got = f"undefined padding rows from {p.pf_name}"
-        yield Rejection("padding", p.both, got, "zero padding rows, or none")
+        yield Rejection("padding", p.names, got, "zero padding rows, or none")
 
 
 def invalid_rows(p: Pairing) -> Violations:
@@ -94,7 +94,7 @@ def invalid_rows(p: Pairing) -> Violations:
     reads = p.ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
     if standard and reads and p.ex.invalid_rows is not Rows.ZERO:
         got = f"undefined rows of skipped pairs from {p.ex_name}"
-        yield Rejection("invalid_rows", p.both, got, "zero rows")
+        yield Rejection("invalid_rows", p.names, got, "zero rows")
 
 
 def expert_map(p: Pairing) -> Violations:

@@ -15,7 +15,7 @@ from modular_kernel.spec.problem import Problem, dtype_name
 
 
 def dtype(p: Pairing) -> Violations:
-    for name, req in p.each():
+    for name, req in p.parts():
         if p.problem.dtype not in req.dtypes:
             got = dtype_name(p.problem.dtype)
             yield Rejection("dtype", (name, "problem"), got, format_sorted(req.dtypes))
@@ -28,7 +28,7 @@ def fp32_precision(p: Pairing) -> Violations:
 
 
 def top_k(p: Pairing) -> Violations:
-    for name, req in p.each():
+    for name, req in p.parts():
         low, high = req.top_k
         if not low <= p.problem.top_k <= high:
             yield Rejection("top_k", (name, "problem"), str(p.problem.top_k), f"{low} to {high}")
@@ -36,7 +36,7 @@ def top_k(p: Pairing) -> Violations:
 
 def hidden(p: Pairing) -> Violations:
     hidden = p.problem.hidden
-    for name, req in p.each():
+    for name, req in p.parts():
         if hidden % req.hidden_multiple:
             need = f"a multiple of {req.hidden_multiple}"
             yield Rejection("hidden", (name, "problem"), str(hidden), need)
@@ -84,7 +84,7 @@ def packing(p: Pairing) -> Violations:
     step = values_per_word(p.problem.scheme)
     for name in indivisible_sizes(p.problem):
         got = f"{name}={getattr(p.problem, name)}"
-        need = f"a multiple of {step}: {p.problem.scheme} packs so many values together"
+        need = f"a multiple of {step}, the number of values that {p.problem.scheme} packs together"
         yield Rejection("packing", (p.ex_name, "problem"), got, need)
 
 
@@ -119,7 +119,7 @@ def world_size(p: Pairing) -> Violations:
 
 
 def hosts(p: Pairing) -> Violations:
-    """Require the part's distribution of ranks over hosts; ranks_per_host None is one host."""
+    """Require a distribution of ranks over hosts that the part supports."""
     parallel, limit, parties = p.problem.parallel, p.pf.ranks_per_host, (p.pf_name, "problem")
     hosts = parallel.hosts
     per_host = parallel.world_size // hosts
@@ -194,13 +194,15 @@ def chunking(p: Pairing) -> Violations:
         yield Rejection("chunking", (p.ex_name, "problem"), got, "chunk_tokens=None")
 
 
-def required_property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> RuleFunction:
-    """Make a rule for a property that both parts must declare if the problem wants it."""
+def required_property(
+    rule: str, is_required: Callable[[Problem], bool], declared: str
+) -> RuleFunction:
+    """Make a rule for a property that both parts must declare if the problem requires it."""
 
     def check(p: Pairing) -> Violations:
-        if not wanted(p.problem):
+        if not is_required(p.problem):
             return
-        for name, req in p.each():
+        for name, req in p.parts():
             if not getattr(req, declared):
                 yield Rejection(rule, (name, "problem"), f"not {declared}", declared)
 
@@ -208,11 +210,11 @@ def required_property(rule: str, wanted: Callable[[Problem], bool], declared: st
 
 
 def batch_invariant(p: Pairing) -> Violations:
-    """Require the promise of both parts, and a problem in which tokens are independent."""
+    """Require that both parts declare it, and that tokens of the problem are independent."""
     if not p.problem.batch_invariant:
         return
     rule, scheme = "batch_invariant", p.problem.scheme
-    for name, req in p.each():
+    for name, req in p.parts():
         if not req.batch_invariant:
             got = "sums that may depend on the other tokens of a call"
             yield Rejection(rule, (name, "problem"), got, "batch_invariant")
@@ -234,12 +236,12 @@ def lora(p: Pairing) -> Violations:
     """Require adapter support: dispatch of the slots, and deltas in the GEMMs."""
     if p.problem.adapters is None:
         return
-    for name, req in p.each():
+    for name, req in p.parts():
         if not req.lora:
-            moves = isinstance(req, PrepareFinalizeRequirements)
+            is_dispatch = isinstance(req, PrepareFinalizeRequirements)
             hint = (
                 "the dispatch does not carry adapter slots"
-                if moves
+                if is_dispatch
                 else "its GEMMs do not add LoRA deltas"
             )
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)

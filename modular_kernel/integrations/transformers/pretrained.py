@@ -233,8 +233,8 @@ def _expert_keys(found: CheckpointInfo) -> Iterator[str]:
     for layer in found.layers:
         source = found.source(layer)
         source.check()
-        for place in source.places():
-            keys = (source.key(place, stored) for stored in source.stored())
+        for location in source.locations():
+            keys = (source.key(location, stored) for stored in source.stored())
             yield from (key for key in keys if key is not None)
 
 

@@ -13,8 +13,8 @@ ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 def _sigmoid(value, FLUSH: tl.constexpr):
     """Return 1 / (1 + exp(-value)). FLUSH: faster, but may return zero below -87.3.
 
-    Subnormal powers vanish beside 1 in any case, and a reciprocal that may be flushed to zero needs
-    no scaling, unlike a quotient.
+    Adding a subnormal power to 1 changes nothing, and a reciprocal that may be flushed to zero
+    needs no scaling, unlike a quotient.
     """
     if ASSEMBLE and FLUSH:
         denominator = 1.0 + tl.exp2(value * -1.4426950216293335)
@@ -49,12 +49,12 @@ def _tanh(value):
 
     The first neglected term of the series is 1e-8 of the value.
     """
-    near = tl.abs(value) < 0.25
-    small = tl.where(near, value, 0.0)
+    is_small = tl.abs(value) < 0.25
+    small = tl.where(is_small, value, 0.0)
     square = small * small
     series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
     series = small + small * square * (-0.3333333333333333 + square * series)
-    return tl.where(near, series, 2.0 * tl.sigmoid(2.0 * value) - 1.0)
+    return tl.where(is_small, series, 2.0 * tl.sigmoid(2.0 * value) - 1.0)
 
 
 @triton.jit

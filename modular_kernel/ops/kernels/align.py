@@ -46,10 +46,10 @@ def _fill_blocks(
     first = block * BLOCK_SIZE
     past = (starts + padded)[None, :] <= first[:, None]
     bucket = tl.minimum(tl.sum(past.to(tl.int32), axis=1), BINS - 1)  # NaN-free: integers
-    used = first < num_post
-    tl.store(expert_ids_ptr + block, tl.where(used, bucket - 1, -1), mask=block < num_blocks)
+    is_used = first < num_post
+    tl.store(expert_ids_ptr + block, tl.where(is_used, bucket - 1, -1), mask=block < num_blocks)
     # In a block, all positions past the last pair of its bucket are padding.
-    padding = tl.where(used, tl.gather(starts, bucket, 0) + tl.gather(totals, bucket, 0), 0)
+    padding = tl.where(is_used, tl.gather(starts, bucket, 0) + tl.gather(totals, bucket, 0), 0)
     position = first[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     fill = (position >= padding[:, None]) & (position < num_positions)
     tl.store(sorted_ptr + position, numel + tl.zeros_like(position), mask=fill)
@@ -77,8 +77,8 @@ def align_place_kernel(
         mask = pairs < numel
         local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
         key = local + 1
-        before = tl.load(prefix_ptr + key * num_chunks + pid, mask=mask, other=0)
-        first = tl.gather(starts, key, 0) + before
+        preceding = tl.load(prefix_ptr + key * num_chunks + pid, mask=mask, other=0)
+        first = tl.gather(starts, key, 0) + preceding
         _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
     else:
         _fill_blocks(
@@ -102,16 +102,16 @@ def align_kernel(
     """
     pdl_wait(OVERLAP)
     pid = tl.program_id(0)
-    every = tl.arange(0, PAIRS)
-    every_local, _ = load_local_ids(
-        ids_ptr, every, every < numel, map_ptr, num_experts, num_local, HAS_MAP
+    all_pairs = tl.arange(0, PAIRS)
+    all_local, _ = load_local_ids(
+        ids_ptr, all_pairs, all_pairs < numel, map_ptr, num_experts, num_local, HAS_MAP
     )
-    buckets = tl.where(every < numel, every_local + 1, BINS - 1)
+    buckets = tl.where(all_pairs < numel, all_local + 1, BINS - 1)
     totals = tl.histogram(buckets, BINS)
     totals = tl.where(tl.arange(0, BINS) < num_local + 1, totals, 0)
     totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
-        earlier = tl.where(every < pid * CHUNK, buckets, BINS - 1)
+        earlier = tl.where(all_pairs < pid * CHUNK, buckets, BINS - 1)
         pairs = pid * CHUNK + tl.arange(0, CHUNK)
         mask = pairs < numel
         local, invalid = load_local_ids(

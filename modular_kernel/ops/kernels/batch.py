@@ -24,7 +24,7 @@ def assign_rows_kernel(
     local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
     repeat = is_repeat(ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local, TOP_K, HAS_MAP)
     key = local + 1
-    before = tl.load(prefix_ptr + key * num_chunks + chunk, mask=mask, other=0)
-    place = before + rank_in_chunk(key, mask & ~repeat, CHUNK) - repeat.to(tl.int32)
-    row = tl.where(local >= 0, local * capacity + place, -1)
+    preceding = tl.load(prefix_ptr + key * num_chunks + chunk, mask=mask, other=0)
+    position = preceding + rank_in_chunk(key, mask & ~repeat, CHUNK) - repeat.to(tl.int32)
+    row = tl.where(local >= 0, local * capacity + position, -1)
     tl.store(row_of_pair_ptr + pairs, row, mask=mask)

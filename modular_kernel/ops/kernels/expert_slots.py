@@ -8,7 +8,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _join_repeats(
-    ids, ids_row, weights_row, here, k,
+    ids, ids_row, weights_row, mask, k,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the summed weights of all pairs of a lane's expert, and whether an earlier one exists.
@@ -20,9 +20,9 @@ def _join_repeats(
     repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     row = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in tl.static_range(TOP_K):
-        same = tl.load(ids_row + row + j, mask=here, other=-1) == ids
+        same = tl.load(ids_row + row + j, mask=mask, other=-1) == ids
         # A skipped pair's weight is arbitrary; it enters no other pair's sum.
-        weight += tl.where(same, tl.load(weights_row + row + j, mask=here, other=0.0), 0.0)
+        weight += tl.where(same, tl.load(weights_row + row + j, mask=mask, other=0.0), 0.0)
         repeat = tl.where(same & (k > j), 1, repeat)
     return weight, repeat
 
@@ -30,12 +30,12 @@ def _join_repeats(
 @triton.jit
 def number_pairs(
     program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
-    num_tokens, num_experts, first_token, world_size, slots, each, max_copies, factor,
+    num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights,
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store numbers = rank * each + slot of each pair's expert, and weights times factor.
+    """Store numbers = rank * numbers_per_rank + slot of each pair's expert, and scaled weights.
 
     A dropped pair (skipped or invalid) gets number -1 and weight 0. JOIN: a token's first pair of
     an expert gets the sum of the weights of all of them, and the others are dropped. SINKS: dropped
@@ -58,35 +58,37 @@ def number_pairs(
         weight, repeat = _join_repeats(
             ids, ids_row, weights_row, in_bounds, k, TOP_K, BLOCK_T, BLOCK_K
         )
-        kept = live & (repeat == 0)
+        is_kept = live & (repeat == 0)
     else:
         weight = tl.load(weights_row + k, mask=in_bounds, other=0.0)
-        kept = live
+        is_kept = live
     number = tl.where(live, ids, 0).to(tl.int64)
     if PLAIN:
         if SINKS:
-            number += number // slots * (each - slots)
+            number += number // slots * (numbers_per_rank - slots)
     else:
         copies = tl.load(copies_ptr + number, mask=live, other=1)
-        home = (number * max_copies + (token + first_token) % copies) * 2
-        rank = tl.load(homes_ptr + home, mask=live, other=0).to(tl.int64)
-        number = rank * each + tl.load(homes_ptr + home + 1, mask=live, other=0)
+        location = (number * max_copies + (token + first_token) % copies) * 2
+        rank = tl.load(homes_ptr + location, mask=live, other=0).to(tl.int64)
+        number = rank * numbers_per_rank + tl.load(homes_ptr + location + 1, mask=live, other=0)
     if SINKS:
-        dropped = (in_bounds & (kept == 0)).to(tl.int32)
+        dropped = (in_bounds & (is_kept == 0)).to(tl.int32)
         sink = tl.cumsum(dropped, axis=1) - dropped
-        sink_number = (sink + first_token) % world_size * each + slots + sink // world_size
-        number = tl.where(kept, number, sink_number)
+        sink_number = (
+            (sink + first_token) % world_size * numbers_per_rank + slots + sink // world_size
+        )
+        number = tl.where(is_kept, number, sink_number)
     else:
-        number = tl.where(kept, number, -1)
+        number = tl.where(is_kept, number, -1)
     out = token.to(tl.int64) * TOP_K + k
     tl.store(numbers_ptr + out, number.to(numbers_ptr.dtype.element_ty), mask=in_bounds)
-    tl.store(out_weights_ptr + out, tl.where(kept, weight, 0.0) * factor, mask=in_bounds)
+    tl.store(out_weights_ptr + out, tl.where(is_kept, weight, 0.0) * factor, mask=in_bounds)
 
 
 @triton.jit
 def number_pairs_kernel(
     ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
-    num_tokens, num_experts, first_token, world_size, slots, each, max_copies, factor,
+    num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights,
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
@@ -96,6 +98,6 @@ def number_pairs_kernel(
     number_pairs(
         tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,
         out_weights_ptr, invalid_ptr, num_tokens, num_experts, first_token, world_size, slots,
-        each, max_copies, factor, stride_ids, stride_weights,
+        numbers_per_rank, max_copies, factor, stride_ids, stride_weights,
         TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
     )  # fmt: skip

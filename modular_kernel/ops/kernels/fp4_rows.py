@@ -32,11 +32,11 @@ def _e4m3_value(code):
 def _e2m1_code(value):
     """Return the nearest e2m1 codes of float32 values, ties to even; magnitude code 7 for NaN."""
     magnitude = tl.abs(value)
-    low = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
-    low = low - (magnitude <= 1.25).to(tl.int32) - (magnitude < 1.75).to(tl.int32)
-    low = low - (magnitude <= 2.5).to(tl.int32) - (magnitude < 3.5).to(tl.int32)
-    low = low - (magnitude <= 5.0).to(tl.int32)
-    return tl.where(value < 0, low + 8, low)
+    code = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
+    code = code - (magnitude <= 1.25).to(tl.int32) - (magnitude < 1.75).to(tl.int32)
+    code = code - (magnitude <= 2.5).to(tl.int32) - (magnitude < 3.5).to(tl.int32)
+    code = code - (magnitude <= 5.0).to(tl.int32)
+    return tl.where(value < 0, code + 8, code)
 
 
 @triton.jit
@@ -121,14 +121,14 @@ def name_tiles_kernel(
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0)
     tiles = (count + 127) // 128
-    before = tl.sum(tl.where(expert < this_expert, tiles, 0), axis=0)
+    preceding = tl.sum(tl.where(expert < this_expert, tiles, 0), axis=0)
     num_rows = tl.load(counts_ptr + this_expert)
     tile = tl.arange(0, BLOCK_T)
     mask = tile < (num_rows + 127) // 128
     start = this_expert * capacity
     zeros = tl.zeros((BLOCK_T,), tl.int32)
-    tl.store(tiles_ptr + before + tile, zeros + this_expert, mask=mask)
-    tl.store(tiles_ptr + max_tiles + before + tile, start + tile * 128, mask=mask)
-    tl.store(tiles_ptr + 2 * max_tiles + before + tile, zeros + start + num_rows, mask=mask)
+    tl.store(tiles_ptr + preceding + tile, zeros + this_expert, mask=mask)
+    tl.store(tiles_ptr + max_tiles + preceding + tile, start + tile * 128, mask=mask)
+    tl.store(tiles_ptr + 2 * max_tiles + preceding + tile, zeros + start + num_rows, mask=mask)
     total = tl.sum(tiles, axis=0)
     tl.store(tiles_ptr + 3 * max_tiles, total, mask=this_expert == 0)

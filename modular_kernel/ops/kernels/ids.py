@@ -25,7 +25,7 @@ def count_invalid_ids(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local,
     HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Add the number of ids that name no expert to the counter, in steps of BLOCK_P pairs."""
+    """Add the number of invalid ids to the counter, in steps of BLOCK_P pairs."""
     for first in range(0, num_pairs, BLOCK_P):
         pairs = first + tl.arange(0, BLOCK_P)
         _, invalid = load_local_ids(

@@ -1,4 +1,4 @@
-"""Kernels of the parallel LoRA branch, a small MLP beside the experts.
+"""Kernels of the parallel LoRA branch, a small MLP in addition to the experts.
 
 A pair's matrices are identified by its key, slot * E + expert, if both are valid and have a rank
 above 0. A tile iterates over the keys that occur in it, each once in ascending order; no other

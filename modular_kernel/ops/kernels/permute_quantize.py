@@ -9,9 +9,9 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
 @triton.jit
-def _load_tile(x_row_ptr, columns, inside, num_columns):
+def _load_tile(x_row_ptr, columns, in_group, num_columns):
     """Load float32 values of a tile, 0 if masked."""
-    return tl.load(x_row_ptr + columns, mask=inside & (columns < num_columns), other=0.0).to(
+    return tl.load(x_row_ptr + columns, mask=in_group & (columns < num_columns), other=0.0).to(
         tl.float32
     )
 
@@ -33,22 +33,22 @@ def permute_and_quantize_kernel(
     rows, or with ALONG_ROWS between groups; otherwise the scale at scale_ptr is used.
     """
     pdl_wait(OVERLAP)
-    shares = tl.cdiv(num_groups, BLOCK_G)
-    token = (tl.program_id(0) // shares).to(tl.int64)
-    groups = tl.program_id(0) % shares * BLOCK_G + tl.arange(0, BLOCK_G)
+    group_blocks = tl.cdiv(num_groups, BLOCK_G)
+    token = (tl.program_id(0) // group_blocks).to(tl.int64)
+    groups = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
     offsets = tl.arange(0, BLOCK_C)
     columns = groups[:, None] * group + offsets[None, :]
     x_row_ptr = x_ptr + token * stride_x
-    inside = (offsets < group)[None, :]
-    value = _load_tile(x_row_ptr, columns, inside, num_columns)
+    in_group = (offsets < group)[None, :]
+    value = _load_tile(x_row_ptr, columns, in_group, num_columns)
     slots = tl.arange(0, BLOCK_K)
     # Loaded at once and concurrently with the values, so that no slot waits for its row.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
     largest = max_nan(tl.abs(value), 1)
     if COMPUTED and not WHOLE:
         for start in range(BLOCK_C, group, BLOCK_C):
-            inside = (start + offsets < group)[None, :]
-            other = _load_tile(x_row_ptr, columns + start, inside, num_columns)
+            in_group = (start + offsets < group)[None, :]
+            other = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
             largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
     scale = tl.zeros((BLOCK_G,), tl.float32)
     if not COMPUTED:
@@ -69,10 +69,10 @@ def permute_and_quantize_kernel(
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_row_ptr = q_ptr + row * num_columns
         for start in range(0, BLOCK_C if WHOLE else group, BLOCK_C):
-            inside = (start + offsets < group)[None, :]
-            moved = value
+            in_group = (start + offsets < group)[None, :]
+            pair_value = value
             if not WHOLE:
-                moved = _load_tile(x_row_ptr, columns + start, inside, num_columns)
-            q = quantized_values(moved * weight, inverse, LARGEST, ROUND, not COMPUTED)
-            mask = inside & (columns + start < num_columns) & (row >= 0)
+                pair_value = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
+            q = quantized_values(pair_value * weight, inverse, LARGEST, ROUND, not COMPUTED)
+            mask = in_group & (columns + start < num_columns) & (row >= 0)
             tl.store(q_row_ptr + columns + start, q.to(q_ptr.dtype.element_ty), mask=mask)

@@ -41,7 +41,7 @@ def quantized_values(
 
 
 @triton.jit
-def _as_stored(value, dtype: tl.constexpr):
+def _round_to_dtype(value, dtype: tl.constexpr):
     """Return float32 values rounded to `dtype`, as float32."""
     if ASSEMBLE and dtype == tl.bfloat16:
         # In pairs: a scalar conversion uses the same unit as exponentials and reciprocals.
@@ -57,12 +57,12 @@ def _as_stored(value, dtype: tl.constexpr):
 
 @triton.jit
 def _live_rows(
-    segment, places, count, capacity, live_ptr, map_ptr, num_experts, num_local,
+    segment, positions, count, capacity, live_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
     """Return row indices, and a mask of the rows that hold a token."""
-    rows = segment * capacity + places.to(tl.int64)
-    live = places < count
+    rows = segment * capacity + positions.to(tl.int64)
+    live = positions < count
     if SOURCE == "pairs":
         local, _ = load_local_ids(live_ptr, rows, live, map_ptr, num_experts, num_local, HAS_MAP)
         live = live & (local >= 0)
@@ -85,7 +85,7 @@ def _load_values(
     if KIND != "identity":
         up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
         value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH=True)
-        value = _as_stored(value, x_ptr.dtype.element_ty)
+        value = _round_to_dtype(value, x_ptr.dtype.element_ty)
     if HAS_WEIGHTS:
         value = value * tl.load(weights_ptr + rows, mask=live, other=0.0)[:, None]
     return value
@@ -144,12 +144,12 @@ def quantize_part(
     group, otherwise row by row. STAGES: pipeline depth over tiles.
     Rows without a token get neither q nor scales.
     """
-    shares = tl.cdiv(num_groups, BLOCK_G)
-    part = program // shares
+    group_blocks = tl.cdiv(num_groups, BLOCK_G)
+    part = program // group_blocks
     segment = (part // parts).to(tl.int64)
     line = tl.arange(0, BLOCK_R * BLOCK_G)
-    which = program % shares * BLOCK_G + line % BLOCK_G
-    first = which * group
+    group_index = program % group_blocks * BLOCK_G + line % BLOCK_G
+    first = group_index * group
     end = tl.minimum(first + group, num_columns)[:, None]  # NaN-free: integers
     columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
     count = capacity
@@ -166,9 +166,9 @@ def quantize_part(
         if program == 0:
             tl.store(scale_ptr, tensor_scale)
     for start in tl.range(part % parts * BLOCK_R, count, parts * BLOCK_R, num_stages=STAGES):
-        places = start + line // BLOCK_G
+        positions = start + line // BLOCK_G
         rows, live = _live_rows(
-            segment, places, count, capacity,
+            segment, positions, count, capacity,
             live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
         value = _load_values(
@@ -178,32 +178,32 @@ def quantize_part(
         if SCALE == "computed":
             largest = max_nan(tl.abs(value), 1)
             if not WHOLE:
-                for more in range(BLOCK_C, group, BLOCK_C):
+                for offset in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
-                        x_ptr, weights_ptr, rows, columns + more, live, end,
+                        x_ptr, weights_ptr, rows, columns + offset, live, end,
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
                     largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
             scale = scale_of(largest, LARGEST, MIN_SCALE)
             if ALONG_ROWS:
-                scale_ptrs = scale_ptr + (segment * num_groups + which) * capacity + places
+                scale_ptrs = scale_ptr + (segment * num_groups + group_index) * capacity + positions
             else:
-                scale_ptrs = scale_ptr + rows * num_groups + which
-            tl.store(scale_ptrs, scale, mask=live & (which < num_groups))
+                scale_ptrs = scale_ptr + rows * num_groups + group_index
+            tl.store(scale_ptrs, scale, mask=live & (group_index < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
         q = quantized_values(value, inverse, LARGEST, ROUND, SCALE != "computed")
         mask = live[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not WHOLE:
-            for more in range(BLOCK_C, group, BLOCK_C):
+            for offset in range(BLOCK_C, group, BLOCK_C):
                 other = _load_values(
-                    x_ptr, weights_ptr, rows, columns + more, live, end,
+                    x_ptr, weights_ptr, rows, columns + offset, live, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
                 q = quantized_values(other, inverse, LARGEST, ROUND, SCALE != "computed")
-                mask = live[:, None] & (columns + more < end)
-                tl.store(q_ptrs + columns + more, q.to(q_ptr.dtype.element_ty), mask=mask)
+                mask = live[:, None] & (columns + offset < end)
+                tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -46,20 +46,20 @@ def _best_groups(
     if TOP2:
         first = tl.where(choice == best, expert, 2147483647)
         # NaN-free: integers
-        rest = tl.where(expert == tl.min(first, axis=2, keep_dims=True), none, choice)
-        second = tl.max(rest, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
+        others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), none, choice)
+        second = tl.max(others, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
         # Halved, because the sum of two values may overflow.
         best = 0.5 * best + 0.5 * tl.where(second > none, second, 0.0)
     group = tl.arange(0, BLOCK_G)[None, :, None]
-    kept = tl.zeros_like(best).to(tl.int32)
+    is_kept = tl.zeros_like(best).to(tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
         top = tl.max(best, axis=1, keep_dims=True)  # NaN-free: -inf stands for NaN
         is_best = (best == top) & (best > none)
         # NaN-free: integers
         best_group = tl.min(tl.where(is_best, group, BLOCK_G), axis=1, keep_dims=True)
-        kept = tl.where(group == best_group, 1, kept)
+        is_kept = tl.where(group == best_group, 1, is_kept)
         best = tl.where(group == best_group, none, best)
-    return tl.where(kept != 0, choice, none)
+    return tl.where(is_kept != 0, choice, none)
 
 
 @triton.jit
@@ -142,17 +142,17 @@ def route_kernel(
         if TOPK_GROUPS < GROUPS:
             choice = _best_groups(choice, expert, GROUPS, TOPK_GROUPS, TOP2, BLOCK_G)
         ids = _best_experts(choice, expert, TOP_K, BLOCK_T, BLOCK_K)
-    chosen = pair & (ids >= 0)
-    logit_k = tl.load(row[:, None] + ids, mask=chosen, other=0.0).to(tl.float32)
+    is_chosen = pair & (ids >= 0)
+    logit_k = tl.load(row[:, None] + ids, mask=is_chosen, other=0.0).to(tl.float32)
     if TABLE:  # an expert with a NaN logit is skipped too
-        ids = tl.where(chosen & (logit_k != logit_k), -1, ids)
-        chosen = chosen & (logit_k == logit_k)
-    logit_k = _finite(logit_k, chosen)
+        ids = tl.where(is_chosen & (logit_k != logit_k), -1, ids)
+        is_chosen = is_chosen & (logit_k == logit_k)
+    logit_k = _finite(logit_k, is_chosen)
     if SCORE == "softmax":
         if TOPK_FIRST:
             # NaN-free: logits are finite
-            peak = tl.max(tl.where(chosen, logit_k, -_LARGEST), axis=1)[:, None]
-            weight = tl.where(chosen, tl.exp(logit_k - peak), 0.0)
+            peak = tl.max(tl.where(is_chosen, logit_k, -_LARGEST), axis=1)[:, None]
+            weight = tl.where(is_chosen, tl.exp(logit_k - peak), 0.0)
             sum_k = tl.sum(weight, axis=1)[:, None]
             weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)
         else:
@@ -160,16 +160,18 @@ def route_kernel(
             weight = weight / tl.reshape(total, (BLOCK_T, 1))
     else:
         weight = _score(logit_k, SCORE)
-    weight = tl.where(chosen, weight, 0.0)
+    weight = tl.where(is_chosen, weight, 0.0)
     if RENORMALIZE:
         # NaN-free: weights are finite
         divisor = tl.maximum(tl.sum(weight, axis=1) + eps, floor)[:, None]
         weight = weight / tl.where(divisor > 0.0, divisor, 1.0)
     if ZERO:
-        spare = chosen & (ids >= num_experts)
-        tl.store(identity_ptr + token, tl.sum(tl.where(spare, weight, 0.0), axis=1), mask=live)
-        weight = tl.where(spare, 0.0, weight)
-        ids = tl.where(spare, -1, ids)
+        is_zero_expert = is_chosen & (ids >= num_experts)
+        tl.store(
+            identity_ptr + token, tl.sum(tl.where(is_zero_expert, weight, 0.0), axis=1), mask=live
+        )
+        weight = tl.where(is_zero_expert, 0.0, weight)
+        ids = tl.where(is_zero_expert, -1, ids)
     out = token.to(tl.int64)[:, None] * TOP_K + k
     tl.store(weights_ptr + out, weight, mask=pair)
     tl.store(ids_ptr + out, ids.to(ids_ptr.dtype.element_ty), mask=pair)

@@ -19,23 +19,23 @@ def permute_tokens_kernel(
     If HAS_SCALE, the program of the first columns also copies the token's `groups` scales, with
     strides stride_row and stride_group. Grid (tokens * ceil(hidden / BLOCK_H),).
     """
-    shares = tl.cdiv(hidden, BLOCK_H)
-    token = (tl.program_id(0) // shares).to(tl.int64)
-    share = tl.program_id(0) % shares
-    columns = share * BLOCK_H + tl.arange(0, BLOCK_H)
+    column_blocks = tl.cdiv(hidden, BLOCK_H)
+    token = (tl.program_id(0) // column_blocks).to(tl.int64)
+    column_block = tl.program_id(0) % column_blocks
+    columns = column_block * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     value = tl.load(x_ptr + token * stride_x + columns, mask=mask, other=0.0)
     if HAS_SCALE:
         group = tl.arange(0, BLOCK_G)
-        group_mask = (group < groups) & (share == 0)
+        group_mask = (group < groups) & (column_block == 0)
         scale = tl.load(scale_ptr + token * groups + group, mask=group_mask, other=0.0)
     for slot in range(TOP_K):
         pair = token * TOP_K + slot
         row = tl.load(row_of_pair_ptr + pair).to(tl.int64)
-        moved = value
+        row_value = value
         if HAS_WEIGHTS:
-            moved = (value.to(tl.float32) * tl.load(weights_ptr + pair)).to(value.dtype)
-        tl.store(rows_ptr + row * hidden + columns, moved, mask=mask & (row >= 0))
+            row_value = (value.to(tl.float32) * tl.load(weights_ptr + pair)).to(value.dtype)
+        tl.store(rows_ptr + row * hidden + columns, row_value, mask=mask & (row >= 0))
         if HAS_SCALE:
             scale_ptrs = scale_rows_ptr + row * stride_row + group.to(tl.int64) * stride_group
             tl.store(scale_ptrs, scale, mask=group_mask & (row >= 0))
@@ -73,9 +73,9 @@ def weight_and_sum_kernel(
     that rows are read contiguously.
     """
     pdl_wait(OVERLAP)
-    shares = tl.cdiv(hidden, BLOCK_H)
-    token = (tl.program_id(0) // shares).to(tl.int64)
-    columns = tl.program_id(0) % shares * BLOCK_H + tl.arange(0, BLOCK_H)
+    column_blocks = tl.cdiv(hidden, BLOCK_H)
+    token = (tl.program_id(0) // column_blocks).to(tl.int64)
+    columns = tl.program_id(0) % column_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     total = tl.zeros((BLOCK_H,), tl.float32)
     for slot in tl.static_range(TOP_K):

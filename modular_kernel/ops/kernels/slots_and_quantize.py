@@ -12,7 +12,7 @@ from modular_kernel.ops.kernels.quantize import quantize_part
 def number_and_quantize_kernel(
     ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
     x_ptr, q_ptr, scale_ptr,
-    num_tokens, num_experts, first_token, world_size, slots, each, max_copies, factor,
+    num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank, max_copies, factor,
     stride_ids, stride_weights, pair_programs,
     num_columns, group, num_groups, stride_x, capacity, parts,
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
@@ -31,7 +31,7 @@ def number_and_quantize_kernel(
     if program < pair_programs:
         number_pairs(
             program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr,
-            invalid_ptr, num_tokens, num_experts, first_token, world_size, slots, each,
+            invalid_ptr, num_tokens, num_experts, first_token, world_size, slots, numbers_per_rank,
             max_copies, factor, stride_ids, stride_weights,
             TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
         )  # fmt: skip

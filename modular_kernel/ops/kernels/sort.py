@@ -27,8 +27,8 @@ def chunk_rows(
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = pairs < numel
     local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
-    before = tl.load(prefix_ptr + (local + 1) * num_chunks + chunk, mask=mask, other=0)
-    row = before + rank_in_chunk(local, mask, CHUNK)
+    preceding = tl.load(prefix_ptr + (local + 1) * num_chunks + chunk, mask=mask, other=0)
+    row = preceding + rank_in_chunk(local, mask, CHUNK)
     row += tl.gather(starts, tl.maximum(local, 0), 0)  # NaN-free: integers
     return pairs, mask, tl.where(local >= 0, row, -1)
 
@@ -44,12 +44,12 @@ def _store_tiles(
     tile = first_tile + tl.arange(0, FILL)
     expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     expert = tl.minimum(expert, BINS - 1)  # NaN-free: integers
-    used = tile < tl.sum(tiles, axis=0)
-    within = tile - tl.gather(past - tiles, expert, 0)
+    is_used = tile < tl.sum(tiles, axis=0)
+    tile_in_expert = tile - tl.gather(past - tiles, expert, 0)
     start = tl.gather(starts, expert, 0)
-    tl.store(tiles_ptr + tile, expert, mask=used)
-    tl.store(tiles_ptr + max_tiles + tile, start + within * TILE_M, mask=used)
-    tl.store(tiles_ptr + 2 * max_tiles + tile, start + tl.gather(rows, expert, 0), mask=used)
+    tl.store(tiles_ptr + tile, expert, mask=is_used)
+    tl.store(tiles_ptr + max_tiles + tile, start + tile_in_expert * TILE_M, mask=is_used)
+    tl.store(tiles_ptr + 2 * max_tiles + tile, start + tl.gather(rows, expert, 0), mask=is_used)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def sort_place_kernel(
         first = (pid - num_chunks) * FILL
         _store_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
         if first == 0:
-            used = tl.sum((rows + TILE_M - 1) // TILE_M, axis=0)
-            tl.store(tiles_ptr + 3 * max_tiles, used)
+            num_tiles = tl.sum((rows + TILE_M - 1) // TILE_M, axis=0)
+            tl.store(tiles_ptr + 3 * max_tiles, num_tiles)
             expert = tl.arange(0, BINS)
             tl.store(starts_ptr + expert, starts, mask=expert <= num_local)

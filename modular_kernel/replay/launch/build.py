@@ -89,4 +89,4 @@ def _loaded(name: str, path: Path) -> ModuleType:
 
 
 def _words(text: str) -> str:
-    return printable(" ".join(text.split()), most=_MAX_CHARS)
+    return printable(" ".join(text.split()), max_chars=_MAX_CHARS)

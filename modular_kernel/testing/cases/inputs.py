@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing

@@ -38,6 +38,8 @@ POINTS: dict[
     "before combine": frozenset({"combine"}),
     "in combine": frozenset({"combine", "counts", "dispatch"}),
 }
+KINDS_AT_POINTS = ("killed", "stopped", "late")
+KINDS = (*KINDS_AT_POINTS, "raises", "overflow", "refuses", "disagrees")
 SIZES: dict[str, object] = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
 TOKENS = (4, 3, 5, 4)  # per rank, repeated cyclically
 CPU_LAYER: tuple[tuple[str, object], ...] = (*SIZES.items(), ("dtype", torch.float32))
@@ -56,7 +58,7 @@ class Scenario:
     is "before dispatch", else in its experts; "overflow": it passes more tokens than
     problem.tokens; "refuses": it passes x of another dtype; "disagrees": its problem has the fields
     of `other` ("experts_part" names other experts). experts: None uses the first that pair with the
-    part. Raises ConfigurationError for an unknown point.
+    part. Raises ConfigurationError for an unknown kind or point.
     """
 
     part: str
@@ -68,7 +70,9 @@ class Scenario:
     deadline_s: float = DEADLINE_S
 
     def __post_init__(self) -> None:
-        if self.kind in ("killed", "stopped", "late") and self.point not in POINTS:
+        if self.kind not in KINDS:
+            raise ConfigurationError("kind", got=self.kind, need=f"one of {', '.join(KINDS)}")
+        if self.kind in KINDS_AT_POINTS and self.point not in POINTS:
             raise ConfigurationError("point", got=self.point, need=f"one of {', '.join(POINTS)}")
 
     @property

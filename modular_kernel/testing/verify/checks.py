@@ -64,13 +64,13 @@ def staged_reference(trial: Trial) -> Findings:
     add up to sqrt(2) times the bound, which is the tolerance here.
     """
     experts = type(trial.kernel.experts)
-    if experts.twin is None:
+    if experts.unfused is None:
         return
-    if experts.requires != experts.twin.requires:
-        yield f"its requirements differ from those of {experts.twin.__name__}"
+    if experts.requires != experts.unfused.requires:
+        yield f"its requirements differ from those of {experts.unfused.__name__}"
     kernel = make_kernel(
         trial.case.prepare_finalize,
-        experts.twin,
+        experts.unfused,
         trial.case.problem,
         machine=trial.machine,
         poison=True,

@@ -34,7 +34,7 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("without", _BASE.without, 1),
     ("with_copies", _BASE.with_copies, 1),
     ("expert_map", _BASE.expert_map, 1),
-    ("tables", lambda near: _BASE.tables(near=near), 1),
+    ("tables", lambda near: _BASE.tables(tiers=near), 1),
     ("near_ranks", rank_tiers, 2),
     (
         "rank_loads",

@@ -6,8 +6,7 @@ from random import Random
 import torch
 
 from modular_kernel.machine import current_machine
-from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
