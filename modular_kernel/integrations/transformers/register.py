@@ -19,6 +19,7 @@ from modular_kernel.integrations.transformers.activations import (
     facts_of,
     unsupported_error,
 )
+from modular_kernel.integrations.transformers.constants import constant_argument, object_of
 from modular_kernel.integrations.transformers.gradients import grouped_mm, needs_gradients
 from modular_kernel.integrations.transformers.modules import (
     flags_of,
@@ -39,10 +40,6 @@ from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 
 Gradients = Literal["fallback", "refuse"]
 _NAMES = ("hidden_states", "top_k_index", "top_k_weights")
-# Dynamo of torch 2.11 does not support a module argument of a function with a constant result; 2.13
-# was tested. With earlier versions the graph breaks at a call; fullgraph=True shows the reason.
-_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-_NOT_TRACED = f"experts are traced from torch 2.13 on, and this is {torch.__version__}"
 
 
 def register(
@@ -137,13 +134,13 @@ class Registration:
         """
         call = (hidden_states, top_k_index, top_k_weights)
         names: tuple[str, ...]
-        names, why = (), _NOT_TRACED
-        if not torch.compiler.is_compiling():
+        why = ""
+        if torch.compiler.is_compiling():
+            names, why = _names(constant_argument(module), flags_of(module))
+        else:
             for what, tensor in zip(_NAMES, call, strict=True):
                 check_strided(what, tensor)
-            names, why = names_of(module), ""
-        elif _TRACES:
-            names, why = _names(module, flags_of(module))
+            names = names_of(module)
         tensors = tuple([_attribute(module, (name,)) for name in names])
         if any(map(_is_no_tensor, tensors)):
             if not torch.compiler.is_compiling():
@@ -156,7 +153,7 @@ class Registration:
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
         # In training, activation checkpointing runs the forward first without gradients.
         if self.gradients == "fallback" and (needed or module.training):
-            if not _quantized(module):
+            if not _quantized(constant_argument(module)):
                 return grouped_mm(module, call)
             return self.forward(module, call, names, tensors, as_operator=True)
         return self.forward(module, call, names, tensors)
@@ -211,7 +208,8 @@ class Registration:
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # specializes a symbol of dynamic shapes
         metadata, flags = (shapes, dtypes, devices), flags_of(module)
-        constants = _constants(self, module, metadata, x_TH.dtype, x_TH.device, top_k, flags)
+        owner, experts = constant_argument(self), constant_argument(module)
+        constants = _constants(owner, experts, metadata, x_TH.dtype, x_TH.device, top_k, flags)
         if isinstance(constants, str):
             return self._outside(constants, module, call)
         fields, layer, numbers, functions = constants
@@ -223,7 +221,7 @@ class Registration:
             if _attribute(module, path) != value:
                 raise StateError("experts module", got=f"another {path[-1]}", need="as traced")
         traced: torch.Tensor = EXPERTS(
-            x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(self)
+            x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(owner)
         )
         return traced
 
@@ -289,28 +287,30 @@ def normalize_call(
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _names(module: torch.nn.Module, _flags: tuple[object, ...]) -> tuple[tuple[str, ...], str]:
+def _names(
+    module: torch.nn.Module | int, _flags: tuple[object, ...]
+) -> tuple[tuple[str, ...], str]:
     """Return (names of the weights, ""), or ((), reason) if the module is not supported."""
     try:
-        return names_of(module), ""
+        return names_of(object_of(module)), ""
     except InputError as error:
         return (), str(error)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _quantized(module: torch.nn.Module) -> bool:
-    return is_quantized(module)
+def _quantized(module: torch.nn.Module | int) -> bool:
+    return is_quantized(object_of(module))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(registration: Registration) -> str:
-    return str(registration.pairing)
+def _text(registration: Registration | int) -> str:
+    return str(object_of(registration).pairing)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _constants(
-    registration: Registration,
-    module: torch.nn.Module,
+    registration: Registration | int,
+    module: torch.nn.Module | int,
     like: tuple[tuple[Any, ...], ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -321,6 +321,7 @@ def _constants(
 
     numbers and functions are those that the first two depend on.
     """
+    registration, module = object_of(registration), object_of(module)
     shapes, dtypes, devices = like
     tensors = tuple(map(_meta, shapes, dtypes))
     try:
