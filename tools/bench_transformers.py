@@ -43,10 +43,10 @@ MODELS = {
     "qwen3": (
         Qwen3MoeConfig,
         {
-            **{"hidden_size": 2048, "moe_intermediate_size": 768, "vocab_size": 151936},
-            **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
-            **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-            **{"max_position_embeddings": 8192, "tie_word_embeddings": False},
+            "hidden_size": 2048, "moe_intermediate_size": 768, "vocab_size": 151936,
+            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+            "max_position_embeddings": 8192, "tie_word_embeddings": False,
         },
         {"hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 128, "num_experts": 16,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
@@ -54,10 +54,10 @@ MODELS = {
     "gpt_oss": (
         GptOssConfig,
         {
-            **{"hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088},
-            **{"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
-            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
-            **{"max_position_embeddings": 8192, "tie_word_embeddings": False},
+            "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "max_position_embeddings": 8192, "tie_word_embeddings": False,
         },
         {"hidden_size": 64, "intermediate_size": 48, "vocab_size": 128, "num_local_experts": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
@@ -114,8 +114,10 @@ class Bench:
             "device": torch.cuda.get_device_name() if self.on_gpu else "cpu",
             "options": {name: str(value) for name, value in vars(self.options).items()},
             "seconds": self.seconds(),
-            **{"rows": self.rows, "tokens": self.tokens},
-            **{"left_out": self.left_out, "notes": self.notes},
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "left_out": self.left_out,
+            "notes": self.notes,
         }
         self.options.out.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -221,14 +223,7 @@ def cell(bench, models, mode, make, size):
     if BASE in logits:
         for name, each in logits.items():
             rows[name]["error"] = float((each - logits[BASE]).norm() / logits[BASE].norm())
-    times = {name: [] for name in runs}
-    for _ in range(bench.options.rounds):
-        for name in random.sample(sorted(runs), len(runs)):
-            bench.sync()
-            start = time.perf_counter()
-            runs[name].timed()
-            bench.sync()
-            times[name].append((time.perf_counter() - start) * 1e3)
+    times = interleaved(bench, runs)
     for name, each in times.items():
         steps = runs[name].steps if make is Decode else 1
         rows[name]["ms"] = statistics.median(each) / steps
@@ -238,6 +233,19 @@ def cell(bench, models, mode, make, size):
         if base and "ms" in row:
             row["times_base"] = base / row["ms"]
     return list(rows.values())
+
+
+def interleaved(bench, runs):
+    """Time each run once a round, in random order; return milliseconds by name."""
+    times = {name: [] for name in runs}
+    for _ in range(bench.options.rounds):
+        for name in random.sample(sorted(runs), len(runs)):
+            bench.sync()
+            start = time.perf_counter()
+            runs[name].timed()
+            bench.sync()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
 
 
 def time_model(bench, name):
@@ -306,8 +314,8 @@ def compare_tokens(bench, name):
             got = torch.cat(tokens, 1)
             want = got if want is None else want
             bench.tokens.append({
-                **{"model": name, "implementation": implementation, "mode": mode},
-                **{"equal": int((got == want).sum()), "of": want.numel()},
+                "model": name, "implementation": implementation, "mode": mode,
+                "equal": int((got == want).sum()), "of": want.numel(),
                 "different_tokens": int(want.unique().numel()),
             })  # fmt: skip
             bench.write()
@@ -329,8 +337,8 @@ def table(bench):
               f"{row['breaks']:<7} {row['skipped_graphs']:<15} "
               f"{row.get('error', float('nan')):.1e}")  # fmt: skip
     for row in bench.tokens:
-        print(f"{row['model']:8} float32 tokens, {row['implementation']}, {row['mode']}: "
-              f"{row['equal']} of {row['of']} equal ({row['different_tokens']} different ones)")  # fmt: skip
+        head = f"{row['model']:8} float32 tokens, {row['implementation']}, {row['mode']}: "
+        print(f"{head}{row['equal']} of {row['of']} equal ({row['different_tokens']} distinct)")
     breaks = Counter(reason for row in bench.rows for reason in row.get("why", ()))
     for reason, count in breaks.items():
         print(f"break in {count} rows: {' '.join(reason.split())}")
