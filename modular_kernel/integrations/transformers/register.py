@@ -99,11 +99,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bound:
-    """Weights of a module and the text of its layer, valid while `key` is unchanged."""
+    """Weights of a module, and its arguments `fields` and `layer` of the operator.
+
+    Valid while `key` is unchanged.
+    """
 
     key: tuple[object, ...]
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
     weights: ExpertWeights = field(repr=False)
+    fields: str
     layer: str
 
 
@@ -112,6 +116,7 @@ class Registration:
 
     def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
         self.pairing = pairing
+        self.pairing_text = str(pairing)
         self.gradients = gradients
         self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
 
@@ -152,11 +157,10 @@ class Registration:
         if needed and self.gradients == "refuse":
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
         # In training, activation checkpointing runs the forward first without gradients.
-        if self.gradients == "fallback" and (needed or module.training):
-            if not _quantized(constant_argument(module)):
-                return grouped_mm(module, call)
-            return self.forward(module, call, names, tensors, as_operator=True)
-        return self.forward(module, call, names, tensors)
+        trains = module.training and self.gradients == "fallback"
+        if trains and not _quantized(constant_argument(module)):
+            return grouped_mm(module, call)
+        return self.forward(module, call, names, tensors, as_operator=needed)
 
     def _outside(
         self,
@@ -187,9 +191,13 @@ class Registration:
         as_operator: run it by the operator, which has gradients, even if nothing is traced.
         """
         x_TH, ids_TK, weights_TK = normalize_call(module, call, tensors[0].shape[0])
-        if as_operator or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
+        if as_operator:
+            texts = bound.fields, bound.layer, self.pairing_text
+            result: torch.Tensor = EXPERTS(x_TH, ids_TK, weights_TK, list(tensors), *texts)
+            return result
         return self.pairing.run(bound.layer, x_TH, bound.weights, Routing(weights_TK, ids_TK))
 
     def _traced(
@@ -239,7 +247,7 @@ class Registration:
                 dtype=dtype, top_k=top_k, activation=layer.activation
             )
             weights = weights_from(tensors, layout.fields)
-            bound = layer.bound = Bound(key, tensors, weights, layer_text(problem))
+            bound = layer.bound = Bound(key, tensors, weights, layout.fields, layer_text(problem))
         return bound
 
     def activation(self, module: torch.nn.Module) -> ActivationSpec:
@@ -304,7 +312,7 @@ def _quantized(module: torch.nn.Module | int) -> bool:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _text(registration: Registration | int) -> str:
-    return str(object_of(registration).pairing)
+    return object_of(registration).pairing_text
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
