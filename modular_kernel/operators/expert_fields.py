@@ -52,6 +52,31 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     return ExpertWeights(**tensors_by_field)
 
 
+def has_gradient(entry: str, *, quantized: bool) -> bool:
+    """Return whether the tensor of an entry of `fields` can have a gradient.
+
+    Biases can, and weights that are not quantized, unless a step converts them.
+    """
+    name, *steps = entry.split(":")
+    names = ("b1", "b2") if quantized else ("w1", "w2", "b1", "b2")
+    return name in names and all(s in ("t", "loaded") or s.startswith("first=") for s in steps)
+
+
+def gradient_of(tensor: torch.Tensor, entry: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a tensor, from that of the field that its entry makes of it.
+
+    entry: of `fields`, one for which `has_gradient` is true.
+    """
+    _, *steps = entry.split(":")
+    if steps.count("t") % 2:
+        gradient = gradient.transpose(1, 2)
+    if gradient.shape[0] == tensor.shape[0]:
+        return gradient
+    whole = torch.zeros_like(tensor)
+    whole[: gradient.shape[0]] = gradient
+    return whole
+
+
 def tensor_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that changes when the tensor's memory is replaced, reshaped, or written to."""
     version = 0 if tensor.is_inference() else tensor._version

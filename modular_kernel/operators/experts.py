@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 import modular_kernel.ops.route  # noqa: F401 (registers the router's operator)
-from modular_kernel.operators.expert_fields import weights_from
+from modular_kernel.operators.expert_fields import gradient_of, has_gradient, weights_from
 from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.operators.pairing import pairing_of, problem_of
 from modular_kernel.operators.weights_cache import WeightsCache
@@ -65,29 +65,37 @@ def _(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore
 
 
 @torch.library.custom_op("modular_kernel::experts_backward", mutates_args=())
-def experts_backward(
+def experts_backward(  # noqa: PLR0913 (as the operator above)
     grad_TH: torch.Tensor,
     x_TH: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
     params: Sequence[torch.Tensor],
+    needed: Sequence[bool],
     fields: str,
     layer: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of x, weights_TK, b1 and b2; bias gradients are empty without biases."""
+) -> list[torch.Tensor]:
+    """Return gradients of x, of weights_TK, and of the params for which `needed` is true."""
     weights = _bind_weights(params, fields)
     routing, problem = Routing(weights_TK, ids_TK), problem_of(layer, len(x_TH))
-    return call_gradients(grad_TH, x_TH, weights, routing, problem)
+    names = [entry.partition(":")[0] for entry in fields.split(",")]
+    of_weights = any(
+        need and name in ("w1", "w2") for name, need in zip(names, needed, strict=True)
+    )
+    found = call_gradients(grad_TH, x_TH, weights, routing, problem, of_weights=of_weights)
+    gradients = [
+        gradient_of(param, entry, getattr(found, name))
+        for param, need, entry, name in zip(params, needed, fields.split(","), names, strict=True)
+        if need
+    ]
+    return [found.x_TH, found.topk_weights_TK, *gradients]
 
 
 @experts_backward.register_fake
-def _(grad_TH, x_TH, ids_TK, weights_TK, params, fields, layer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _(grad_TH, x_TH, ids_TK, weights_TK, params, needed, fields, layer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, PLR0913
     """Return empty tensors with the shapes and dtypes of the gradients."""
-    biases = [x_TH.new_empty(0)] * 2
-    for index, name in enumerate(fields.split(",")):
-        if name in ("b1", "b2"):
-            biases[name == "b2"] = torch.empty_like(params[index])
-    return torch.empty_like(x_TH), torch.empty_like(weights_TK), *biases
+    chosen = [param for param, need in zip(params, needed, strict=True) if need]
+    return [torch.empty_like(each) for each in (x_TH, weights_TK, *chosen)]
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -99,11 +107,16 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[object, ...]:
     x_TH, ids_TK, weights_TK, *params = ctx.saved_tensors
     fields, layer = ctx.strings
-    dx, dweights, db1, db2 = torch.ops.modular_kernel.experts_backward(
-        grad_TH.contiguous(), x_TH, ids_TK, weights_TK, params, fields, layer
+    quantized = problem_of(layer, 1).scheme.quantized
+    needed = [
+        need and has_gradient(entry, quantized=quantized)
+        for need, entry in zip(ctx.needs_input_grad[3], fields.split(","), strict=True)
+    ]
+    dx, dweights, *gradients = torch.ops.modular_kernel.experts_backward(
+        grad_TH.contiguous(), x_TH, ids_TK, weights_TK, params, needed, fields, layer
     )
-    biases = {"b1": db1, "b2": db2}
-    return dx, None, dweights, [biases.get(name) for name in fields.split(",")], None, None, None
+    of_params = [gradients.pop(0) if need else None for need in needed]
+    return dx, None, dweights, of_params, None, None, None
 
 
 experts.register_autograd(_backward, setup_context=_keep_inputs)

@@ -1,11 +1,13 @@
-"""Gradients of a call with frozen quantized weights: of x, router weights and biases.
+"""Gradients of a call: of x, router weights, biases, and of weights that are not quantized.
 
-Weights are dequantized to float32, one expert at a time. Gradients pass unchanged through the
-quantization of activations (straight-through).
+The forward is computed again in float32, one expert at a time. Quantized weights are dequantized
+and have no gradient; gradients pass unchanged through the quantization of activations
+(straight-through).
 """
 
 from collections.abc import Callable
 from math import pi, sqrt
+from typing import NamedTuple
 
 import torch
 
@@ -16,32 +18,38 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.matmul import matmul
 
 
+class CallGradients(NamedTuple):
+    """Gradients of a call, each with the shape and dtype of its tensor; None if not computed."""
+
+    x_TH: torch.Tensor
+    topk_weights_TK: torch.Tensor
+    w1: torch.Tensor | None
+    w2: torch.Tensor | None
+    b1: torch.Tensor | None
+    b2: torch.Tensor | None
+
+
 def call_gradients(
     grad_TH: torch.Tensor,
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
     problem: Problem,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of x (T, H), router weights (T, K), b1 (e, N) and b2 (e, H).
+    *,
+    of_weights: bool = False,
+) -> CallGradients:
+    """Return gradients of x (T, H), router weights (T, K), b1 (e, N), b2 (e, H), w1 and w2.
 
-    grad_TH: gradient of the output. Each gradient has the shape and dtype of its input; bias
-    gradients are empty without biases. Raises UnsupportedError for a layer that weights its input,
-    keeps top-k, or has an expert map.
+    grad_TH: gradient of the output. of_weights: compute those of w1 (e, N, H) and w2 (e, H, I),
+    too. Those of biases are None without biases. Raises UnsupportedError for a layer that weights
+    its input, keeps top-k, or has an expert map, and for gradients of quantized weights.
     """
-    if problem.apply_router_weight_on_input:
-        got = "router weights on the input"
-        raise UnsupportedError("gradients", got=got, need="router weights on the output")
-    if problem.combine is not Combine.SUM:
-        raise UnsupportedError("gradients", got="(T, K, H)", need="the sum over K, (T, H)")
-    if problem.expert_map:
-        got = "experts of this rank alone"
-        raise UnsupportedError("gradients", got=got, need="a layer that holds all experts")
-    spec, ids_TK = problem.act, routing.topk_ids_TK
+    _check_differentiable(problem, of_weights=of_weights)
+    ids_TK = routing.topk_ids_TK
     dx = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     dweights = torch.zeros_like(routing.topk_weights_TK)
-    biases = [torch.zeros_like(x_TH[:0]) if b is None else torch.zeros(b.shape, device=b.device)
-              for b in (weights.b1, weights.b2)]  # fmt: skip
+    dw1, dw2 = (_zeros(w if of_weights else None) for w in (weights.w1, weights.w2))
+    db1, db2 = _zeros(weights.b1), _zeros(weights.b2)
     used_experts = torch.unique(ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)])
     for expert in used_experts.tolist():
         token, slot = (ids_TK == expert).nonzero(as_tuple=True)
@@ -50,7 +58,7 @@ def call_gradients(
         gate_up_RN = matmul(rows_RH, w1.T)
         if weights.b1 is not None:
             gate_up_RN = gate_up_RN + weights.b1[expert].float()
-        h_RI, backward = _activation(gate_up_RN, spec)
+        h_RI, backward = _activation(gate_up_RN, problem.act)
         y_RH = matmul(h_RI, w2.T)
         if weights.b2 is not None:
             y_RH = y_RH + weights.b2[expert].float()
@@ -59,13 +67,32 @@ def call_gradients(
         dy_RH = grad_RH * scaled
         dgate_up_RN = backward(matmul(dy_RH, w2))
         dx.index_add_(0, token, matmul(dgate_up_RN, w1))
-        if weights.b1 is not None:
-            biases[0][expert] = dgate_up_RN.sum(0)
-        if weights.b2 is not None:
-            biases[1][expert] = dy_RH.sum(0)
-    bias_params = (weights.b1, weights.b2)
-    db1, db2 = (d if b is None else d.to(b.dtype) for d, b in zip(biases, bias_params, strict=True))
-    return dx.to(x_TH.dtype), dweights, db1, db2
+        if dw1 is not None and dw2 is not None:
+            dw1[expert] = matmul(dgate_up_RN.T, rows_RH)
+            dw2[expert] = matmul(dy_RH.T, h_RI)
+        if db1 is not None:
+            db1[expert] = dgate_up_RN.sum(0)
+        if db2 is not None:
+            db2[expert] = dy_RH.sum(0)
+    return CallGradients(dx.to(x_TH.dtype), dweights, dw1, dw2, db1, db2)
+
+
+def _check_differentiable(problem: Problem, *, of_weights: bool) -> None:
+    if problem.apply_router_weight_on_input:
+        got = "router weights on the input"
+        raise UnsupportedError("gradients", got=got, need="router weights on the output")
+    if problem.combine is not Combine.SUM:
+        raise UnsupportedError("gradients", got="(T, K, H)", need="the sum over K, (T, H)")
+    if problem.expert_map:
+        got = "experts of this rank alone"
+        raise UnsupportedError("gradients", got=got, need="a layer that holds all experts")
+    if of_weights and problem.scheme.quantized:
+        need = "weights that are not quantized"
+        raise UnsupportedError("gradients of weights", got=str(problem.scheme), need=need)
+
+
+def _zeros(like: torch.Tensor | None) -> torch.Tensor | None:
+    return None if like is None else torch.zeros_like(like)
 
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:

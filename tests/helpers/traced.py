@@ -2,7 +2,7 @@
 
 import pytest
 
-from modular_kernel.integrations.transformers.register import _TRACES as TRACES
+TRACES = True
 
 # `fullgraph=TRACES`: without it a graph breaks at a call of experts, and computes the same.
 in_one_graph = pytest.mark.skipif(

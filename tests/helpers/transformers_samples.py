@@ -7,6 +7,8 @@ import modular_kernel as mk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"
+# What `register()` selects on a GPU, and on a CPU for what transformers' grouped_mm cannot run.
+OURS = (NO_EP, "TritonExperts" if DEVICE == "cuda" else "TorchExperts")
 CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 
 

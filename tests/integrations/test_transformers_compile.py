@@ -100,18 +100,25 @@ def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
     assert [len(operators(graph.graph)) for graph in graphs] == [layers, layers]
 
 
-def test_a_graph_breaks_at_a_call_where_torch_cannot_trace_it(monkeypatch) -> None:
-    """As with torch 2.11: right without fullgraph=True, which says why."""
-    home = sys.modules["modular_kernel.integrations.transformers.register"]
-    monkeypatch.setattr(home, "_TRACES", False)
-    module = experts()
-    x, ids, weights = inputs(9)
+def test_modules_are_traced_by_number_where_torch_takes_no_objects(monkeypatch) -> None:
+    """As with torch 2.11. Another module of the same class gets a graph of its own."""
+    home = sys.modules["modular_kernel.integrations.transformers.constants"]
+    monkeypatch.setattr(home, "_TAKES_OBJECTS", False)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    modules = [experts() for _ in range(2)]
+    modules[1].limit = 0.1
+    compiled = torch.compile(lambda module, *call: module(*call), backend=keep, fullgraph=True)
+    given = inputs(9)
     with torch.inference_mode():
-        want = module(x, ids, weights)
-        assert torch.equal(torch.compile(module, backend="eager")(x, ids, weights), want)
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"traced from torch 2\.13 on"):
-            torch.compile(module, backend="eager", fullgraph=True)(x, ids, weights)
+        for _ in range(2):
+            for module in modules:
+                assert torch.equal(compiled(module, *given), module(*given))
+    assert [operators(graph.graph) for graph in graphs] == [["modular_kernel.experts"]] * 2
 
 
 @in_one_graph

@@ -10,6 +10,7 @@ if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
 from traced import in_one_graph
+from transformers_samples import OURS
 
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, UnsupportedError
@@ -62,11 +63,51 @@ def test_the_parameters_that_train_get_gradients(trained) -> None:
     assert_same(*found)
 
 
+def exact_gradients(name: str) -> "dict[str, torch.Tensor]":
+    """Those of transformers' eager experts in float64."""
+    return gradients(model_of(name, "eager").double())
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=in_one_graph)])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
+    """Grad mode is on, as in `model.eval(); model(ids)`; nothing says if a gradient follows."""
+    torch.compiler.reset()
+    implementation = register(*OURS, name="ours")
+    kernels = registration(implementation).kernels
+    kernels.clear()
+    model = model_of(name, implementation)
+    if compiled:
+        model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    got = gradients(model)
+    assert kernels
+    want, theirs = exact_gradients(name), gradients(model_of(name, "eager"))
+    assert got.keys() == want.keys() == theirs.keys()
+    for parameter, exact in want.items():
+        error = (got[parameter].double() - exact).norm()
+        # The rule of `mk demo`: twice the error of transformers' own experts and one rounding.
+        bound = 2 * (theirs[parameter].double() - exact).norm()
+        assert error <= bound + torch.finfo(torch.float32).eps * exact.norm(), parameter
+
+
+def test_gradients_of_some_parameters_alone() -> None:
+    """A parameter that is frozen has none; the others have the same as with all of them."""
+    implementation = register(*OURS, name="ours")
+    whole = gradients(model_of("gpt_oss", implementation))
+    model = model_of("gpt_oss", implementation)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(("gate_up_proj", "down_proj_bias")))
+    some = gradients(model)
+    assert some.keys() == {n for n in whole if n.endswith(("gate_up_proj", "down_proj_bias"))}
+    assert all(torch.equal(each, whole[name]) for name, each in some.items())
+
+
 def test_kernels_run_where_no_gradients_are_needed() -> None:
     """Though grad mode is on; and not in a forward that a checkpoint will run again."""
-    name = register()
+    name = register(*OURS, name="ours")
     model = model_of("mixtral", name).requires_grad_(False)
     ids = torch.arange(8, device=DEVICE)[None]
+    registration(name).kernels.clear()
     model(input_ids=ids)
     assert registration(name).kernels
     registration(name).kernels.clear()

@@ -19,6 +19,7 @@ from modular_kernel.integrations.transformers.activations import (
     facts_of,
     unsupported_error,
 )
+from modular_kernel.integrations.transformers.constants import constant_argument, object_of
 from modular_kernel.integrations.transformers.gradients import grouped_mm, needs_gradients
 from modular_kernel.integrations.transformers.modules import (
     flags_of,
@@ -39,10 +40,6 @@ from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 
 Gradients = Literal["fallback", "refuse"]
 _NAMES = ("hidden_states", "top_k_index", "top_k_weights")
-# Dynamo of torch 2.11 does not support a module argument of a function with a constant result; 2.13
-# was tested. With earlier versions the graph breaks at a call; fullgraph=True shows the reason.
-_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-_NOT_TRACED = f"experts are traced from torch 2.13 on, and this is {torch.__version__}"
 
 
 def register(
@@ -102,11 +99,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bound:
-    """Weights of a module and the text of its layer, valid while `key` is unchanged."""
+    """Weights of a module, and its arguments `fields` and `layer` of the operator.
+
+    Valid while `key` is unchanged.
+    """
 
     key: tuple[object, ...]
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
     weights: ExpertWeights = field(repr=False)
+    fields: str
     layer: str
 
 
@@ -115,6 +116,7 @@ class Registration:
 
     def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
         self.pairing = pairing
+        self.pairing_text = str(pairing)
         self.gradients = gradients
         self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
 
@@ -137,13 +139,13 @@ class Registration:
         """
         call = (hidden_states, top_k_index, top_k_weights)
         names: tuple[str, ...]
-        names, why = (), _NOT_TRACED
-        if not torch.compiler.is_compiling():
+        why = ""
+        if torch.compiler.is_compiling():
+            names, why = _names(constant_argument(module), flags_of(module))
+        else:
             for what, tensor in zip(_NAMES, call, strict=True):
                 check_strided(what, tensor)
-            names, why = names_of(module), ""
-        elif _TRACES:
-            names, why = _names(module, flags_of(module))
+            names = names_of(module)
         tensors = tuple([_attribute(module, (name,)) for name in names])
         if any(map(_is_no_tensor, tensors)):
             if not torch.compiler.is_compiling():
@@ -155,11 +157,10 @@ class Registration:
         if needed and self.gradients == "refuse":
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
         # In training, activation checkpointing runs the forward first without gradients.
-        if self.gradients == "fallback" and (needed or module.training):
-            if not _quantized(module):
-                return grouped_mm(module, call)
-            return self.forward(module, call, names, tensors, as_operator=True)
-        return self.forward(module, call, names, tensors)
+        trains = module.training and self.gradients == "fallback"
+        if trains and not _quantized(constant_argument(module)):
+            return grouped_mm(module, call)
+        return self.forward(module, call, names, tensors, as_operator=needed)
 
     def _outside(
         self,
@@ -190,9 +191,13 @@ class Registration:
         as_operator: run it by the operator, which has gradients, even if nothing is traced.
         """
         x_TH, ids_TK, weights_TK = normalize_call(module, call, tensors[0].shape[0])
-        if as_operator or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
+        if as_operator:
+            texts = bound.fields, bound.layer, self.pairing_text
+            result: torch.Tensor = EXPERTS(x_TH, ids_TK, weights_TK, list(tensors), *texts)
+            return result
         return self.pairing.run(bound.layer, x_TH, bound.weights, Routing(weights_TK, ids_TK))
 
     def _traced(
@@ -211,7 +216,8 @@ class Registration:
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # specializes a symbol of dynamic shapes
         metadata, flags = (shapes, dtypes, devices), flags_of(module)
-        constants = _constants(self, module, metadata, x_TH.dtype, x_TH.device, top_k, flags)
+        owner, experts = constant_argument(self), constant_argument(module)
+        constants = _constants(owner, experts, metadata, x_TH.dtype, x_TH.device, top_k, flags)
         if isinstance(constants, str):
             return self._outside(constants, module, call)
         fields, layer, numbers, functions = constants
@@ -223,7 +229,7 @@ class Registration:
             if _attribute(module, path) != value:
                 raise StateError("experts module", got=f"another {path[-1]}", need="as traced")
         traced: torch.Tensor = EXPERTS(
-            x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(self)
+            x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(owner)
         )
         return traced
 
@@ -241,7 +247,7 @@ class Registration:
                 dtype=dtype, top_k=top_k, activation=layer.activation
             )
             weights = weights_from(tensors, layout.fields)
-            bound = layer.bound = Bound(key, tensors, weights, layer_text(problem))
+            bound = layer.bound = Bound(key, tensors, weights, layout.fields, layer_text(problem))
         return bound
 
     def activation(self, module: torch.nn.Module) -> ActivationSpec:
@@ -289,28 +295,30 @@ def normalize_call(
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _names(module: torch.nn.Module, _flags: tuple[object, ...]) -> tuple[tuple[str, ...], str]:
+def _names(
+    module: torch.nn.Module | int, _flags: tuple[object, ...]
+) -> tuple[tuple[str, ...], str]:
     """Return (names of the weights, ""), or ((), reason) if the module is not supported."""
     try:
-        return names_of(module), ""
+        return names_of(object_of(module)), ""
     except InputError as error:
         return (), str(error)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _quantized(module: torch.nn.Module) -> bool:
-    return is_quantized(module)
+def _quantized(module: torch.nn.Module | int) -> bool:
+    return is_quantized(object_of(module))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(registration: Registration) -> str:
-    return str(registration.pairing)
+def _text(registration: Registration | int) -> str:
+    return object_of(registration).pairing_text
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _constants(
-    registration: Registration,
-    module: torch.nn.Module,
+    registration: Registration | int,
+    module: torch.nn.Module | int,
     like: tuple[tuple[Any, ...], ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -321,6 +329,7 @@ def _constants(
 
     numbers and functions are those that the first two depend on.
     """
+    registration, module = object_of(registration), object_of(module)
     shapes, dtypes, devices = like
     tensors = tuple(map(_meta, shapes, dtypes))
     try:
