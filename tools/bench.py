@@ -55,7 +55,7 @@ from modular_kernel.spec.quantization import QuantScheme
 
 PEERS = Path(bench_peers.__file__)
 README = in_checkout.ROOT / "README.md"
-README_PLOT = in_checkout.ROOT / "docs" / "plots" / "bench.svg"
+README_PLOT = "docs/benchmarks/bench.svg"
 PF = "MoEPrepareAndFinalizeNoEP"
 # A scheme on the command line, and the schemes of ours that it stands for.
 SCHEMES = {
@@ -212,10 +212,23 @@ def render(report, out):
 
 
 def update_readme(report):
-    """Replace the README's table and its plot."""
-    plot_standings(report, README_PLOT)
+    """Replace the README's section between the markers: a sentence, the table and the plot."""
+    plot_standings(report, in_checkout.ROOT / README_PLOT)
     text = README.read_text(encoding="utf-8")
-    lines = ["", *standings_table(report), ""]
+    env = report.environment
+    shapes = len(dict.fromkeys(row.shape for row in report.rows))
+    versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton") if env.get(name))
+    lines = [
+        "",
+        f"{shapes} layers of sizes drawn at random on {env.get('device')}, {versions},",
+        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours: above 1 we are",
+        "faster.",
+        "",
+        *standings_table(report),
+        "",
+        f"![Lead over the best public layer by number of tokens]({README_PLOT})",
+        "",
+    ]
     text = replace_section(text, "bench", lines, where="README.md")
     README.write_text(text, encoding="utf-8")
 

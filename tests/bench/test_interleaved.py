@@ -379,6 +379,27 @@ def test_the_tiny_form_writes_a_record_tables_and_a_plot(tool: ModuleType, tmp_p
     assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
 
 
+def test_the_readme_gets_the_table_and_the_plot(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_of(*ROWS).write(tmp_path / "bench.json")
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
+    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
+    monkeypatch.setattr(tool, "README", readme)
+    monkeypatch.setattr(tool.in_checkout, "ROOT", tmp_path)
+    arguments = ["--load", str(tmp_path / "bench.json"), "--out", str(tmp_path / "out")]
+    result = invoke(tool, *arguments, "--readme")
+    assert result.exit_code == 0, result.output
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- bench:end -->\nafter\n")
+    assert "old" not in text
+    assert "| bf16 | FusedMoE, defaults | 2 | 1.90 | 0.90 (s, 1 tokens, uniform;" in text
+    image = text.partition("](")[2].partition(")")[0]
+    assert (tmp_path / image).is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
