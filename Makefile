@@ -80,7 +80,7 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-.PHONY: environments help demo test test-rest test-all fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
+.PHONY: environments help demo test test-rest test-all bench fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
 .DEFAULT_GOAL := help
 
 help:
@@ -92,6 +92,7 @@ help:
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
+	@echo "make bench   our layers beside public ones on this GPU: the README's table and plot, in out/bench"
 	@echo "make fuzz    everything public with 50,000 random inputs"
 	@echo "make check   lint, format, spelling, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
@@ -187,6 +188,11 @@ verify: $(READY)
 	  TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests --ignore=tests/compile && \
 	  env -u TRITON_INTERPRET $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests/compile && \
 	  exit $$((one > two ? one : two))
+
+# Needs a GPU; with ARGS=--tiny it runs on any machine. Public layers are measured if their packages
+# are installed: vllm==0.26.0, flashinfer-python==0.7.2.
+bench: $(READY)
+	$(PY) tools/bench.py $(ARGS)
 
 fuzz: $(READY)
 	$(PY) -m modular_kernel.testing.stress.fuzz --count 50000 $(ARGS)

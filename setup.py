@@ -44,11 +44,13 @@ setup(
     ),
     package_data={
         "modular_kernel": [
+            "perf_model/data/*.json",
             "py.typed",
             "replay/launch/*.c",
             "report/pages/*.html",
             "report/pages/*.css",
             "select/*.json",
+            "select/data/*.json",
             "testing/mutation/*.json",
         ],
         "prepare_finalize": ["py.typed"],

@@ -1,9 +1,9 @@
-"""Layers of public libraries as peers: `mk bench --model baseline --peer tools/bench_peers.py`.
+"""Layers of public libraries, for `make bench` and `mk bench --peer tools/bench_peers.py`.
 
 Layers: vLLM's fused experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by
-group), its DeepGEMM and CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and
-triton_kernels with SwiGLU fused into the first GEMM (bf16; mxfp4 in vLLM's swizzled layout; v3.5.1
-interface, as shipped by vLLM). Layers whose packages are not installed are listed on stderr.
+group), its DeepGEMM and CUTLASS experts, its Marlin kernels (int4 by group; mxfp4); triton_kernels
+with SwiGLU fused into the first GEMM (bf16; mxfp4 in vLLM's swizzled layout; v3.5.1 interface, as
+shipped by vLLM); and FlashInfer's CUTLASS layers (bf16; fp8 by block; mxfp4).
 Preprocessing of weights (quantization, transposition, interleaving) happens in the untimed setup.
 """
 
@@ -23,6 +23,8 @@ _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization.utils"
 _BLOCK = 128
 _LEAST_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
+_CORE = "flashinfer.fused_moe"
+_LARGE = 4096  # from this many tokens a tactic takes milliseconds, and the tuner minutes
 
 
 def _plain(problem):
@@ -289,15 +291,132 @@ class Padded(Layer):
         w2 = torch.nn.functional.pad(weights.w2, (0, rows, 0, self.lacking))
         self.layer.setup(padded, replace(weights, w1=w1, w2=w2))
 
+    def tune(self, problem):
+        self.layer.tune(self.whole(problem))
+
     def call(self, x_TH, routing):
         if self.lacking:
             x_TH = torch.nn.functional.pad(x_TH, (0, self.lacking))
         return self.layer.call(x_TH, routing)[:, : self.columns]
 
 
+def up_first(rows_eNK):
+    """Swap the halves of (e, 2I, ...) from gate rows first to up rows first."""
+    gate, up = rows_eNK.view(torch.uint8).chunk(2, dim=1)
+    return torch.cat([up, gate], dim=1).view(rows_eNK.dtype)
+
+
+class FlashInfer(LayerPeer):
+    """FlashInfer's CUTLASS layers: sort, GEMM with SwiGLU, GEMM with the weighted sum.
+
+    tuned: FlashInfer's autotuner runs for the number of tokens; the block-scaled GEMMs have no
+    tactics. Its module `fused_moe_90` is compiled at the first use if it has not been built.
+    """
+
+    name, needs = "flashinfer", ("flashinfer",)
+    tuned = True
+
+    def options(self):
+        """Return the keyword arguments of the call other than tensors."""
+        return {}
+
+    def setup(self, problem, weights):
+        self.run = import_module(_CORE).cutlass_fused_moe
+        self.problem, self.scales = problem, None
+        self.load(problem, weights)
+        self.tuned_tokens = set()
+        self.tune(problem)
+
+    def tune(self, problem):
+        """Run FlashInfer's autotuner for this number of tokens, on random x and routing."""
+        if not self.tuned or problem.tokens in self.tuned_tokens:
+            return
+        self.tuned_tokens.add(problem.tokens)
+        tuner = import_module("flashinfer.autotuner")
+        if problem.tokens >= _LARGE:  # the defaults of 3 and 10 calls are for short kernels
+            tuner.AutoTuner.get().warmup, tuner.AutoTuner.get().repeat = 1, 3
+        generator = torch.Generator(self.w1.device).manual_seed(0)
+        device = {"device": self.w1.device, "generator": generator}
+        x = torch.randn(problem.tokens, problem.hidden, dtype=problem.dtype, **device)
+        scores = torch.rand(problem.tokens, problem.experts, **device)
+        ids = scores.topk(problem.top_k).indices.int()
+        with tuner.autotune(True, tuning_buckets=(problem.tokens,)):
+            self.made(x, ids, torch.ones_like(ids, dtype=torch.float32) / problem.top_k)
+        torch.cuda.synchronize()
+
+    def call(self, x_TH, routing):
+        ids, router = routing.topk_ids_TK.int(), routing.topk_weights_TK
+        return self.made(x_TH, ids, router)
+
+    def made(self, x_TH, ids_TK, router_TK):
+        out = torch.empty_like(x_TH)
+        self.run(
+            x_TH, ids_TK, router_TK, self.w1, self.w2, x_TH.dtype,
+            quant_scales=self.scales, output=out,
+            tune_max_num_tokens=self.problem.tokens, **self.options(),
+        )  # fmt: skip
+        return out
+
+
+class FlashInferBf16(FlashInfer):
+    quant = "none"
+
+    def load(self, problem, weights):
+        self.w1, self.w2 = up_first(weights.w1), weights.w2
+
+
+class FlashInferFp8Block(FlashInfer):
+    quant, tuned, blocks = "fp8_w8a8_block", False, True
+
+    def options(self):
+        return {"use_deepseek_fp8_block_scale": True}
+
+    def load(self, problem, weights):
+        w1, self.w2, one, two = self.stored(problem, weights)
+        self.w1, self.scales = up_first(w1), [up_first(one), two.contiguous()]
+
+
+class FlashInferMxfp4(FlashInfer):
+    """mxfp4 weights in the layout of the Hopper GEMMs; padded by `Padded`, as vLLM does."""
+
+    quant, blocks = "mxfp4_w4a16", True
+
+    def options(self):
+        return {"use_w4_group_scaling": True}
+
+    def load(self, problem, weights):
+        stored = self.stored(problem, weights)
+        prepare = import_module(f"{_CORE}.prepare")
+        interleave_weights = prepare.interleave_moe_weights_for_sm90_mixed_gemm
+        interleave_scales = prepare.interleave_moe_scales_for_sm90_mixed_gemm
+        w1, w2, one, two = (tensor.view(torch.uint8) for tensor in stored)
+        self.w1, self.w2 = interleave_weights(up_first(w1), "fp4"), interleave_weights(w2, "fp4")
+        self.scales = [interleave_scales(scale).view(torch.int32) for scale in (up_first(one), two)]
+
+
 def layers():
-    """Return the layers whose packages are installed."""
-    peers = [
+    """Return the layers whose packages are installed; list the others on stderr."""
+    for name in missing():
+        print(f"not installed: {name}", file=sys.stderr)
+    return [peer for peer in all_layers() if not absent_packages(peer)]
+
+
+def missing():
+    """Return the names of the layers that cannot be imported, with the absent packages."""
+    return [
+        f"{peer.name} {peer.quant} (needs {', '.join(absent)})"
+        for peer in all_layers()
+        if (absent := absent_packages(peer))
+    ]
+
+
+def absent_packages(peer):
+    return [name for name in peer.needs if find_spec(name) is None]
+
+
+def all_layers():
+    """Return every layer, installed or not."""
+    return [
         *map(VllmTriton, ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group")),
         VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
         VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
@@ -305,15 +424,7 @@ def layers():
         Padded(VllmMarlin("vllm_marlin_mxfp4", "mxfp4_w4a16"), 256, 128),  # as vLLM pads for it
         TritonKernels(),
         TritonKernels("mxfp4_w4a16"),
+        FlashInferBf16(),
+        FlashInferFp8Block(),
+        Padded(FlashInferMxfp4(), _BLOCK, _BLOCK),
     ]
-    return installed_layers(peers)
-
-
-def installed_layers(made):
-    """Return the layers whose packages are installed; list the others on stderr."""
-    absent = {name for peer in made for name in peer.needs if find_spec(name) is None}
-    for peer in made if absent else ():
-        lacking = ", ".join(absent.intersection(peer.needs))
-        if lacking:
-            print(f"left out: {peer.name} {peer.quant}, no {lacking} here", file=sys.stderr)
-    return [peer for peer in made if not absent.intersection(peer.needs)]

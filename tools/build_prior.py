@@ -39,7 +39,7 @@ def build() -> str:
     """Return the contents of prior.json."""
     cells: dict[tuple, dict[str, float]] = {}
     for name in RECORDS:
-        record = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
+        record = json.loads((FILE.with_name("data") / f"{name}.json").read_text())
         for cell in record["cells"]:
             cells.setdefault(_place(cell), {}).update(_ratios(cell))
     pairs = list(dict.fromkeys(pair for ratios in cells.values() for pair in ratios))

@@ -44,10 +44,12 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, needs_trito
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
+from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.cases import quantize
 from modular_kernel.measure.prepared_weights import declared_bytes, prepared_specs_of
 from modular_kernel.measure.records import BASELINE, OURS, PEER
+from modular_kernel.select.autotune import Terms, compose
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -60,12 +62,14 @@ class Layer(ABC):
 
     name: name in the tables. quant: quantization scheme. graph: whether to try to capture calls in
     a CUDA graph. interpreted: the layer runs in Triton's interpreter, so its time is meaningless.
+    tuned: `setup` or `tune` times launches, so nothing else may run at the same time.
     """
 
     name: str
     quant: str = "none"
     graph: bool = True
     interpreted: bool = False
+    tuned: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
         """Return the reason why the layer cannot run this problem; None if it can."""
@@ -79,6 +83,13 @@ class Layer(ABC):
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         """Set up the layer for these weights; untimed. problem.tokens is the maximum per call."""
 
+    def tune(self, problem: Problem) -> None:  # noqa: B027  most layers have nothing to tune
+        """Prepare for calls with problem.tokens tokens; untimed, before the first of them."""
+
+    def note(self, problem: Problem) -> str:
+        """Return what its row should say about calls with problem.tokens tokens."""
+        return ""
+
     @abstractmethod
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Run the layer and return y, (T, H) in the dtype of x; this is timed."""
@@ -86,13 +97,17 @@ class Layer(ABC):
 
 @dataclass(frozen=True)
 class BenchOffer:
-    """A factory of benchmarked layers. prepared: `setup` prepares the weights."""
+    """A factory of benchmarked layers.
+
+    prepared: `setup` prepares the weights. library: see measure.records.Row.
+    """
 
     name: str
     quant: str
     origin: str
     make: Callable[[], Layer]
     prepared: bool = False
+    library: str = ""
 
 
 class PairLayer(Layer):
@@ -153,6 +168,66 @@ class PairLayer(Layer):
         kernel = make_kernel(*self.pair, problem, machine=self.machine, auto_prepare=False)
         self._plan = kernel.plan()
         return self._plan
+
+
+class DefaultLayer(Layer):
+    """FusedMoE with default arguments. prepared: prepare the weights once, in `setup`."""
+
+    name = "FusedMoE"
+
+    def __init__(self, quant: str, prepared: bool = False) -> None:
+        self.quant, self.prepared = quant, prepared
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        problem = replace(problem, quant=self.quant)
+        self.layer = FusedMoE(
+            problem.experts,
+            problem.hidden,
+            problem.intermediate,
+            top_k=problem.top_k,
+            quant_config=None if self.quant == "none" else self.quant,
+            params_dtype=problem.dtype,
+            device="meta",  # the parameters are replaced
+        )
+        self.layer.set_weights(quantize(weights, problem))
+        if self.prepared:
+            self.layer.prepare_weights()
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        y_TH: torch.Tensor = self.layer(x_TH, routing)
+        return y_TH
+
+
+class ComposedLayer(Layer):
+    """The layer that `compose` builds for `tokens`, with `budget` seconds for its timings."""
+
+    name, tuned = "compose", True
+
+    def __init__(
+        self,
+        quant: str,
+        machine: Machine,
+        tokens: tuple[int, ...],
+        budget: float,
+        prepared: bool = False,
+    ) -> None:
+        self.quant, self.machine, self.prepared = quant, machine, prepared
+        self.terms = Terms(tokens=tokens, budget=budget)
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        problem = replace(problem, quant=self.quant)
+        kernel = compose(problem, self.machine, terms=self.terms)
+        self.weights = quantize(weights, problem)
+        if self.prepared:
+            self.weights = kernel.prepare_weights(self.weights)
+        self.kernel, self.plan = kernel, kernel.plan()
+
+    def note(self, problem: Problem) -> str:
+        """Name the pairing that was selected for this number of tokens."""
+        return self.kernel.kernel(problem.tokens).pairing
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.plan(x_TH, self.weights, routing)
 
 
 class TorchGroupedMm(Layer):
@@ -246,11 +321,23 @@ def pair_offers(
             OURS,
             partial(PairLayer, pf, ex, quant, machine, with_weights),
             with_weights,
+            library_of(ex),
         )
         for pf, ex, quant in valid
         for name in [ex if pairings_by_experts[ex] == 1 else f"{pf}+{ex}"]
         for with_weights in ([False, True] if (ex, quant) in preparing else [False])
     ]
+
+
+# Parts without Triton kernels for their products. Those of other libraries declare a provider.
+_TORCH_PRODUCTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
+
+
+def library_of(experts: str) -> str:
+    """Return the library whose matrix products a part of ours runs; "" for kernels of its own."""
+    if experts in _TORCH_PRODUCTS:
+        return "torch"
+    return ", ".join(probe.name for probe in load_catalog().experts(experts).requires.providers)
 
 
 def with_prepared(name: str) -> str:

@@ -86,7 +86,7 @@ def run(
 
 
 @dataclass
-class _WeightSets:
+class WeightSets:
     """The sets of weights of one shape, created lazily."""
 
     cells: tuple[LayerCase, ...]
@@ -108,11 +108,11 @@ class SetupError(RuntimeError):
 
 
 @dataclass
-class _OfferLayers:
+class LayerSets:
     """The layers of one offer on one shape: one per set of weights, set up lazily."""
 
     offer: BenchOffer
-    stock: _WeightSets
+    weight_sets: WeightSets
     ready: list[Layer] = field(default_factory=list)
     failure: str = ""  # not the exception: its traceback would keep tensors alive
 
@@ -127,10 +127,10 @@ class _OfferLayers:
                 raise SetupError(self.failure)
             try:
                 layer = self.offer.make() if self.ready else self.first
-                problem = self.stock.cells[0].problem.with_tokens(self.stock.max_tokens)
-                layer.setup(problem, self.stock.weights(len(self.ready)))
+                problem = self.weight_sets.cells[0].problem.with_tokens(self.weight_sets.max_tokens)
+                layer.setup(problem, self.weight_sets.weights(len(self.ready)))
             except Exception as error:
-                self.failure = f"setup: {_short(error)}"
+                self.failure = f"setup: {short_error(error)}"
                 raise
             self.ready.append(layer)
         return self.ready[index]
@@ -145,13 +145,13 @@ class _OfferLayers:
 class _Trial:
     """The calls of one row, with their inputs bound.
 
-    turns: rotation over inputs and sets of weights. loads: routing load of each input. checks:
+    schedule: rotation over inputs and sets of weights. loads: routing load of each input. checks:
     calls with their expected results; the last check is that of the last entry in `calls`.
     """
 
     calls: tuple[Call, ...]
     layer: Layer
-    turns: Rotation
+    schedule: Rotation
     loads: tuple[Load, ...]
     checks: tuple[tuple[Call, ExpectedOutput], ...]
 
@@ -171,13 +171,15 @@ class _Run:
         self.peaks: Peaks = measure_peaks(self.device, types, bandwidth=job.bandwidth)
         self.environment = environment(self.device, job.command)
         self.rows: list[Row] = []
-        self.answers: dict[tuple[LayerCase, int, int, str], ExpectedOutput] = {}
+        self.expected: dict[tuple[LayerCase, int, int, str], ExpectedOutput] = {}
         self.stopped = ""
 
     def report(self) -> Report:
-        for cell, team in self._visits():
-            self.begin(f"{team.offer.name}, {cell.shape}, {counted(cell.problem.tokens, 'token')}")
-            self.rows.append(self._row(cell, team))
+        for cell, layer_sets in self._visits():
+            self.begin(
+                f"{layer_sets.offer.name}, {cell.shape}, {counted(cell.problem.tokens, 'token')}"
+            )
+            self.rows.append(self._row(cell, layer_sets))
             self._tell()
         if self.device.type == "cuda" and not self.stopped:
             self._count_launches()
@@ -189,119 +191,112 @@ class _Run:
         self.tell(report)
         return report
 
-    def _visits(self) -> Iterator[tuple[LayerCase, _OfferLayers]]:
+    def _visits(self) -> Iterator[tuple[LayerCase, LayerSets]]:
         """Yield every cell with every offer.
 
         At any time only the weights of one shape and the layers of one offer are in memory.
         """
         key = lambda cell: (cell.shape, str(cell.problem.with_tokens(1)))  # noqa: E731
         for _, cells in itertools.groupby(self.job.cells, key):
-            stock = _WeightSets(tuple(cells), self.device)
+            weight_sets = WeightSets(tuple(cells), self.device)
             for offer in self.job.offers:
-                team = _OfferLayers(offer, stock)
-                for cell in stock.cells:
-                    yield cell, team
+                layer_sets = LayerSets(offer, weight_sets)
+                for cell in weight_sets.cells:
+                    yield cell, layer_sets
                     self._free()
-                team.free()
-            stock.sets.clear()
+                layer_sets.free()
+            weight_sets.sets.clear()
 
     def _free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda" and not self.stopped:
-            torch.cuda.empty_cache()
-
-    def _device_works(self) -> bool:
-        """Return whether the CUDA context still works.
-
-        After an illegal memory access every later CUDA call of the process fails.
-        """
-        try:
-            torch.ones(1, device=self.device).sum().item()
-        except RuntimeError:
-            return False
-        return True
+        if not self.stopped:
+            free_memory(self.device)
 
     @property
     def _late(self) -> bool:
         limit = self.job.deadline
         return limit is not None and time.monotonic() - self.started > limit
 
-    def _row(self, cell: LayerCase, team: _OfferLayers) -> Row:
-        row = blank_row(cell, team.offer)
+    def _row(self, cell: LayerCase, layer_sets: LayerSets) -> Row:
+        row = blank_row(cell, layer_sets.offer)
         if self.stopped or self._late:
             return replace(row, note=self.stopped or "after the deadline")
         try:
-            reason = team.first.refusal(cell.problem)
+            reason = layer_sets.first.refusal(cell.problem)
             if reason is not None:
                 return replace(row, status=status.REFUSED, note=reason)
-            return self._measured(row, cell, team)
+            return self._measured(row, cell, layer_sets)
         # A layer can raise anything. Report it in the row and continue with the other rows.
         except Exception as error:  # noqa: BLE001
-            if not self._device_works():
-                self.stopped = f"{team.offer.name} broke the CUDA context"
-            return replace(row, status=status.FAILED, note=_short(error))
+            if not device_works(self.device):
+                self.stopped = f"{layer_sets.offer.name} broke the CUDA context"
+            return replace(row, status=status.FAILED, note=short_error(error))
 
-    def _trial(self, cell: LayerCase, team: _OfferLayers) -> _Trial:
-        scheme, expert_map = QuantScheme.parse(team.offer.quant), team.stock.weights(0).expert_map
+    def _trial(self, cell: LayerCase, layer_sets: LayerSets) -> _Trial:
+        scheme, expert_map = (
+            QuantScheme.parse(layer_sets.offer.quant),
+            layer_sets.weight_sets.weights(0).expert_map,
+        )
 
         def make(index: int) -> tuple[Input, Load]:
-            inputs_ = make_input(cell, self.device, index)
-            return inputs_, load_of(inputs_.routing, cell.problem, expert_map)
+            item = make_input(cell, self.device, index)
+            return item, load_of(item.routing, cell.problem, expert_map)
 
         first, load = make(0)
-        turns = self._rotation(cell, work_of(cell.problem, scheme, [load]), team)
-        inputs, loads = zip((first, load), *map(make, range(1, turns.calls)), strict=True)
-        layers = [team.layer(index) for index in range(turns.sets)]
+        schedule = self._rotation(cell, work_of(cell.problem, scheme, [load]), layer_sets)
+        inputs, loads = zip((first, load), *map(make, range(1, schedule.calls)), strict=True)
+        layers = [layer_sets.layer(index) for index in range(schedule.sets)]
         calls = tuple(
-            partial(layers[i % turns.sets].call, item.x_TH, item.routing)
+            partial(layers[i % schedule.sets].call, item.x_TH, item.routing)
             for i, item in enumerate(inputs)
         )
         # Compute the reference results before any call, because a layer may overwrite x.
         checks = []
-        for index in _checked_inputs(turns.calls, inputs_to_check(cell.problem)):
-            item = inputs[index] if index < turns.calls else make(index)[0]
+        for index in checked_inputs(schedule.calls, inputs_to_check(cell.problem)):
+            item = inputs[index] if index < schedule.calls else make(index)[0]
             call = (
                 calls[index]
-                if index < turns.calls
+                if index < schedule.calls
                 else partial(layers[0].call, item.x_TH, item.routing)
             )
-            at = index % turns.sets if index < turns.calls else 0
-            checks.append((call, self._answer(cell, team, item, (index, at))))
-        return _Trial(calls, layers[0], turns, loads, tuple(checks))
+            at = index % schedule.sets if index < schedule.calls else 0
+            checks.append((call, self._expected(cell, layer_sets, item, (index, at))))
+        return _Trial(calls, layers[0], schedule, loads, tuple(checks))
 
-    def _rotation(self, cell: LayerCase, work: Work, team: _OfferLayers) -> Rotation:
+    def _rotation(self, cell: LayerCase, work: Work, layer_sets: LayerSets) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
-        scheme = QuantScheme.parse(team.offer.quant)
+        scheme = QuantScheme.parse(layer_sets.offer.quant)
         set_bytes = cell.problem.e * expert_bytes(cell.problem, scheme)
-        set_bytes += team.first.kept_bytes(cell.problem)
+        set_bytes += layer_sets.first.kept_bytes(cell.problem)
         if (spec := cell.problem.adapters) is not None:
             set_bytes += spec.adapters * adapter_bytes(cell.problem)
         l2 = l2_bytes(self.device)
         return rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
 
-    def _answer(
-        self, cell: LayerCase, team: _OfferLayers, given: Input, at: tuple[int, int]
+    def _expected(
+        self, cell: LayerCase, layer_sets: LayerSets, inputs: Input, at: tuple[int, int]
     ) -> ExpectedOutput:
         """Return the cached reference result. at: (index of the input, index of the weights)."""
-        key = (cell, *at, team.offer.quant)
-        if key not in self.answers:
-            scheme = QuantScheme.parse(team.offer.quant)
-            self.answers[key] = expected_output(cell, given, team.stock.weights(at[1]), scheme)
-        return self.answers[key]
+        key = (cell, *at, layer_sets.offer.quant)
+        if key not in self.expected:
+            scheme = QuantScheme.parse(layer_sets.offer.quant)
+            self.expected[key] = expected_output(
+                cell, inputs, layer_sets.weight_sets.weights(at[1]), scheme
+            )
+        return self.expected[key]
 
-    def _measured(self, row: Row, cell: LayerCase, team: _OfferLayers) -> Row:
+    def _measured(self, row: Row, cell: LayerCase, layer_sets: LayerSets) -> Row:
         """Verify the row and, if it is correct, time it."""
-        scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
+        scheme, trial = QuantScheme.parse(layer_sets.offer.quant), self._trial(cell, layer_sets)
         work = work_of(cell.problem, scheme, trial.loads)
         floor = roofline_of(work, cell.problem, scheme, self.peaks)
         checked = check_calls(trial.checks, cell.problem)
         finding = checked.finding
         row = replace(
             row,
-            calls=trial.turns.calls,
-            weight_sets=trial.turns.sets,
+            calls=trial.schedule.calls,
+            weight_sets=trial.schedule.sets,
             touched=work.touched,
             skew=sum(load.skew for load in trial.loads) / len(trial.loads),
             flops=work.flops,
@@ -317,7 +312,7 @@ class _Run:
             trial.calls,
             self.device,
             graph=self.job.graph and trial.layer.graph,
-            flush=trial.turns.flush,
+            flush=trial.schedule.flush,
             target_ms=self.job.target_ms,
         )
         finding = check_unchanged(timing.last, trial.checks[-1][1], checked, cell.problem)
@@ -349,7 +344,7 @@ class _Run:
         if timing.mode.startswith("eager"):
             return timing.us
         ms = self.job.target_ms / 4
-        flush = trial.turns.flush
+        flush = trial.schedule.flush
         return time_calls(trial.calls, self.device, graph=False, flush=flush, target_ms=ms).us
 
     def _count_launches(self) -> None:
@@ -357,27 +352,47 @@ class _Run:
 
         This runs after all timing, because the profiler slows down later launches.
         """
-        for index, (cell, team) in enumerate(self._visits()):
+        for index, (cell, layer_sets) in enumerate(self._visits()):
             row = self.rows[index]
             if not row.timed or self._late:
                 continue
             try:
                 inputs = make_input(cell, self.device, 0)
-                call = partial(team.layer(0).call, inputs.x_TH, inputs.routing)
+                call = partial(layer_sets.layer(0).call, inputs.x_TH, inputs.routing)
                 call()
                 count = count_launches(call, self.device)
             # Keep the times if counting fails.
             except Exception as error:  # noqa: BLE001
-                self.rows[index] = replace(row, note=f"launches: {_short(error)}")
+                self.rows[index] = replace(row, note=f"launches: {short_error(error)}")
                 continue
             self.rows[index] = replace(row, launches=count)
 
 
-def _short(error: Exception) -> str:
+def free_memory(device: torch.device) -> None:
+    """Collect garbage, and return the cached memory of a GPU to the driver."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def device_works(device: torch.device) -> bool:
+    """Return whether the CUDA context still works.
+
+    After an illegal memory access every later CUDA call of the process fails.
+    """
+    try:
+        torch.ones(1, device=device).sum().item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def short_error(error: Exception) -> str:
+    """Return the type and message of an exception, shortened for a row's note."""
     return f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
 
 
-def _checked_inputs(calls: int, least: int) -> list[int]:
+def checked_inputs(calls: int, least: int) -> list[int]:
     """Return the indices of the inputs to verify.
 
     These are the first, as many untimed ones as needed for `least` in total, and at the end the
@@ -404,5 +419,6 @@ def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
         origin=offer.origin,
         quant=offer.quant,
         prepared=offer.prepared,
+        library=offer.library,
         operands=operands(problem, QuantScheme.parse(offer.quant)),
     )

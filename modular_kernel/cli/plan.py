@@ -110,10 +110,9 @@ def plan(
     The analytic model derives the time of experts from bytes and flops at a measured efficiency,
     and the time of exchanges from link latency and bytes. --tokens is the number of tokens per
     rank. --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
-    gives the formulas, the fitted measurements and the errors of the model. In the source tree,
-    `mk plan --compare docs/benchmarks/h200-layers.json --compare
-    docs/benchmarks/h200-exchange.json` prints these errors; --json is the only other option that
-    --compare can be combined with.
+    gives the formulas, the fitted measurements and the errors of the model. `mk plan --compare
+    FILE` prints these errors for the records in modular_kernel/perf_model/data, h200-layers.json
+    and h200-exchange.json; --json is the only other option that --compare can be combined with.
 
     Exits with 1 if no pairing has an estimate, or if the model is more than 25 % off on a compared
     row that was neither fitted nor timed eagerly; exits with 2 on bad usage.

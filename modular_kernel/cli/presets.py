@@ -151,5 +151,5 @@ SHAPE_OF = {
     "llama4_scout": "llama-4-scout",
     "kimi_k2_ep8": "kimi-k2, EP 8",
 }
-# The shapes in docs/benchmarks.
+# The shapes of `mk bench --model baseline`.
 BASELINE_SHAPES = ("mixtral", "dsv3_ep8", "qwen3_30b", "gptoss", "dsv3_256")

@@ -23,6 +23,7 @@ class Row:
         (not supported); skipped (after the deadline). note: the reason.
     origin: ours, baseline or peer.
     prepared: weights were prepared before.
+    library: the library whose matrix products a part of ours runs; "" for kernels of its own.
     operands: the operands' types; rows of one cell with equal operands compete.
     us, us_min, spread: of one call, see measure.timing.Timing.
     over_floor, over_best_peer: us divided by the roofline, and by the fastest ok row with these
@@ -49,6 +50,7 @@ class Row:
     quant: str
     operands: str
     prepared: bool = False
+    library: str = ""
     status: str = SKIPPED
     note: str = ""
     error: float | None = None
@@ -94,12 +96,14 @@ class Report:
 
     environment, peaks: of the measurement, see measure.environment and measure.roofline.Peaks.
     stopped: the reason why the run ended early, or "".
+    missing: layers that were not measured because their packages are not installed.
     """
 
     environment: dict[str, Any]
     peaks: dict[str, Any]
     rows: tuple[Row, ...] = ()
     stopped: str = ""
+    missing: tuple[str, ...] = ()
     schema: str = field(default=SCHEMA)
 
     def to_json(self) -> str:
@@ -111,7 +115,13 @@ class Report:
         record = json_files.parse_record(text, SCHEMA, "benchmark record")
         field_names = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in row.items() if k in field_names}) for row in record["rows"]]
-        return cls(record["environment"], record["peaks"], tuple(rows), record["stopped"])
+        return cls(
+            record["environment"],
+            record["peaks"],
+            tuple(rows),
+            record["stopped"],
+            tuple(record.get("missing", ())),
+        )
 
     def write(self, path: Path) -> None:
         """Write the file atomically, so that an interrupted run leaves a complete record."""

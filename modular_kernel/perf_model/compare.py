@@ -1,8 +1,8 @@
 """Comparison of the performance model with measurements that it can predict.
 
-Rows are read from files of docs/benchmarks: whole layers on one GPU (`mk bench --json`, or the
-older format with `peer`), exchanges between GPUs (`mk exchange --json`, or h200-exchange.json with
-a report per world size), and published results (mk-published/1). For measured exchanges the sum of
+Rows are read from files like those in the folder data: whole layers on one GPU (`mk bench --json`,
+or the older format with `peer`), exchanges between GPUs (`mk exchange --json`, or
+h200-exchange.json with a report per world size), and published results (mk-published/1). For measured exchanges the sum of
 dispatch and combine is used: a short one alone is dominated by the events around it.
 """
 

@@ -14,7 +14,7 @@ not change the time.
 
 p is between a sum (no overlap) and a maximum (full overlap). a, em and ec were fitted to 12 cells
 of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in CUDA graphs;
-docs/benchmarks/h200-layers.json). p is the one of 2, 2.5 and 3 with the best fit over all formats.
+data/h200-layers.json). p is the one of 2, 2.5 and 3 with the best fit over all formats.
 """
 
 import math

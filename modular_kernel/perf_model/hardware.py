@@ -1,7 +1,7 @@
 """Hardware parameters of the performance model: one GPU, and the links between GPUs.
 
-Defaults are those of an H200 host (docs/benchmarks/h200-layers.json for the GPU, docs/benchmarks/
-h200-exchange.md for the link inside a host). The network between hosts is assumed to have 400 Gb/s
+Defaults are those of an H200 host (data/h200-layers.json for the GPU, data/h200-exchange.json for
+the link inside a host). The network between hosts is assumed to have 400 Gb/s
 per GPU, with the efficiency and latency that DeepEP's published tables imply.
 """
 

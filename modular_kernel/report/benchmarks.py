@@ -9,11 +9,12 @@ from modular_kernel.report.pages.document import Block, Document, Heading, Items
 from modular_kernel.report.records import BenchmarkRecord
 
 _ABOUT = (
-    "Every record in `docs/benchmarks`: microseconds of a whole layer over the number of tokens, "
-    "the newest first: an older one tells of older kernels. Each is one run; a ratio of two "
-    "records also holds the difference between two runs. [Benchmarks](benchmarks/README.md) "
-    "describes the method and how to measure; the pages beside it say what was compared, and why."
+    "The records in `docs/benchmarks`, the newest first. Each is one run of `make bench` or "
+    "`mk bench`: microseconds of whole layers over the number of tokens. A ratio of two records "
+    "also contains the difference between the two runs. [Benchmarks](benchmarks/README.md) "
+    "describes the method and how to measure."
 )
+_MOST_PANELS = 20  # a figure with more of them, the legend among them, is not drawn
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
@@ -32,7 +33,7 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)
     if not records:
-        location = "Records lie in `docs/benchmarks` of a checkout; a wheel has none."
+        location = "Records are in `docs/benchmarks` of a checkout; a wheel has none."
         blocks.append(
             Text(f"There is none here. {location} `mk report --docs FOLDER` reads others.")
         )
@@ -55,7 +56,7 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
     if lines:
         blocks.append(Items(lines))
     plot = figure(name, report)
-    if plot is not None:
+    if plot is not None and len(plot.panels) <= _MOST_PANELS:
         blocks.append(plot)
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):

@@ -1,29 +1,11 @@
-"""Reading of benchmark records from a folder into `measure.records.Report`.
-
-Three formats are supported: the output of `mk bench --json`; rows with layers named in `peer`; and
-a list of cells with a time per scheme. For files of other formats only the name is kept.
-"""
+"""Reading of benchmark records, as `mk bench --json` and `make bench` write them, from a folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, with_best_peer
+from modular_kernel.measure.records import SCHEMA, Report
 from modular_kernel.utils import json_files
-
-_OUR_PREFIX = "mk_"
-_FP8 = "fp8"
-# Layer name in the `peer` format -> usual name.
-_LAYERS = {
-    "mk_triton": "TritonExperts",
-    "mk_batched_triton": "BatchedTritonExperts",
-    "triton_kernels_kn": "triton_kernels",
-    "vllm_triton": "vLLM Triton",
-    "vllm_cutlass": "vLLM CUTLASS",
-    "vllm_deepgemm": "vLLM DeepGEMM",
-}
-_SCHEMES = {"_bf16": "", "_fp8ch": " fp8 by channel", "_fp8blk": " fp8 by block"}
 
 
 @dataclass(frozen=True)
@@ -50,77 +32,4 @@ def _read(path: Path) -> Report | None:
         raise ConfigurationError(str(path), got=str(error), need="JSON") from error
     if isinstance(record, dict) and record.get("schema") == SCHEMA:
         return Report.from_json(text)
-    try:
-        if isinstance(record, dict):
-            return _of_layers(record)
-        return _of_schemes(record)
-    except (KeyError, TypeError, AttributeError):  # an unknown format
-        return None
-
-
-def _of_layers(found: dict[str, Any]) -> Report:
-    """Read the `peer` format, with a row per layer and cell; our layers are named mk_*."""
-    shapes = found.get("shapes", {})
-    device = found["device"]
-    environment = {**device, "device": device["name"], "date": found["date"]}
-    rows = [_layer_row(row, shapes.get(row["shape"], {})) for row in found["rows"] if row["us"]]
-    return Report(environment, {}, with_best_peer(rows))
-
-
-def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
-    sizes, name = {**shape, **row}, row["peer"]
-    is_fp8 = _FP8 in row.get("dtype", name)
-    return Row(
-        shape=row["shape"],
-        experts=sizes["E"],
-        top_k=sizes["k"],
-        hidden=sizes["H"],
-        intermediate=sizes["I"],
-        tokens=row["tokens"],
-        dtype="bfloat16",
-        problem="",
-        routing=row.get("routing", "uniform"),
-        layer=readable(name),
-        origin=OURS if name.startswith(_OUR_PREFIX) else PEER,
-        quant="none",
-        operands=_FP8 if is_fp8 else "bf16",
-        status=OK,
-        us=row["us"],
-        floor_us=row["floor_us"],
-        over_floor=row["us"] / row["floor_us"],
-        mode=row["mode"],
-    )
-
-
-def readable(name: str) -> str:
-    """Expand a layer name: "vllm_triton_fp8ch" becomes "vLLM Triton fp8 by channel"."""
-    end = next((end for end in _SCHEMES if name.endswith(end)), "")
-    layer = name.removesuffix(end)
-    return _LAYERS.get(layer, layer) + _SCHEMES.get(end, "")
-
-
-def _of_schemes(found: list[Any]) -> Report:
-    """Read the list format, with a row per scheme and cell, all of our layers, without floors."""
-    rows = [
-        Row(
-            shape=cell["shape"],
-            experts=0,
-            top_k=0,
-            hidden=0,
-            intermediate=0,
-            tokens=cell["tokens"],
-            dtype="bfloat16",
-            problem="",
-            routing="uniform",
-            layer="bf16" if scheme == "none" else scheme,
-            origin=OURS,
-            quant="none",
-            operands="by scheme",
-            status=OK,
-            us=us,
-            mode="graph",
-        )
-        for cell in found
-        for scheme, us in cell["us"].items()
-    ]
-    return Report({}, {}, tuple(rows))
+    return None

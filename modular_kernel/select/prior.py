@@ -1,6 +1,6 @@
 """The shipped record: measured times of pairings relative to the default, on known layers.
 
-prior.json (created by tools/build_prior.py from docs/benchmarks/h200-choice*.json) contains
+prior.json (created by tools/build_prior.py from data/h200-choice*.json) contains
 
     {"schema": "mk-prior/1", "device": "NVIDIA H200", "arch": [9, 0],
      "pairs": [["MoEPrepareAndFinalizeNoEP", "TritonExperts"], ...],

@@ -34,20 +34,16 @@ def peers() -> ModuleType:
     return loaded("bench_peers")
 
 
-@pytest.fixture
-def flashinfer() -> ModuleType:
-    return loaded("bench_peers_flashinfer")
-
-
 def test_what_cannot_be_imported_is_named(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert peers.layers() == []
     err = capsys.readouterr().err
-    assert err.count("no vllm here") == 10
-    for name in ("vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"):
-        assert f"left out: {name}" in err
+    assert err.count("(needs vllm)") == 10
+    assert err.count("(needs flashinfer)") == 3
+    for name in ("vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels", "flashinfer"):
+        assert f"not installed: {name}" in err
 
 
 def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
@@ -55,7 +51,7 @@ def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
 ) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
     made = peers.layers()
-    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 10
+    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 13
     for layer in made:
         assert str(QuantScheme.parse(layer.quant)) == layer.quant
         fits = PROBLEM.with_tokens(256)
@@ -83,13 +79,14 @@ def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
 
 def test_the_file_is_one_that_bench_takes() -> None:
     names = {offer.name for offer in peer_offers(FILE)}
-    assert names <= {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"}
+    vllm = {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "vllm_marlin", "vllm_marlin_mxfp4"}
+    assert names <= vllm | {"triton_kernels", "flashinfer"}
 
 
 def test_flashinfers_layers_name_their_schemes_and_refuse_sizes_that_are_no_blocks(
-    flashinfer: ModuleType,
+    peers: ModuleType,
 ) -> None:
-    made = [flashinfer.Bf16(), flashinfer.Fp8Block(), flashinfer.Mxfp4()]
+    made = [peers.FlashInferBf16(), peers.FlashInferFp8Block(), peers.FlashInferMxfp4()]
     assert [layer.quant for layer in made] == ["none", "fp8_w8a8_block", "mxfp4_w4a16"]
     for layer in made:
         assert layer.refusal(PROBLEM) is None
@@ -124,17 +121,17 @@ def test_padded_sizes_change_no_output(peers: ModuleType) -> None:
     torch.testing.assert_close(got, oracle(x_TH, weights, routing, problem).to(got.dtype))
 
 
-def test_flashinfers_up_rows_come_first(flashinfer: ModuleType) -> None:
+def test_flashinfers_up_rows_come_first(peers: ModuleType) -> None:
     rows = torch.arange(12, dtype=torch.bfloat16).reshape(1, 6, 2)
-    got = flashinfer.up_first(rows)
+    got = peers.up_first(rows)
     assert got.dtype == torch.bfloat16
     assert got[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
 
 
 def test_flashinfers_weights_by_block_keep_each_scale_with_its_rows(
-    flashinfer: ModuleType,
+    peers: ModuleType,
 ) -> None:
-    layer = flashinfer.Fp8Block()
+    layer = peers.FlashInferFp8Block()
     w1, _, one, _ = layer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     layer.load(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     half = PROBLEM.intermediate

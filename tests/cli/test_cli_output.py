@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from run_mk import Mk, runs_mk
 
+from modular_kernel import perf_model
 from modular_kernel.cli import output
 from modular_kernel.cli.check import letters_for, print_matrix
 from modular_kernel.cli.options import ProblemOptions
@@ -39,7 +40,7 @@ EXCHANGE = (
     ),
     *("--backend", "gloo", "--only", "Replicated"),
 )
-LAYERS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "h200-layers.json"
+LAYERS = Path(perf_model.__file__).with_name("data") / "h200-layers.json"
 LEFT_OUT = SimpleNamespace(kernel="rows_kernel", module="parts", reason="for sm_100 alone")
 # verb -> words with which it prints its table here, soon, whatever it has to measure
 PRINTED: dict[str, tuple[str, ...]] = {

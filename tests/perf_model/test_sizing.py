@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_mk import Ended, run_mk
 
+from modular_kernel import perf_model
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing_patterns import RoutingKind, draw
 from modular_kernel.perf_model.compare import cells_of, compare, summaries
@@ -36,9 +37,9 @@ from modular_kernel.perf_model.load import (
 )
 from modular_kernel.spec.problem import Problem
 
-BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
-LAYERS, EXCHANGES = BENCHMARKS / "h200-layers.json", BENCHMARKS / "h200-exchange.json"
-PUBLISHED = BENCHMARKS / "published-exchange.json"
+DATA = Path(perf_model.__file__).with_name("data")
+LAYERS, EXCHANGES = DATA / "h200-layers.json", DATA / "h200-exchange.json"
+PUBLISHED = DATA / "published-exchange.json"
 DEEPSEEK = Problem(128, 7168, 2048, 256, 8)
 KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 
@@ -371,7 +372,7 @@ def test_bad_usage_ends_with_2(capsys: pytest.CaptureFixture[str], words: str) -
 def test_an_option_that_a_comparison_would_ignore_is_refused(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    file = "docs/benchmarks/h200-layers.json"
+    file = str(LAYERS)
     done = run_mk(capsys, "plan", "--compare", file, *words.split())
     name = words.split()[0]
     assert (done.code, done.out) == (2, "")

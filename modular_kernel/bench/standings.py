@@ -1,0 +1,322 @@
+"""Our layers beside the best public peer of every cell: ratios, a Markdown table, and a plot.
+
+Four columns are compared with the peers: FusedMoE with default arguments, the composed layer, the
+fastest part whose matrix products are our own kernels, and the fastest part that runs those of
+another library. The last one is never counted as a kernel of ours.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.bench.candidates import ComposedLayer, DefaultLayer
+from modular_kernel.measure import records as status
+from modular_kernel.measure.records import OURS, Report, Row
+
+DEFAULT, COMPOSED, OWN, LIBRARY = (
+    "FusedMoE, defaults",
+    "composed",
+    "own kernels alone",
+    "parts over other libraries",
+)
+COLUMNS = (DEFAULT, COMPOSED, OWN, LIBRARY)
+MARGIN = 0.01  # a cell is behind if it takes longer than the best peer by more than this
+SCHEME_NAMES = {
+    "bfloat16": "bf16",
+    "fp8/fp8": "fp8",
+    "int4/bfloat16": "int4",
+    "fp4/bfloat16": "mxfp4",
+}
+_PANEL = (3.6, 2.9)  # inches
+
+
+def column_of(row: Row) -> str | None:
+    """Return the column that a row of ours belongs to; None for baselines and peers."""
+    if row.origin != OURS:
+        return None
+    if row.layer == DefaultLayer.name:
+        return DEFAULT
+    if row.layer == ComposedLayer.name:
+        return COMPOSED
+    return LIBRARY if row.library else OWN
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The fastest times of one cell in microseconds: of each column, and of the peers."""
+
+    shape: str
+    tokens: int
+    routing: str
+    operands: str
+    ours: dict[str, float]
+    peer: float | None
+    peer_name: str = ""
+
+    def lead(self, column: str) -> float | None:
+        """Return the best peer's time over ours: above 1 we are faster. None if one is missing."""
+        ours = self.ours.get(column)
+        return self.peer / ours if ours and self.peer else None
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.tokens} tokens, {self.routing}"
+
+
+def cells_of(rows: Iterable[Row]) -> list[Cell]:
+    """Return the cells in which some layer was timed, in the order of the rows."""
+    groups: dict[tuple[str, int, str, str], list[Row]] = {}
+    for row in rows:
+        if row.competes:
+            groups.setdefault(row.group, []).append(row)
+    cells = []
+    for (shape, tokens, routing, operands), members in groups.items():
+        ours: dict[str, float] = {}
+        peers: list[tuple[float, str]] = []
+        for row in members:
+            assert row.us is not None
+            column = column_of(row)
+            if column is None:
+                peers.append((row.us, row.layer))
+            else:
+                ours[column] = min(row.us, ours.get(column, math.inf))
+        peer, name = min(peers, default=(None, ""))
+        cells.append(Cell(shape, tokens, routing, operands, ours, peer, name))
+    return cells
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One column in the cells of one kind of operands.
+
+    cells: those with a time of ours and of a peer. mean: geometric mean of `Cell.lead`. behind:
+    cells that are slower than the best peer by more than MARGIN. worst: the cell with the least
+    lead.
+    """
+
+    operands: str
+    column: str
+    cells: int
+    mean: float
+    behind: int
+    worst: Cell
+
+    @property
+    def least(self) -> float:
+        lead = self.worst.lead(self.column)
+        assert lead is not None
+        return lead
+
+
+def standings(cells: Sequence[Cell]) -> list[Standing]:
+    """Return a standing for each kind of operands and column that has a time and a peer."""
+    results = []
+    for operands in dict.fromkeys(cell.operands for cell in cells):
+        for column in COLUMNS:
+            leads = [
+                (lead, cell)
+                for cell in cells
+                if cell.operands == operands and (lead := cell.lead(column)) is not None
+            ]
+            if not leads:
+                continue
+            mean = math.exp(sum(math.log(lead) for lead, _ in leads) / len(leads))
+            behind = sum(1 / lead > 1 + MARGIN for lead, _ in leads)
+            worst = min(leads, key=lambda pair: pair[0])[1]
+            results.append(Standing(operands, column, len(leads), mean, behind, worst))
+    return results
+
+
+def scheme_name(operands: str) -> str:
+    return SCHEME_NAMES.get(operands, operands)
+
+
+def standings_table(report: Report) -> list[str]:
+    """Return the Markdown lines of the summary: a line for each scheme and column.
+
+    The lead is the best peer's time over ours.
+    """
+    lines = [
+        "| scheme | ours | cells | lead (geometric mean) | least lead | behind by more than 1 % |",
+        "|---|---|---:|---:|---|---:|",
+    ]
+    for standing in standings(cells_of(report.rows)):
+        worst = f"{standing.least:.2f} ({standing.worst}; {standing.worst.peer_name})"
+        lines.append(
+            f"| {scheme_name(standing.operands)} | {standing.column} | {standing.cells} "
+            f"| {standing.mean:.2f} | {worst} | {standing.behind} |"
+        )
+    return lines
+
+
+def layers_table(report: Report) -> list[str]:
+    """Return the Markdown lines of the table with a line for each layer and scheme.
+
+    A layer's time is compared with the best peer of each of its cells; peers included, so that a
+    peer that is best everywhere has 1.00.
+    """
+    lines = [
+        "| scheme | layer | whose | cells | time / best peer (geometric mean) | wrong or failed |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    peers = {(c.shape, c.tokens, c.routing, c.operands): c.peer for c in cells_of(report.rows)}
+    names = dict.fromkeys((row.operands, row.layer, row.quant) for row in report.rows)
+    for operands, layer, quant in names:
+        rows = [
+            r for r in report.rows if (r.operands, r.layer, r.quant) == (operands, layer, quant)
+        ]
+        ratios = [
+            row.us / peer
+            for row in rows
+            if row.competes and row.us is not None and (peer := peers.get(row.group))
+        ]
+        failures = sum(row.status in (status.WRONG, status.FAILED) for row in rows)
+        timed = sum(row.competes for row in rows)
+        if not timed and not failures:
+            continue
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+        first = rows[0]
+        whose = f"ours, products of {first.library}" if first.library else first.origin
+        lines.append(
+            f"| {scheme_name(operands)} | {layer} `{quant}` | {whose} | {timed} "
+            f"| {'' if mean is None else f'{mean:.2f}'} | {failures or ''} |"
+        )
+    return lines
+
+
+def cells_table(report: Report) -> list[str]:
+    """Return the Markdown lines of the table of all cells: microseconds of columns and peers."""
+    lines = [
+        f"| scheme | layer | routing | T | {' | '.join(COLUMNS)} | best peer | |",
+        f"|---|---|---|---:|{'---:|' * len(COLUMNS)}---:|---|",
+    ]
+    for cell in cells_of(report.rows):
+        times = [cell.ours.get(column) for column in COLUMNS] + [cell.peer]
+        texts = ["" if us is None else f"{us:.1f}" for us in times]
+        lines.append(
+            f"| {scheme_name(cell.operands)} | {cell.shape} | {cell.routing} | {cell.tokens} "
+            f"| {' | '.join(texts)} | {cell.peer_name} |"
+        )
+    return lines
+
+
+def missing_lines(report: Report) -> list[str]:
+    """Return Markdown items that name what was not measured: not installed, wrong, failed, late."""
+    lines = [f"- not installed: {name}" for name in report.missing]
+    notes: dict[tuple[str, str, str, str], int] = {}
+    for row in report.rows:
+        if row.status in (status.WRONG, status.FAILED, status.SKIPPED):
+            key = (scheme_name(row.operands), row.layer, row.status, row.note[:160])
+            notes[key] = notes.get(key, 0) + 1
+    for (scheme, layer, outcome, note), count in notes.items():
+        lines.append(f"- {scheme}, {layer}: {outcome} in {count} cells: {note}")
+    if report.stopped:
+        lines.append(f"- the run ended early: {report.stopped}")
+    return lines
+
+
+def merged(reports: Sequence[Report]) -> Report:
+    """Return one report with the rows of all; environment and peaks are those of the first."""
+    first = reports[0]
+    rows = tuple(row for report in reports for row in report.rows)
+    missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
+    stopped = "; ".join(report.stopped for report in reports if report.stopped)
+    return Report(first.environment, first.peaks, rows, stopped, missing)
+
+
+def document(report: Report) -> str:
+    """Render the whole comparison as Markdown."""
+    env = report.environment
+    versions = [f"{name} {env[name]}" for name in ("torch", "triton", "driver") if env.get(name)]
+    lines = [
+        f"# Our layers beside public ones on {env.get('device')}",
+        "",
+        f"{str(env.get('date'))[:10]}, {', '.join(versions)}. `{env.get('command')}`",
+        "",
+        *standings_table(report),
+        "",
+        "## Layers",
+        "",
+        *layers_table(report),
+        "",
+        "## Not measured",
+        "",
+        *(missing_lines(report) or ["- nothing is missing"]),
+        "",
+        "## Cells",
+        "",
+        "Microseconds of a call.",
+        "",
+        *cells_table(report),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plot_standings(report: Report, path: Path) -> None:
+    """Plot the lead over the best peer by tokens, with a panel per scheme and routing.
+
+    Needs matplotlib (extra `bench`). The file's suffix determines its format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cells = cells_of(report.rows)
+    schemes = list(dict.fromkeys(cell.operands for cell in cells)) or [""]
+    routings = list(dict.fromkeys(cell.routing for cell in cells)) or [""]
+    shapes = list(dict.fromkeys(cell.shape for cell in cells))
+    size = _PANEL[0] * len(schemes), _PANEL[1] * len(routings)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(routings), len(schemes), sharex=True, sharey="col", squeeze=False)
+    for line, routing in enumerate(routings):
+        for column, operands in enumerate(schemes):
+            axes = panels[line][column]
+            chosen = [c for c in cells if (c.operands, c.routing) == (operands, routing)]
+            _draw_leads(axes, chosen, shapes)
+            axes.set_title(f"{scheme_name(operands)}, {routing} routing", fontsize=9)
+            if line == len(routings) - 1:
+                axes.set_xlabel("tokens")
+            if column == 0:
+                axes.set_ylabel("best peer's time / ours")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(
+        f"{report.environment.get('device')}, {str(report.environment.get('date'))[:10]}: "
+        "solid FusedMoE with default arguments, dotted own kernels alone; above 1 we are faster",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _draw_leads(axes: Any, cells: Sequence[Cell], shapes: Sequence[str]) -> None:
+    """Draw a line per layer for the defaults and for our own kernels."""
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
+    for number, shape in enumerate(shapes):
+        for column, style in ((DEFAULT, "o-"), (OWN, "s:")):
+            points = sorted(
+                (cell.tokens, lead)
+                for cell in cells
+                if cell.shape == shape and (lead := cell.lead(column)) is not None
+            )
+            label = shape if column == DEFAULT else None
+            xs, ys = [tokens for tokens, _ in points], [lead for _, lead in points]
+            axes.plot(
+                xs, ys, style, color=f"C{number % 10}", markersize=3, linewidth=1.2, label=label
+            )
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, which="both", alpha=0.25)
+
+
+def replace_section(text: str, name: str, lines: Sequence[str], *, where: str) -> str:
+    """Return `text` with the lines between `<!-- name:begin -->` and `<!-- name:end -->` replaced.
+
+    where: the file, for the message. Raises ValueError if a marker is missing.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{where}: got no section between {begin} and {end}, need one")
+    before, _, rest = text.partition(begin)
+    after = rest.partition(end)[2]
+    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"

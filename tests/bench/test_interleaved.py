@@ -1,0 +1,423 @@
+"""`make bench`: sampled layers, interleaved timing, standings, and the command."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from modular_kernel.bench.candidates import (
+    BenchOffer,
+    ComposedLayer,
+    DefaultLayer,
+    Layer,
+    PairLayer,
+    library_of,
+)
+from modular_kernel.bench.interleaved import Block, Comparison, run_interleaved
+from modular_kernel.bench.sampled_layers import SampledLayer, sample_layers
+from modular_kernel.bench.standings import (
+    COMPOSED,
+    DEFAULT,
+    LIBRARY,
+    OWN,
+    cells_of,
+    column_of,
+    document,
+    layers_table,
+    merged,
+    missing_lines,
+    plot_standings,
+    replace_section,
+    standings,
+    standings_table,
+)
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.cases import LayerCase
+from modular_kernel.measure.records import BASELINE, OURS, PEER, Report, Row
+from modular_kernel.measure.routing_patterns import RoutingKind
+from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+
+TOOLS = Path(__file__).parents[2] / "tools"
+PF = "MoEPrepareAndFinalizeNoEP"
+LAYER = SampledLayer(4, 2, 128, 64)
+
+
+def test_the_sampled_layers_are_those_of_the_committed_seed() -> None:
+    names = [layer.name for layer in sample_layers()]
+    assert names == [
+        "E160-K2-H2816-I2304",
+        "E96-K4-H2560-I512",
+        "E96-K8-H2304-I2048",
+        "E48-K8-H2816-I1280",
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_sampled_layer_is_large_and_one_small(seed: int) -> None:
+    layers = sample_layers(seed)
+    assert len(set(layers)) == 4
+    assert layers[0].size > 1e9
+    assert layers[1].size < 3e8
+    for layer in layers:
+        problem = layer.problem(16)
+        assert problem.hidden % 128 == problem.intermediate % 128 == 0
+        assert problem.top_k <= problem.experts
+
+
+def test_fewer_than_two_layers_cannot_be_sampled() -> None:
+    with pytest.raises(ConfigurationError, match="got 1"):
+        sample_layers(count=1)
+
+
+class Scaled(Layer):
+    """A layer in plain torch whose output is multiplied by `factor`."""
+
+    quant = "none"
+
+    def __init__(self, name: str, factor: float = 1.0, log: list[str] | None = None) -> None:
+        self.name, self.factor, self.log = name, factor, [] if log is None else log
+
+    def refusal(self, problem: Problem) -> str | None:
+        return "no calls of 3 tokens" if problem.tokens == 3 else None
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        if self.name == "broken":
+            raise RuntimeError("no such weights")
+        self.problem, self.weights = problem, weights
+
+    def tune(self, problem: Problem) -> None:
+        self.log.append(f"tune {problem.tokens}")
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        self.log.append(self.name)
+        y_TH = oracle(x_TH, self.weights, routing, self.problem.with_tokens(len(x_TH)))
+        return (y_TH * self.factor).to(x_TH.dtype)
+
+
+def offer(name: str, origin: str = PEER, **options: Any) -> BenchOffer:
+    return BenchOffer(name, "none", origin, partial(Scaled, name, **options))
+
+
+def cells(*tokens: int) -> tuple[LayerCase, ...]:
+    kind = RoutingKind("uniform")
+    return tuple(LayerCase(LAYER.name, LAYER.problem(count), kind) for count in tokens)
+
+
+def compared(*offers: BenchOffer, tokens: tuple[int, ...] = (8,), **options: Any) -> Report:
+    blocks = (Block(cells(*tokens), offers),)
+    return run_interleaved(Comparison(blocks, this_machine(device="cpu"), **options))
+
+
+def test_every_layer_has_a_row_with_its_outcome() -> None:
+    offers = [offer("right"), offer("wrong", factor=1.5), offer("broken")]
+    report = compared(*offers, tokens=(8, 3), rounds=3)
+    outcomes = {(row.layer, row.tokens): row.status for row in report.rows}
+    assert outcomes == {
+        ("right", 8): "ok",
+        ("wrong", 8): "wrong",
+        ("broken", 8): "failed",
+        ("right", 3): "refused",
+        ("wrong", 3): "refused",
+        ("broken", 3): "refused",
+    }
+    right, wrong, broken = report.rows[:3]
+    assert right.us is not None
+    assert right.us > 0
+    assert right.replays == 3
+    assert right.error is not None
+    assert right.error_bound is not None
+    assert right.error < right.error_bound
+    assert wrong.us is None
+    assert "relative error" in wrong.note
+    assert "no such weights" in broken.note
+
+
+def test_layers_are_timed_interleaved() -> None:
+    log: list[str] = []
+    compared(offer("a", log=log), offer("b", log=log), rounds=20)
+    rounds = [log[i : i + 2] for i in range(len(log) - 4 - 40, len(log) - 4, 2)]
+    assert all(sorted(pair) == ["a", "b"] for pair in rounds)
+    assert len({tuple(pair) for pair in rounds}) == 2  # both orders occur
+
+
+def test_a_layer_is_tuned_for_the_tokens_of_each_cell() -> None:
+    log: list[str] = []
+    compared(offer("a", log=log), tokens=(8, 4), rounds=1)
+    assert [line for line in log if line.startswith("tune")] == ["tune 8", "tune 4"]
+
+
+def test_cells_that_did_not_begin_in_time_are_named() -> None:
+    report = compared(offer("a"), seconds=0.0)
+    assert [row.status for row in report.rows] == ["skipped"]
+    assert any("time had ended" in line for line in missing_lines(report))
+
+
+def test_the_record_is_kept_after_every_cell() -> None:
+    kept: list[int] = []
+    blocks = (Block(cells(8, 4), (offer("a"),)),)
+    run_interleaved(
+        Comparison(blocks, this_machine(device="cpu"), rounds=1),
+        keep=lambda report: kept.append(len(report.rows)),
+    )
+    assert kept == [1, 2]
+
+
+def test_compiling_calls_each_layer_once_and_times_nothing() -> None:
+    log: list[str] = []
+    report = compared(offer("a", log=log), tokens=(8, 4), compile_only=True)
+    assert log == ["a", "a"]
+    assert report.rows == ()
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "mxfp4_w4a16"])
+def test_our_layers_pass_the_check(quant: str) -> None:
+    machine = this_machine(device="cpu")
+    layer = SampledLayer(4, 2, 128, 128)
+    cell = LayerCase(layer.name, layer.problem(8), RoutingKind("uniform"))
+    offers = (
+        BenchOffer("FusedMoE", quant, OURS, partial(DefaultLayer, quant)),
+        BenchOffer("compose", quant, OURS, partial(ComposedLayer, quant, machine, (8,), 0.0)),
+        BenchOffer(
+            "TorchExperts", quant, OURS, partial(PairLayer, PF, "TorchExperts", quant, machine)
+        ),
+    )
+    block = Block((cell,), offers)
+    report = run_interleaved(Comparison((block,), machine, rounds=1))
+    assert [row.status for row in report.rows] == ["ok"] * 3
+    assert PF in report.rows[1].note
+
+
+@pytest.mark.parametrize(
+    ("experts", "library"),
+    [
+        ("TritonExperts", ""),
+        ("CutlassExpertsFP8", ""),
+        ("DeepGemmExperts", "deep_gemm"),
+        ("TritonOrDeepGemmExperts", "deep_gemm"),
+        ("TritonKernelsExperts", "triton_kernels"),
+        ("FlashInferExperts", "flashinfer"),
+        ("GroupedGemmExperts", "torch"),
+    ],
+)
+def test_parts_name_the_library_whose_products_they_run(experts: str, library: str) -> None:
+    assert library_of(experts) == library
+
+
+BLANK = Row(
+    shape="s",
+    experts=4,
+    top_k=2,
+    hidden=128,
+    intermediate=64,
+    tokens=1,
+    dtype="bfloat16",
+    problem="p",
+    routing="uniform",
+    layer="TritonExperts",
+    origin=OURS,
+    quant="none",
+    operands="bfloat16",
+    status="ok",
+    mode="graph",
+)
+
+
+def timed(layer: str, us: float, origin: str = OURS, **changes: Any) -> Row:
+    return replace(BLANK, layer=layer, us=us, origin=origin, **changes)
+
+
+ROWS = (
+    timed("FusedMoE", 10.0),
+    timed("compose", 8.0),
+    timed("TritonExperts", 12.0),
+    timed("CutlassExpertsFP8", 11.0),
+    timed("DeepGemmExperts", 5.0, library="deep_gemm"),
+    timed("vllm_triton", 9.0, PEER),
+    timed("torch_grouped_mm", 20.0, BASELINE),
+    timed("FusedMoE", 10.0, tokens=16),
+    timed("vllm_triton", 40.0, PEER, tokens=16),
+    timed("TritonExperts", 1.0, tokens=16, mode="interpreter"),
+)
+
+
+def report_of(*rows: Row, **options: Any) -> Report:
+    return Report({"device": "gpu", "date": "2026-11-29"}, {}, rows, **options)
+
+
+def test_a_library_inside_our_part_is_not_counted_as_our_kernel() -> None:
+    assert [column_of(row) for row in ROWS[:7]] == [
+        DEFAULT,
+        COMPOSED,
+        OWN,
+        OWN,
+        LIBRARY,
+        None,
+        None,
+    ]
+    one, sixteen = cells_of(ROWS)
+    assert one.ours == {DEFAULT: 10.0, COMPOSED: 8.0, OWN: 11.0, LIBRARY: 5.0}
+    assert (one.peer, one.peer_name) == (9.0, "vllm_triton")
+    assert sixteen.ours == {DEFAULT: 10.0}
+
+
+def test_standings_are_geometric_means_with_the_worst_cell() -> None:
+    by_column = {standing.column: standing for standing in standings(cells_of(ROWS))}
+    default = by_column[DEFAULT]
+    assert default.cells == 2
+    assert default.mean == pytest.approx((0.9 * 4.0) ** 0.5)
+    assert default.behind == 1
+    assert default.worst.tokens == 1
+    assert default.least == pytest.approx(0.9)
+    assert by_column[COMPOSED].behind == 0
+
+
+def test_a_cell_within_the_margin_is_not_behind() -> None:
+    rows = [timed("FusedMoE", 100.9), timed("vllm_triton", 100.0, PEER)]
+    assert [standing.behind for standing in standings(cells_of(rows))] == [0]
+    rows[0] = timed("FusedMoE", 101.1)
+    assert [standing.behind for standing in standings(cells_of(rows))] == [1]
+
+
+def test_tables_name_each_layer_and_what_is_missing() -> None:
+    failed = replace(BLANK, layer="flashinfer", origin=PEER, status="failed", note="no module")
+    report = report_of(*ROWS, failed, missing=("vllm_marlin (needs vllm)",))
+    lines = layers_table(report)
+    assert "| bf16 | DeepGemmExperts `none` | ours, products of deep_gemm | 1 | 0.56 |  |" in lines
+    assert "| bf16 | flashinfer `none` | peer | 0 |  | 1 |" in lines
+    assert "- not installed: vllm_marlin (needs vllm)" in missing_lines(report)
+    assert "- bf16, flashinfer: failed in 1 cells: no module" in missing_lines(report)
+    text = document(report)
+    for line in [*standings_table(report), *lines]:
+        assert line in text
+
+
+def test_records_survive_a_file_and_are_merged(tmp_path: Path) -> None:
+    report = report_of(*ROWS[:2], missing=("a",))
+    path = tmp_path / "record.json"
+    report.write(path)
+    loaded = Report.from_json(path.read_text(encoding="utf-8"))
+    assert loaded == report
+    both = merged([loaded, report_of(ROWS[2], missing=("a", "b"), stopped="x")])
+    assert both.rows == ROWS[:3]
+    assert both.missing == ("a", "b")
+    assert both.stopped == "x"
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "bench.svg"
+    plot_standings(report_of(*ROWS), path)
+    assert "<svg" in path.read_text(encoding="utf-8")
+
+
+def test_a_section_is_replaced_between_its_markers() -> None:
+    text = "a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n"
+    got = replace_section(text, "bench", ["new"], where="README.md")
+    assert got == "a\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nb\n"
+    with pytest.raises(ValueError, match=r"README\.md: got no section"):
+        replace_section("a", "bench", [], where="README.md")
+
+
+def test_the_readme_has_the_section() -> None:
+    text = (TOOLS.parent / "README.md").read_text(encoding="utf-8")
+    assert "new" in replace_section(text, "bench", ["new"], where="README.md")
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    spec = importlib.util.spec_from_file_location("bench_tool", TOOLS / "bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def invoke(tool: ModuleType, *arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(tool.bench)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_dry_run_lists_layers_offers_and_what_is_not_installed(tool: ModuleType) -> None:
+    result = invoke(tool, "--dry-run", "--schemes", "fp8", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    assert "E96-K4-H2560-I512 fp8_w8a8_block" in result.output
+    assert "12 cells" in result.output
+    assert "FusedMoE fp8_w8a8_block (ours)" in result.output
+    missing = [line for line in result.output.splitlines() if line.startswith("not installed")]
+    listed = [line for line in result.output.splitlines() if "vllm_deepgemm" in line]
+    assert listed  # as an offer, or as missing
+    if importlib.util.find_spec("vllm") is None:
+        assert "not installed: vllm_deepgemm fp8_w8a8_block (needs vllm)" in missing
+
+
+def test_the_tiny_form_writes_a_record_tables_and_a_plot(tool: ModuleType, tmp_path: Path) -> None:
+    arguments = ["--tiny", "--layers", "1", "--tokens", "2", "--routing", "uniform"]
+    arguments += ["--schemes", "bf16", "--rounds", "1", "--out", str(tmp_path / "a")]
+    result = invoke(tool, *arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "a" / "bench.json").read_text(encoding="utf-8"))
+    outcomes = {row["layer"]: row["status"] for row in record["rows"]}
+    assert outcomes["FusedMoE"] == outcomes["compose"] == outcomes["TritonExperts"] == "ok"
+    assert (tmp_path / "a" / "bench.svg").is_file()
+    assert "| bf16 | FusedMoE, defaults | 1 |" in result.output
+    again = invoke(tool, "--load", str(tmp_path / "a" / "bench.json"), "--out", str(tmp_path / "b"))
+    assert again.exit_code == 0, again.output
+    name = "bench.md"
+    assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
+
+
+def test_the_readme_gets_the_table_and_the_plot(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_of(*ROWS).write(tmp_path / "bench.json")
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
+    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
+    monkeypatch.setattr(tool, "README", readme)
+    monkeypatch.setattr(tool.in_checkout, "ROOT", tmp_path)
+    arguments = ["--load", str(tmp_path / "bench.json"), "--out", str(tmp_path / "out")]
+    result = invoke(tool, *arguments, "--readme")
+    assert result.exit_code == 0, result.output
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- bench:end -->\nafter\n")
+    assert "old" not in text
+    assert "| bf16 | FusedMoE, defaults | 2 | 1.90 | 0.90 (s, 1 tokens, uniform;" in text
+    image = text.partition("](")[2].partition(")")[0]
+    assert (tmp_path / image).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tiny", "--schemes", "fp7"], "got fp7"),
+        (["--tiny", "--tokens", "0"], "got '0'"),
+        (["--tiny", "--layers", "9"], "got '9'"),
+    ],
+)
+def test_bad_options_name_what_is_needed(
+    tool: ModuleType, arguments: list[str], message: str
+) -> None:
+    result = invoke(tool, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_only_the_tiny_form_runs(tool: ModuleType) -> None:
+    result = invoke(tool)
+    assert result.exit_code == 2
+    assert "got no GPU" in " ".join(result.output.split())

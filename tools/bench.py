@@ -1,0 +1,339 @@
+"""The benchmark behind the README's table and plot: our layers beside public ones, in one run.
+
+    make bench                                            # all layers and schemes
+    make bench ARGS="--schemes bf16,fp8 --minutes 8"      # a part of it
+    make bench ARGS="--load A.json --load B.json"         # render records together
+    make bench ARGS="--tiny"                              # small layers, on any machine
+
+Layer sizes are drawn by a committed seed (modular_kernel/bench/sampled_layers.py). In each cell, a
+layer with a scheme, a routing and a number of tokens, these are timed interleaved in one process
+(modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments, the layer that
+`mk.compose` builds, every part on a line of its own, torch._grouped_mm, and the layers in
+tools/bench_peers.py. What is not installed is listed as missing.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import bench_peers
+import in_checkout  # finds the packages
+import typer
+
+from modular_kernel.bench.candidates import (
+    BenchOffer,
+    ComposedLayer,
+    DefaultLayer,
+    baseline_offers,
+    pair_offers,
+    peer_offers,
+)
+from modular_kernel.bench.interleaved import ROUNDS, Block, Comparison, run_interleaved
+from modular_kernel.bench.sampled_layers import COUNT, SEED, SampledLayer, sample_layers
+from modular_kernel.bench.standings import (
+    document,
+    layers_table,
+    merged,
+    missing_lines,
+    plot_standings,
+    replace_section,
+    standings_table,
+)
+from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.measure.cases import LayerCase, operands
+from modular_kernel.measure.prepared_weights import prepared_specs_of
+from modular_kernel.measure.records import OURS, Report
+from modular_kernel.measure.routing_patterns import RoutingKind
+from modular_kernel.spec.quantization import QuantScheme
+
+PEERS = Path(bench_peers.__file__)
+README = in_checkout.ROOT / "README.md"
+README_PLOT = "docs/benchmarks/bench.svg"
+PF = "MoEPrepareAndFinalizeNoEP"
+# A scheme on the command line, and the schemes of ours that it stands for.
+SCHEMES = {
+    "bf16": "none",
+    "fp8": "fp8_w8a8_block",
+    "int4": "int4_w4a16_group",
+    "mxfp4": "mxfp4_w4a16",
+}
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+ROUTINGS = ("uniform", "zipf1.2")
+TINY_LAYERS = (SampledLayer(8, 2, 256, 128), SampledLayer(4, 2, 128, 256))
+TINY_TOKENS = (1, 16)
+TINY_COMPOSE_SECONDS = 0.0  # compose times nothing
+
+
+def words(text):
+    return [word for word in text.split(",") if word]
+
+
+def named_schemes(text):
+    """Return the schemes named in a comma-separated list, by their short or their full names."""
+    names = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
+    unknown = [word for word in words(text) if word not in names]
+    if unknown or not words(text):
+        got = ", ".join(unknown) or "no scheme"
+        raise typer.BadParameter(f"got {got}, need some of {', '.join(SCHEMES)}")
+    return list(dict.fromkeys(names[word] for word in words(text)))
+
+
+def token_counts(text):
+    try:
+        tokens = tuple(dict.fromkeys(int(word) for word in words(text)))
+    except ValueError:
+        tokens = ()
+    if not tokens or min(tokens) < 1:
+        raise typer.BadParameter(f"got {text!r}, need numbers from 1 on, such as 1,16,64")
+    return tokens
+
+
+def selected_layers(text, seed, *, tiny):
+    """Return the sampled layers with the given numbers, counted from 0; all for ""."""
+    layers = TINY_LAYERS if tiny else sample_layers(seed)
+    try:
+        numbers = [int(word) for word in words(text)] or range(len(layers))
+        return [layers[number] for number in numbers if number >= 0 or layers[len(layers)]]
+    except (ValueError, IndexError):
+        need = f"numbers from 0 to {len(layers) - 1}"
+        raise typer.BadParameter(f"got {text!r}, need {need}") from None
+
+
+def our_offers(quant, cells, machine, *, compose_seconds, prepare):
+    """Return FusedMoE, the composed layer, and every part that can run such a layer.
+
+    prepare: weights are prepared where the experts can; the other form of such a part is left out.
+    """
+    problems = [
+        replace(cell.problem, quant=quant, graph=machine.device == "cuda") for cell in cells
+    ]
+    pairs = pair_offers(PF, None, problems, machine, prepared=prepare)
+    prepared_names = {offer.name.removesuffix(" prepared") for offer in pairs if offer.prepared}
+    pairs = [offer for offer in pairs if offer.prepared or offer.name not in prepared_names]
+    default = "TritonExperts" if machine.device == "cuda" else "TorchExperts"
+    prepared = prepare and bool(prepared_specs_of(default, problems[0]))
+    tokens = tuple(dict.fromkeys(cell.problem.tokens for cell in cells))
+    make_composed = partial(
+        ComposedLayer, quant, machine, tokens, compose_seconds, prepared=prepare
+    )
+    return [
+        BenchOffer(
+            DefaultLayer.name, quant, OURS, partial(DefaultLayer, quant, prepared), prepared
+        ),
+        BenchOffer(ComposedLayer.name, quant, OURS, make_composed, prepare),
+        *pairs,
+    ]
+
+
+def peers_of(quant, cell, wanted):
+    """Return torch._grouped_mm and the public layers with the same operands as `quant`."""
+    kind = operands(cell.problem, QuantScheme.parse(quant))
+    return [
+        offer
+        for offer in [*baseline_offers(), *peer_offers(PEERS)]
+        if operands(cell.problem, QuantScheme.parse(offer.quant)) == kind
+        and (not wanted or any(offer.name.startswith(name) for name in wanted))
+    ]
+
+
+def missing_layers(machine, wanted):
+    """Return what is not installed: peers, and parts of ours over a library or compiler."""
+    peers = [
+        name
+        for name in bench_peers.missing()
+        if not wanted or any(name.startswith(word) for word in wanted)
+    ]
+    parts = []
+    catalog = load_catalog()
+    for name in catalog.names("experts"):
+        absent = set(catalog.experts(name).requires.packages) - machine.packages
+        if absent:
+            parts.append(f"{name} (needs {', '.join(sorted(absent))})")
+    return (*peers, *parts)
+
+
+def blocks_of(  # noqa: PLR0913  what the command line says
+    layers, schemes, tokens, routings, machine, *, peers, compose_seconds, prepare
+):
+    """Return a block for each layer and scheme. The routings alternate, so both get their share."""
+    blocks = []
+    kinds = [RoutingKind.parse(routing) for routing in routings]
+    for layer in layers:
+        cells = tuple(
+            LayerCase(layer.name, layer.problem(count), kind) for count in tokens for kind in kinds
+        )
+        for quant in schemes:
+            offers = our_offers(
+                quant, cells, machine, compose_seconds=compose_seconds, prepare=prepare
+            )
+            offers += peers_of(quant, cells[0], peers)
+            blocks.append(Block(cells, tuple(offers)))
+    return blocks
+
+
+def compile_first(blocks, workers, seconds):
+    """Compile the kernels of all blocks in parallel processes; what fails there fails again here.
+
+    seconds: processes that take longer are ended.
+    """
+
+    def compile_block(number):
+        command = [sys.executable, __file__, *sys.argv[1:], "--compile-block", str(number)]
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            typer.echo(f"compiling {blocks[number].name}: ended after {seconds:.0f} s", err=True)
+            return
+        if result.returncode:
+            typer.echo(f"compiling {blocks[number].name}: {result.stderr[-300:]}", err=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(compile_block, range(len(blocks))))
+
+
+def render(report, out):
+    """Write the Markdown document and the plot, and print the tables."""
+    (out / "bench.md").write_text(document(report), encoding="utf-8")
+    if find_spec("matplotlib") is None:
+        typer.echo("no plot: matplotlib is not installed", err=True)
+    elif any(row.timed for row in report.rows):
+        plot_standings(report, out / "bench.svg")
+    lines = [*standings_table(report), "", *layers_table(report), "", *missing_lines(report)]
+    typer.echo("\n".join(lines))
+
+
+def update_readme(report):
+    """Replace the README's section between the markers: a sentence, the table and the plot."""
+    plot_standings(report, in_checkout.ROOT / README_PLOT)
+    text = README.read_text(encoding="utf-8")
+    env = report.environment
+    shapes = len(dict.fromkeys(row.shape for row in report.rows))
+    versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton") if env.get(name))
+    lines = [
+        "",
+        f"{shapes} layers of sizes drawn at random on {env.get('device')}, {versions},",
+        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours: above 1 we are",
+        "faster.",
+        "",
+        *standings_table(report),
+        "",
+        f"![Lead over the best public layer by number of tokens]({README_PLOT})",
+        "",
+    ]
+    text = replace_section(text, "bench", lines, where="README.md")
+    README.write_text(text, encoding="utf-8")
+
+
+def bench(  # noqa: PLR0913  its parameters are the options
+    layers: Annotated[str, typer.Option(help="Numbers of the drawn layers, such as 0,2.")] = "",
+    seed: Annotated[int, typer.Option(help=f"Seed of the {COUNT} layers.")] = SEED,
+    schemes: Annotated[str, typer.Option(help="Schemes.")] = ",".join(SCHEMES),
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = "",
+    routing: Annotated[str, typer.Option(help="Distributions.")] = ",".join(ROUTINGS),
+    peers: Annotated[
+        str, typer.Option(help="Beginnings of peers' names.  [default: all]", show_default=False)
+    ] = "",
+    minutes: Annotated[
+        float | None, typer.Option(help="No cell begins later; layers and schemes share the time.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Timed replays of each layer in a cell.")] = ROUNDS,
+    workers: Annotated[int, typer.Option(help="Processes that compile kernels first.")] = 0,
+    compile_minutes: Annotated[float, typer.Option(help="Time limit of each of them.")] = 4.0,
+    compose_seconds: Annotated[
+        float, typer.Option(help="Budget of compose for each layer and scheme.")
+    ] = 8.0,
+    prepare: Annotated[bool, typer.Option(help="Prepare weights where the experts can.")] = True,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="TB/s of the roofline.  [default: as measured]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of bench.json, bench.md, bench.svg.")] = Path(
+        "out/bench"
+    ),
+    load: Annotated[
+        list[Path] | None, typer.Option(help="Render this record instead; may be repeated.")
+    ] = None,
+    readme: Annotated[bool, typer.Option("--readme", help="Replace the README's section.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small layers, on any machine.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the layers and what would be timed.")
+    ] = False,
+    compile_block: Annotated[int | None, typer.Option(hidden=True)] = None,
+):
+    """Time our layers beside public ones and render the README's table and plot."""
+    started = time.monotonic()
+    report = load_reports(load) if load else None
+    if report is None:
+        quants, wanted = named_schemes(schemes), words(peers)
+        machine = this_machine()
+        if machine.device != "cuda" and not (tiny or dry_run):
+            raise typer.BadParameter("got no GPU, need one, or --tiny, or --dry-run")
+        blocks = blocks_of(
+            selected_layers(layers, seed, tiny=tiny),
+            quants,
+            token_counts(tokens) if tokens else TINY_TOKENS if tiny else TOKENS,
+            words(routing),
+            machine,
+            peers=wanted,
+            compose_seconds=TINY_COMPOSE_SECONDS if tiny else compose_seconds,
+            prepare=prepare,
+        )
+        missing = missing_layers(machine, wanted)
+        if dry_run:
+            list_blocks(blocks, missing)
+            return
+        comparison = Comparison(
+            tuple(blocks),
+            machine,
+            rounds=rounds,
+            bandwidth=None if bandwidth is None else bandwidth * 1e12,
+            missing=missing,
+            command=shlex.join(["make bench", *sys.argv[1:]]),
+        )
+        if compile_block is not None:
+            block = (blocks[compile_block],)
+            run_interleaved(replace(comparison, blocks=block, compile_only=True))
+            return
+        if workers:
+            compile_first(blocks, workers, compile_minutes * 60)
+            typer.echo(f"compiled in {time.monotonic() - started:.0f} s", err=True)
+        seconds = None if minutes is None else minutes * 60 - (time.monotonic() - started)
+        out.mkdir(parents=True, exist_ok=True)
+        report = run_interleaved(
+            replace(comparison, seconds=seconds),
+            lambda line: typer.echo(line, err=True),
+            lambda unfinished: unfinished.write(out / "bench.json"),
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    report.write(out / "bench.json")
+    render(report, out)
+    if readme:
+        update_readme(report)
+
+
+def list_blocks(blocks, missing):
+    for block in blocks:
+        cell = block.cells[0]
+        size = cell.problem.experts * cell.problem.hidden * cell.problem.intermediate
+        typer.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cells)} cells")
+        for offer in block.offers:
+            library = f", products of {offer.library}" if offer.library else ""
+            typer.echo(f"  {offer.name} {offer.quant} ({offer.origin}{library})")
+    for name in missing:
+        typer.echo(f"not installed: {name}")
+
+
+def load_reports(paths):
+    return merged([Report.from_json(path.read_text(encoding="utf-8")) for path in paths])
+
+
+if __name__ == "__main__":
+    typer.run(bench)
