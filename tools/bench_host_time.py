@@ -29,7 +29,8 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
-from modular_kernel.testing.random_inputs import Inputs, random_inputs
+from modular_kernel.testing.cases.inputs import Inputs
+from modular_kernel.testing.random_inputs import random_inputs
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 LAYER = Problem(1024, hidden=2048, intermediate=512, experts=256, top_k=8)
@@ -107,7 +108,7 @@ def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
 
 def layer_inputs(quant: str) -> Inputs:
     """Return the tensors of LAYER in a scheme; values do not matter to the host."""
-    return random_inputs(replace(LAYER, quant=quant), torch.device("cuda"))
+    return Inputs(*random_inputs(replace(LAYER, quant=quant), torch.device("cuda")))
 
 
 def measured(quant: str, tokens: int, inputs: Inputs, calls: int) -> dict[str, object]:
