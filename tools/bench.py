@@ -220,9 +220,9 @@ def update_readme(report):
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton") if env.get(name))
     lines = [
         "",
-        f"{shapes} layers of sizes drawn at random on {env.get('device')}, {versions},",
-        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours: above 1 we are",
-        "faster.",
+        f"{shapes} layers with sizes drawn at random on {env.get('device')}, {versions},",
+        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours, so",
+        "more than 1 is faster.",
         "",
         *standings_table(report),
         "",

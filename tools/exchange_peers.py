@@ -51,8 +51,8 @@ class TransportPeer(Transport):
             return f"buffers for {FEW} tokens at most"
         return ""
 
-    def open(self, cell, place):
-        self.cell, self.place = cell, place
+    def open(self, cell, context):
+        self.cell, self.context = cell, context
         self.fp8 = cell.quant != "none"
         self.local = cell.experts // cell.world_size
         self.setup()
@@ -60,14 +60,14 @@ class TransportPeer(Transport):
     def setup(self):
         """Create buffers and handles of the library."""
 
-    def load(self, given):
-        self.cell = given.cell  # cases of one batch share the state of `open`
-        self.x, self.tokens = given.x_TH, len(given.x_TH)
+    def load(self, inputs):
+        self.cell = inputs.cell  # cases of one batch share the state of `open`
+        self.x, self.tokens = inputs.x_TH, len(inputs.x_TH)
         self.rows = quantized(self.x) if self.fp8 else self.x
         if self.quantizing:
             self.made = Quantized(*map(torch.empty_like, self.rows))
-        self.ids = given.routing.topk_ids_TK.to(torch.int64)
-        self.weights = given.routing.topk_weights_TK
+        self.ids = inputs.routing.topk_ids_TK.to(torch.int64)
+        self.weights = inputs.routing.topk_weights_TK
 
     def rows_to_send(self):
         """Return the rows to pass to the library, quantizing them if `quantizing`."""
@@ -104,9 +104,9 @@ class Nccl(TransportPeer):
         self.name = f"all_to_all_single, one row {'an expert' if pairs else 'a rank'}"
         self.note = "no permute, no sums"
 
-    def load(self, given):
-        super().load(given)
-        cell, rank, device = self.cell, self.place.rank, self.place.device
+    def load(self, inputs):
+        super().load(inputs)
+        cell, rank, device = self.cell, self.context.rank, self.context.device
         tokens_WW = [[self._tokens(s, d) for d in range(cell.world_size)] for s in
                      range(cell.world_size)]  # fmt: skip
         self.sent = [len(tokens) for tokens in tokens_WW[rank]]
@@ -133,7 +133,7 @@ class Nccl(TransportPeer):
 
     def dispatch(self):
         dist.all_to_all_single(
-            self.arrived, self.given, self.came, self.sent, group=self.place.group
+            self.arrived, self.given, self.came, self.sent, group=self.context.group
         )
 
     def identity(self):
@@ -146,11 +146,11 @@ class Nccl(TransportPeer):
         self.y.copy_(dequantize(rows, scale, BLOCK))
 
     def combine(self):
-        dist.all_to_all_single(self.back, self.y, self.sent, self.came, group=self.place.group)
+        dist.all_to_all_single(self.back, self.y, self.sent, self.came, group=self.context.group)
         return self.back
 
-    def expected(self, given):
-        return given.x_TH[self.token_N]
+    def expected(self, inputs):
+        return inputs.x_TH[self.token_N]
 
 
 class DeepEP(TransportPeer):
@@ -210,7 +210,7 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
         configs = Buffer.get_dispatch_config(world), Buffer.get_combine_config(world)
         buffer_bytes = max(config.get_nvl_buffer_size_hint(nbytes, world) for config in configs)
         buffer_bytes = -(-buffer_bytes // BLOCK) * BLOCK
-        self.buffer = Buffer(self.place.group, buffer_bytes, 0, explicitly_destroy=True)
+        self.buffer = Buffer(self.context.group, buffer_bytes, 0, explicitly_destroy=True)
 
     def dispatch(self):
         layout = self.buffer.get_dispatch_layout(self.ids, self.cell.experts)
@@ -245,7 +245,7 @@ class DeepEPLowLatency(DeepEPV1):
         sizes = self.most, cell.hidden, cell.world_size, cell.experts
         nbytes = Buffer.get_low_latency_rdma_size_hint(*sizes)
         self.buffer = Buffer(
-            self.place.group,
+            self.context.group,
             0,
             nbytes,
             low_latency_mode=True,
@@ -281,7 +281,7 @@ class DeepEPV2(DeepEPOfTokens):
         deep_ep, cell = import_module("deep_ep"), self.cell
         self.ids_dtype = deep_ep.topk_idx_t
         self.buffer = deep_ep.ElasticBuffer(
-            self.place.group,
+            self.context.group,
             num_max_tokens_per_rank=cell.capacity,
             hidden=cell.hidden,
             num_topk=cell.top_k,
@@ -289,8 +289,8 @@ class DeepEPV2(DeepEPOfTokens):
             explicitly_destroy=True,
         )
 
-    def load(self, given):
-        super().load(given)
+    def load(self, inputs):
+        super().load(inputs)
         self.ids = self.ids.to(self.ids_dtype)
 
     def dispatch(self):
@@ -316,9 +316,9 @@ class Pplx(TransportPeer):
     note = "rows quantized before"
 
     def setup(self):
-        cell, place = self.cell, self.place
+        cell, context = self.cell, self.context
         # The library exchanges handles on the CPU.
-        backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
         self.group = dist.new_group(list(range(cell.world_size)), backend=backend)
         # Scales are transferred in units of 16 bytes, so their columns are padded.
         self.columns = -(-(cell.hidden // BLOCK) // 4) * 4 if self.fp8 else 0
@@ -326,7 +326,7 @@ class Pplx(TransportPeer):
             max_num_tokens=cell.capacity,
             num_experts=cell.experts,
             experts_per_token=cell.top_k,
-            rank=place.rank,
+            rank=context.rank,
             world_size=cell.world_size,
             dp_size=1,
             hidden_dim=cell.hidden,
@@ -336,14 +336,16 @@ class Pplx(TransportPeer):
         )
         rows = self.local, cell.capacity * cell.world_size
         dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
-        self.counts = torch.empty(self.local, dtype=torch.int32, device=place.device)
-        self.there = torch.empty(*rows, cell.hidden, dtype=dtype, device=place.device)
+        self.counts = torch.empty(self.local, dtype=torch.int32, device=context.device)
+        self.there = torch.empty(*rows, cell.hidden, dtype=dtype, device=context.device)
         self.scale = None
         if self.fp8:
-            self.scale = torch.empty(*rows, self.columns, dtype=torch.float32, device=place.device)
+            self.scale = torch.empty(
+                *rows, self.columns, dtype=torch.float32, device=context.device
+            )
 
-    def load(self, given):
-        super().load(given)
+    def load(self, inputs):
+        super().load(inputs)
         self.ids = self.ids.to(torch.uint32)
         if self.fp8:
             rows, scale = self.rows

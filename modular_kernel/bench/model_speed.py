@@ -93,15 +93,17 @@ def measure(
     ids = _prompt(model, workload)
     rows = []
     with torch.inference_mode():
-        recorded = _known(model, ids)
-        for each in implementations:
+        recorded = _record_call(model, ids)
+        for implementation in implementations:
             try:
-                rows.append(_row(model, ids, workload, recorded, each))
+                rows.append(_row(model, ids, workload, recorded, implementation))
             except IncompatibleError as refusal:
-                rows.append(SpeedRow(each.name, FAILED, note=" ".join(str(refusal).split())))
+                rows.append(
+                    SpeedRow(implementation.name, FAILED, note=" ".join(str(refusal).split()))
+                )
             except Exception as error:  # noqa: BLE001 (model code can raise anything)
                 text = " ".join(f"{type(error).__name__}: {error}".split())
-                rows.append(SpeedRow(each.name, FAILED, note=text[:300]))
+                rows.append(SpeedRow(implementation.name, FAILED, note=text[:300]))
         model.set_experts_implementation(EAGER)
     return rows
 
@@ -113,7 +115,7 @@ def _prompt(model: Any, workload: Workload) -> torch.Tensor:
     return ids.to(model.device)
 
 
-def _known(model: Any, ids: torch.Tensor) -> _RecordedCall:
+def _record_call(model: Any, ids: torch.Tensor) -> _RecordedCall:
     from modular_kernel.integrations.transformers.modules import is_dispatched
 
     module = next(submodule for submodule in model.modules() if is_dispatched(submodule))
@@ -133,13 +135,17 @@ def _known(model: Any, ids: torch.Tensor) -> _RecordedCall:
 
 
 def _row(
-    model: Any, ids: torch.Tensor, workload: Workload, known: _RecordedCall, each: Implementation
+    model: Any,
+    ids: torch.Tensor,
+    workload: Workload,
+    recorded: _RecordedCall,
+    implementation: Implementation,
 ) -> SpeedRow:
-    model.set_experts_implementation(each.registered)
+    model.set_experts_implementation(implementation.registered)
     with ExitStack() as stack:
-        stack.enter_context(prefer_torch_reference(enabled=each.twins))
-        error, bound = known.error(), known.bound
-        row = SpeedRow(each.name, OK, error=error, bound=bound)
+        stack.enter_context(prefer_torch_reference(enabled=implementation.twins))
+        error, bound = recorded.error(), recorded.bound
+        row = SpeedRow(implementation.name, OK, error=error, bound=bound)
         if not error <= bound:
             return replace(row, status=WRONG, note=f"error {error:.1e}, bound {bound:.1e}")
         prefills, decodes = zip(

@@ -68,7 +68,7 @@ def random_model(
     if layers is not None:
         if not 1 <= layers <= config_layers:
             raise ConfigurationError("--layers", got=layers, need=f"from 1 to {config_layers}")
-        values = _cut(values, config_layers, layers)
+        values = _with_layers(values, config_layers, layers)
         notes.append(f"{layers} of {config_layers} layers")
     for name in _QUANTIZED:
         if values.get(name) is not None:
@@ -143,11 +143,11 @@ def _class_of(library: Any, source: str, model_type: str) -> Any:
     return config_class
 
 
-def _cut(values: Mapping[str, Any], whole: int, layers: int) -> dict[str, Any]:
+def _with_layers(values: Mapping[str, Any], all_layers: int, layers: int) -> dict[str, Any]:
     """Keep the first `layers` layers, truncating lists with an entry per layer."""
 
     def kept(value: Any) -> Any:
-        return value[:layers] if isinstance(value, list) and len(value) == whole else value
+        return value[:layers] if isinstance(value, list) and len(value) == all_layers else value
 
     return {**{name: kept(value) for name, value in values.items()}, "num_hidden_layers": layers}
 

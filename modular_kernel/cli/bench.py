@@ -192,7 +192,7 @@ def bench(
     )
     activity = ["measuring hardware peaks"]
     with output.waiting(lambda: activity[0]):
-        report = run(job, _teller(files), lambda row: activity.__setitem__(0, row))
+        report = run(job, _progress(files), lambda row: activity.__setitem__(0, row))
     _finish(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
         raise typer.Exit(1)
@@ -329,7 +329,7 @@ def _loaded(path: Path) -> "Report":
     return load_record("--load", path, Report.from_json)
 
 
-def _teller(files: BenchFiles) -> Any:
+def _progress(files: BenchFiles) -> Any:
     """Make a callback that prints each new row on stderr and updates the JSON file."""
     printed = 0
 

@@ -2,8 +2,9 @@
 
 Rows are read from files like those in the folder data: whole layers on one GPU (`mk bench --json`,
 or the older format with `peer`), exchanges between GPUs (`mk exchange --json`, or
-h200-exchange.json with a report per world size), and published results (mk-published/1). For measured exchanges the sum of
-dispatch and combine is used: a short one alone is dominated by the events around it.
+h200-exchange.json with a report per world size), and published results (mk-published/1). For
+measured exchanges the sum of dispatch and combine is used: a short one alone is dominated by the
+events around it.
 """
 
 from collections.abc import Callable, Sequence

@@ -41,18 +41,18 @@ class Whole(Transport):
     '''All rows to everybody; every rank has the sum of its own anyway.'''
     name = "whole"
 
-    def open(self, cell, place):
-        self.place = place
+    def open(self, cell, context):
+        self.context = context
 
     def load(self, given):
         self.x = given.x_TH
         self.all = torch.empty(2 * len(self.x), self.x.shape[1], dtype=self.x.dtype)
 
     def dispatch(self):
-        dist.all_gather_into_tensor(self.all, self.x, group=self.place.group)
+        dist.all_gather_into_tensor(self.all, self.x, group=self.context.group)
 
     def identity(self):
-        start = self.place.rank * len(self.x)
+        start = self.context.rank * len(self.x)
         self.y = self.all[start : start + len(self.x)].clone()
 
     def combine(self):
@@ -61,14 +61,14 @@ class Whole(Transport):
 class OneRowLost(Whole):
     name = "one row lost"
     def combine(self):
-        self.y[0] *= 1 - (self.place.rank == 1) / 16
+        self.y[0] *= 1 - (self.context.rank == 1) / 16
         return self.y.clone()
 
 class Raises(Whole):
     name = "raises on one rank"
     def dispatch(self):
         super().dispatch()
-        if self.place.rank == 1 and len(self.x) > 2:
+        if self.context.rank == 1 and len(self.x) > 2:
             raise ValueError("broken here")
 
 class Hangs(Whole):
@@ -80,15 +80,15 @@ class Hangs(Whole):
 
 class HangsAtOnce(Hangs):
     name = "hangs at once"
-    def open(self, cell, place):
+    def open(self, cell, context):
         time.sleep(60)
 
 class Dies(Whole):
     name = "dies"
-    def open(self, cell, place):
-        if place.rank == 1:
+    def open(self, cell, context):
+        if context.rank == 1:
             os._exit(7)
-        super().open(cell, place)
+        super().open(cell, context)
 
 class Refuses(Whole):
     name = "refuses"

@@ -167,11 +167,11 @@ class Transport(ABC):
         return ""
 
     @abstractmethod
-    def open(self, cell: ExchangeCase, place: RankContext) -> None:
+    def open(self, cell: ExchangeCase, context: RankContext) -> None:
         """Allocate everything for calls of up to cell.capacity tokens. Collective."""
 
     @abstractmethod
-    def load(self, given: ExchangeInputs) -> None:
+    def load(self, inputs: ExchangeInputs) -> None:
         """Set the inputs of the following calls and do all work that is not timed."""
 
     @abstractmethod
@@ -186,12 +186,12 @@ class Transport(ABC):
     def combine(self) -> torch.Tensor:
         """Return the weighted sums of this rank's tokens: (T, H) bfloat16, see `expected`."""
 
-    def expected(self, given: ExchangeInputs) -> torch.Tensor:
+    def expected(self, inputs: ExchangeInputs) -> torch.Tensor:
         """Return the correct result of `combine`.
 
         This is x, unless the transport leaves the summation to its caller.
         """
-        return given.x_TH
+        return inputs.x_TH
 
     def settle(self) -> None:  # noqa: B027  most transports raise errors immediately
         """Raise asynchronous errors of earlier calls."""

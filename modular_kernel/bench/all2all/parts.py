@@ -70,10 +70,10 @@ class PartTransport(Transport):
         reasons.sort(key=lambda found: len(found))
         return "; ".join(reasons[0]) if reasons else "no experts part"
 
-    def open(self, cell: ExchangeCase, place: RankContext) -> None:
-        problem = cell.problem(place.rank)
-        self._part = part = self.cls(problem, place.group)
-        device = place.device
+    def open(self, cell: ExchangeCase, context: RankContext) -> None:
+        problem = cell.problem(context.rank)
+        self._part = part = self.cls(problem, context.group)
+        device = context.device
         self._kept = part.keeps_expert_output and self._kind is Reduce.NOOP
         output = {}
         if not self._kept:
@@ -83,12 +83,12 @@ class PartTransport(Transport):
         empty = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
         self._weights = ExpertWeights(empty, empty)
 
-    def load(self, given: ExchangeInputs) -> None:
+    def load(self, inputs: ExchangeInputs) -> None:
         assert self._part is not None
-        ids = given.routing.topk_ids_TK.to(self._part.topk_indices_dtype() or torch.int32)
-        self._given = given
-        self._routing = Routing(given.routing.topk_weights_TK, ids)
-        self._out = torch.empty_like(given.x_TH)
+        ids = inputs.routing.topk_ids_TK.to(self._part.topk_indices_dtype() or torch.int32)
+        self._inputs = inputs
+        self._routing = Routing(inputs.routing.topk_weights_TK, ids)
+        self._out = torch.empty_like(inputs.x_TH)
         self._call = Call(self._workspace, self._invalid, pairing=f"{self.name} x identity")
 
     def _output_spec(self, shape: DispatchShape) -> BufferSpec:
@@ -103,12 +103,12 @@ class PartTransport(Transport):
     def dispatch(self) -> None:
         assert self._part is not None
         self.arrived = self._part.prepare(
-            self._given.x_TH, self._routing, weights=self._weights, call=self._call
+            self._inputs.x_TH, self._routing, weights=self._weights, call=self._call
         )
 
     def identity(self) -> None:
         tokens: Dispatched = self.arrived[0]
-        group = self._given.cell.scheme.group[-1] if self._given.cell.scheme.group else 1
+        group = self._inputs.cell.scheme.group[-1] if self._inputs.cell.scheme.group else 1
         if isinstance(tokens, BatchedTokens):
             rows = dequantize(tokens.x_eCH, tokens.scale, group)
         else:
@@ -160,7 +160,7 @@ def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tenso
     Returns (R, H) weighted sums over this rank's pairs for NOOP, else (R, K, H) unweighted rows
     with zeros for pairs of other ranks.
     """
-    local_RK = _here(tokens.routing)
+    local_RK = _local_ids(tokens.routing)
     any_local_R1 = local_RK.any(1, keepdim=True)
     # Rows without a pair on this rank are undefined.
     x_RH = torch.where(any_local_R1, dequantize(tokens.x_TH, tokens.scale, group), 0)
@@ -172,7 +172,7 @@ def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tenso
     return (x_RH.float() * share_R1).to(x_RH.dtype)
 
 
-def _here(routing: DispatchedRouting) -> torch.Tensor:
+def _local_ids(routing: DispatchedRouting) -> torch.Tensor:
     """Return a (R, K) bool mask of the pairs whose expert is on this rank."""
     ids_RK = routing.topk_ids_TK
     valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)

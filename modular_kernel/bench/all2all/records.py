@@ -62,27 +62,27 @@ def row_of(
     transport: str,
     origin: str,
     cell: ExchangeCase,
-    told: Sequence[dict[str, Any]],
+    reports: Sequence[dict[str, Any]],
     link: TransportLink,
 ) -> ExchangeRow:
     """Combine the reports of the ranks on one case into a row.
 
-    told: a dict per rank with status, note, error, dispatch_us, ... and at (time of the report on a
-    clock shared by all ranks). Of several equally informative notes the earliest is kept.
+    reports: a dict per rank with status, note, error, dispatch_us, ... and at (time of the report
+    on a clock shared by all ranks). Of several equally informative notes the earliest is kept.
     """
     received, sent = cell.remote_rows
     dispatch_bytes, combine_bytes = received * cell.row_bytes, sent * 2 * cell.hidden
-    worst = max(told, key=lambda one: _SEVERITY.index(one["status"]))
-    with_notes = [one for one in told if one["status"] == worst["status"] and one["note"]]
+    worst = max(reports, key=lambda one: _SEVERITY.index(one["status"]))
+    with_notes = [one for one in reports if one["status"] == worst["status"] and one["note"]]
     with_notes.sort(key=lambda one: (_note_priority(one["note"]), one.get("at", math.inf)))
     figures: dict[str, Any] = {}
-    errors = [one["error"] for one in told if one.get("error") is not None]
+    errors = [one["error"] for one in reports if one.get("error") is not None]
     if worst["status"] == OK:
         for name in ("dispatch_us", "combine_us", "pair_us", "spread"):
-            figures[name] = max(one[name] for one in told)
+            figures[name] = max(one[name] for one in reports)
         figures["dispatch_gbs"] = dispatch_bytes / figures["dispatch_us"] / 1e3
         figures["combine_gbs"] = combine_bytes / figures["combine_us"] / 1e3
-        figures["mode"] = told[0]["mode"]
+        figures["mode"] = reports[0]["mode"]
     sizes = {f.name: getattr(cell, f.name) for f in fields(cell)}
     return ExchangeRow(
         transport=transport,

@@ -38,7 +38,7 @@ from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
 _START_S = 60.0  # for starting processes and communicators, on top of the limits of the ranks
-_HANG = "no answer"
+_NO_ANSWER = "no answer"
 _CODE = 3  # exit status of a rank that its RunWatch terminated
 
 
@@ -131,7 +131,7 @@ def _by_batches(
             yield from (row_of(offer.name, offer.origin, cell, skips, link) for cell in batch.cells)
             continue
         rows = _rows(batch, pool, link, repeats)
-        hung = rows[0].status == FAILED and rows[0].note.startswith(_HANG)
+        hung = rows[0].status == FAILED and rows[0].note.startswith(_NO_ANSWER)
         yield from rows
 
 
@@ -144,13 +144,13 @@ def _rows(
         try:
             pool.run(measure, RankTask(offer, repeats, folder), timeout=seconds)
         except ModularKernelError as error:
-            failure = _gist(error)
+            failure = _error_line(error)
         reports = pool.collect(lambda rank: _read(Path(folder, f"{rank}.jsonl")))
     rows, intact = [], True
     for index, cell in enumerate(offer.cells):
         cell_reports = [by_cell[index] for by_cell in reports if index in by_cell]
         if len(cell_reports) < pool.world_size:  # the first incomplete case caused the failure
-            reason = {"note": failure or "a rank told nothing", "error": None}
+            reason = {"note": failure or "a rank reported nothing", "error": None}
             cell_reports = (
                 cell_reports if intact and cell_reports else [{"status": SKIPPED, **reason}]
             )
@@ -160,7 +160,7 @@ def _rows(
     return tuple(rows)
 
 
-def _gist(error: ModularKernelError) -> str:
+def _error_line(error: ModularKernelError) -> str:
     """Return the line of the error that names a dead rank, else its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     dead = [line for line in lines if "died: " in line]
@@ -188,13 +188,13 @@ def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
     """Run the cases of an offer, all of one quant and capacity, and write each result at once."""
     cuda = task.offer.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    place = RankContext(rank, world_size, group, device)
+    context = RankContext(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
-        teller = ResultWriter(file)
-        with RunWatch(task.offer.seconds, teller) as watch:
-            for report in _batch(task, task.offer.cells, place, teller):
-                teller.tell(report)
-                teller.cell += 1
+        writer = ResultWriter(file)
+        with RunWatch(task.offer.seconds, writer) as watch:
+            for report in _batch(task, task.offer.cells, context, writer):
+                writer.write(report)
+                writer.cell += 1
                 watch.progress()
 
 
@@ -209,15 +209,15 @@ class ResultWriter:
         self._file = file
         self.cell = 0
 
-    def tell(self, told: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"cell": self.cell, "at": time.monotonic(), **told}) + "\n")
+    def write(self, result: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"cell": self.cell, "at": time.monotonic(), **result}) + "\n")
         self._file.flush()
 
     def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
         """Return the report of a failed case; write it at once if this rank knows the reason."""
         report = {"status": FAILED, "note": note or "another rank failed", "error": error}
         if note:
-            self.tell(report)
+            self.write(report)
         return report
 
 
@@ -227,25 +227,25 @@ class RunWatch:
     A rank that hangs inside a library cannot be interrupted in any other way.
     """
 
-    def __init__(self, seconds: float, teller: ResultWriter) -> None:
-        self._seconds, self._teller = seconds, teller
-        self._until = time.monotonic() + seconds
+    def __init__(self, seconds: float, writer: ResultWriter) -> None:
+        self._seconds, self._writer = seconds, writer
+        self._deadline = time.monotonic() + seconds
         self._done = threading.Event()
 
     def __enter__(self) -> "RunWatch":
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
 
     def progress(self) -> None:
-        self._until = time.monotonic() + self._seconds
+        self._deadline = time.monotonic() + self._seconds
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._done.wait(0.1):
-            if time.monotonic() > self._until:
-                self._teller.failed(f"{_HANG} within {self._seconds:g} s")
+            if time.monotonic() > self._deadline:
+                self._writer.failed(f"{_NO_ANSWER} within {self._seconds:g} s")
                 os._exit(_CODE)
 
 
@@ -256,7 +256,7 @@ def event_gap(rank: int, world_size: int, group: Any) -> float | None:
 
 
 def _batch(
-    task: RankTask, cells: Sequence[ExchangeCase], place: RankContext, teller: ResultWriter
+    task: RankTask, cells: Sequence[ExchangeCase], context: RankContext, writer: ResultWriter
 ) -> Iterator[dict[str, Any]]:
     transport, reason, report = None, "", _skipped("after a failure")
     try:
@@ -266,14 +266,14 @@ def _batch(
             report = {"status": REFUSED, "note": reason, "error": None}
         else:
             with prefer_torch_reference(enabled=not transport.interpreted):
-                transport.open(cells[0], place)
+                transport.open(cells[0], context)
     # A peer can raise anything, and the other transports must still be measured.
     except Exception as error:  # noqa: BLE001
-        reason = _in_short(error)
-        teller.failed(reason)
-    if not _all(place, not reason) or transport is None:
+        reason = _short_error(error)
+        writer.failed(reason)
+    if not _all_ranks(context, not reason) or transport is None:
         if report["status"] == SKIPPED:
-            yield teller.failed("")
+            yield writer.failed("")
             cells = cells[1:]
         yield from (report for _ in cells)
         _close(transport)
@@ -281,7 +281,7 @@ def _batch(
     broken = ""
     for cell in cells:
         with prefer_torch_reference(enabled=not transport.interpreted):
-            report = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
+            report = _skipped(broken) if broken else _cell(transport, cell, context, task, writer)
         if report["status"] == FAILED:
             broken = "after a failure"
         yield report
@@ -291,36 +291,38 @@ def _batch(
 def _cell(
     transport: Transport,
     cell: ExchangeCase,
-    place: RankContext,
+    context: RankContext,
     task: RankTask,
-    teller: ResultWriter,
+    writer: ResultWriter,
 ) -> dict[str, Any]:
     """Verify the transport, then time it.
 
     All ranks synchronize their status after each step, so that none waits for a failed rank.
     """
     note, error, times = "", float("inf"), None
-    inputs = ExchangeInputs.of(cell, 0 if transport.replicated else place.rank, place.device)
+    inputs = ExchangeInputs.of(cell, 0 if transport.replicated else context.rank, context.device)
     try:
         transport.load(inputs)
         error = max(_checked(transport, inputs) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
-        note = _in_short(failure)
-        teller.failed(note)
-    if not _all(place, not note):
-        return teller.failed("")
-    if not _all(place, error <= cell.bound):
+        note = _short_error(failure)
+        writer.failed(note)
+    if not _all_ranks(context, not note):
+        return writer.failed("")
+    if not _all_ranks(context, error <= cell.bound):
         reason = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
         status = WRONG if error > cell.bound else SKIPPED
         return {"status": status, "note": reason if status == WRONG else "", "error": error}
     try:
-        times = time_transport(transport, inputs, place, task.repeats, partial(_all, place))
+        times = time_transport(
+            transport, inputs, context, task.repeats, partial(_all_ranks, context)
+        )
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
-        note = _in_short(failure)
-        teller.failed(note, error)
-    if not _all(place, not note):
-        return teller.failed("", error)
+        note = _short_error(failure)
+        writer.failed(note, error)
+    if not _all_ranks(context, not note):
+        return writer.failed("", error)
     assert times is not None
     error = max(error, times.error)
     if error > cell.bound:
@@ -328,21 +330,21 @@ def _cell(
     return {"status": OK, "note": transport.note, **asdict(replace(times, error=error))}
 
 
-def _checked(transport: Transport, given: ExchangeInputs) -> float:
+def _checked(transport: Transport, inputs: ExchangeInputs) -> float:
     transport.dispatch()
     transport.identity()
     out = transport.combine()
     transport.settle()
-    error = distance(out, transport.expected(given))
+    error = distance(out, transport.expected(inputs))
     out.fill_(float("nan"))  # so that the next call fails if it leaves values unwritten
     return error
 
 
-def _all(place: RankContext, ok: bool) -> bool:
+def _all_ranks(context: RankContext, ok: bool) -> bool:
     """Return whether `ok` is true on all ranks."""
-    vote = torch.tensor([float(ok)], device=place.device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=place.group)
-    return bool(vote.item())
+    all_ok = torch.tensor([float(ok)], device=context.device)
+    dist.all_reduce(all_ok, op=dist.ReduceOp.MIN, group=context.group)
+    return bool(all_ok.item())
 
 
 def _close(transport: Transport | None) -> None:
@@ -353,10 +355,10 @@ def _close(transport: Transport | None) -> None:
         pass
 
 
-def _skipped(why: str) -> dict[str, Any]:
-    return {"status": SKIPPED, "note": why, "error": None}
+def _skipped(reason: str) -> dict[str, Any]:
+    return {"status": SKIPPED, "note": reason, "error": None}
 
 
-def _in_short(error: Exception) -> str:
+def _short_error(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]

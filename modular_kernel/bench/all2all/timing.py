@@ -50,8 +50,8 @@ class ExchangeTimes:
 
 def time_transport(
     transport: Transport,
-    given: ExchangeInputs,
-    place: RankContext,
+    inputs: ExchangeInputs,
+    context: RankContext,
     repeats: Repeats,
     agreed: Callable[[bool], bool],
 ) -> ExchangeTimes:
@@ -61,14 +61,14 @@ def time_transport(
     succeeded on all ranks.
     """
     graphs = None
-    if place.device.type == "cuda" and transport.capturable:
-        graphs = _capture(transport, given)
+    if context.device.type == "cuda" and transport.capturable:
+        graphs = _capture(transport, inputs)
         if not agreed(graphs is not None):
             graphs = None
     if graphs is None:
-        return _eager(transport, place, repeats)
-    error = _replayed(transport, given, graphs)
-    return _graph(graphs, place, repeats, error)
+        return _eager(transport, context, repeats)
+    error = _replayed(transport, inputs, graphs)
+    return _graph(graphs, context, repeats, error)
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class _Graphs:
     arrived: Any
 
 
-def _capture(transport: Transport, given: ExchangeInputs) -> _Graphs | None:
+def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
     def dispatch() -> torch.Tensor:
         transport.dispatch()
-        return given.x_TH
+        return inputs.x_TH
 
     first = capture([[dispatch]])
     arrived = transport.arrived
@@ -95,31 +95,31 @@ def _capture(transport: Transport, given: ExchangeInputs) -> _Graphs | None:
     return _Graphs(first[0], combine, pairs, arrived)
 
 
-def _replayed(transport: Transport, given: ExchangeInputs, graphs: _Graphs) -> float:
+def _replayed(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
     """Return the relative error after a replay of dispatch, the identity, and combine."""
     transport.arrived = graphs.arrived
     graphs.dispatch()
     transport.identity()
     out = graphs.combine()
     torch.cuda.synchronize()
-    return distance(out, transport.expected(given))
+    return distance(out, transport.expected(inputs))
 
 
-def _graph(graphs: _Graphs, place: RankContext, repeats: Repeats, error: float) -> ExchangeTimes:
+def _graph(graphs: _Graphs, context: RankContext, repeats: Repeats, error: float) -> ExchangeTimes:
     halves, pairs = [], []
     for _ in range(repeats.rounds):
-        parts = _queued([graphs.dispatch, graphs.combine], place, repeats.replays)
+        parts = _queued([graphs.dispatch, graphs.combine], context, repeats.replays)
         halves.append([median(times) for times in parts])
-        pairs.append(median(_queued([graphs.pairs], place, repeats.replays)[0]) / _PAIRS)
+        pairs.append(median(_queued([graphs.pairs], context, repeats.replays)[0]) / _PAIRS)
     dispatch, combine = (median(times) for times in zip(*halves, strict=True))
     spread = (max(pairs) - min(pairs)) / median(pairs)
     return ExchangeTimes(dispatch, combine, median(pairs), spread, "graph", error)
 
 
-def _queued(runs: list[Call], place: RankContext, replays: int) -> list[list[float]]:
+def _queued(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
     """Return microseconds of each graph by replay, without the first, which synchronizes ranks."""
-    clock = clock_of(place.device)
-    dist.barrier(place.group)
+    clock = clock_of(context.device)
+    dist.barrier(context.group)
     torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
     marks = [clock.mark()]
     for _ in range(replays + 1):
@@ -131,13 +131,13 @@ def _queued(runs: list[Call], place: RankContext, replays: int) -> list[list[flo
     return [times[len(runs) + index :: len(runs)] for index in range(len(runs))]
 
 
-def _eager(transport: Transport, place: RankContext, repeats: Repeats) -> ExchangeTimes:
-    clock = clock_of(place.device)
+def _eager(transport: Transport, context: RankContext, repeats: Repeats) -> ExchangeTimes:
+    clock = clock_of(context.device)
     rounds = []
     for _ in range(repeats.rounds):
         times = []
         for _ in range(repeats.replays):
-            dist.barrier(place.group)
+            dist.barrier(context.group)
             clock.wait()
             start = clock.mark()
             transport.dispatch()
@@ -150,7 +150,7 @@ def _eager(transport: Transport, place: RankContext, repeats: Repeats) -> Exchan
         rounds.append([median(column) for column in zip(*times, strict=True)])
     dispatch, combine, pair = (median(column) for column in zip(*rounds, strict=True))
     pairs = [figures[2] for figures in rounds]
-    mode = "eager" if place.device.type == "cuda" else "cpu"
+    mode = "eager" if context.device.type == "cuda" else "cpu"
     mode = INTERPRETER if transport.interpreted else mode
     return ExchangeTimes(dispatch, combine, pair, (max(pairs) - min(pairs)) / pair, mode)
 
