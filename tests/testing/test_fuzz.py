@@ -208,12 +208,12 @@ def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = autotune.find
+    plain = autotune.find_candidates
 
     def measured_alone(problem: Problem, machine: Machine, asked: Any, **options: Any) -> Any:
         return plain(problem, machine, asked[:-1] or asked, **options)
 
-    monkeypatch.setattr(autotune, "find", measured_alone)
+    monkeypatch.setattr(autotune, "find_candidates", measured_alone)
     assert WRONG in _kinds(compose_calls.composed_call)
 
 
