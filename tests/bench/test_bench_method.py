@@ -268,12 +268,12 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
     assert finding.error is not None
     assert finding.error < finding.bound < 0.02
     for wrong in (right * 1.02, right.roll(1, -1), torch.zeros_like(right)):
-        assert "relative error" in judge_output(wrong, answer, one.problem).wrong
+        assert "relative error" in judge_output(wrong, answer, one.problem).failure
     hole = right.clone()
     hole[-1 if one.problem.tokens < 4 else 3, ..., 5] = math.nan
-    assert "not finite" in judge_output(hole, answer, one.problem).wrong
-    assert "should be" in judge_output(right.double(), answer, one.problem).wrong
-    assert "should be" in judge_output(right[:, ..., 1:], answer, one.problem).wrong
+    assert "not finite" in judge_output(hole, answer, one.problem).failure
+    assert "should be" in judge_output(right.double(), answer, one.problem).failure
+    assert "should be" in judge_output(right[:, ..., 1:], answer, one.problem).failure
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
     assert not finding.failure
     swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
     out = oracle(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
-    assert judge_output(out, answer, problem).wrong
+    assert judge_output(out, answer, problem).failure
 
 
 def test_calls_are_judged_together_and_each_for_its_form() -> None:
@@ -319,12 +319,12 @@ def test_calls_are_judged_together_and_each_for_its_form() -> None:
     assert torch.equal(both.last_rows, right[answer.rows].double())
     hole = right.index_fill(0, torch.tensor([3]), math.nan)
     assert "not finite" in judged(right, hole).result.failure
-    assert not check_unchanged(right, answer, both, one.problem).wrong
+    assert not check_unchanged(right, answer, both, one.problem).failure
     assert (
         "differs from the earlier output"
-        in check_unchanged(right * 1.02, answer, both, one.problem).wrong
+        in check_unchanged(right * 1.02, answer, both, one.problem).failure
     )
-    assert "not finite" in check_unchanged(hole, answer, both, one.problem).wrong
+    assert "not finite" in check_unchanged(hole, answer, both, one.problem).failure
 
 
 def test_inputs_and_weights_differ_by_index_and_come_again() -> None:
@@ -353,7 +353,7 @@ def test_grouped_mm_is_a_right_baseline(changes: dict[str, Any]) -> None:
     assert layer.refusal(one.problem) is None
     given, weights, answer = asked(one)
     layer.setup(one.problem, weights)
-    assert not judge_output(layer.call(given.x_TH, given.routing), answer, one.problem).wrong
+    assert not judge_output(layer.call(given.x_TH, given.routing), answer, one.problem).failure
 
 
 @pytest.mark.parametrize(
