@@ -44,12 +44,12 @@ def options(
     tokens: tuple[int, ...] | None = None,
     *,
     valid: dict[int, tuple[Pair, ...]] | None = None,
-    expected: dict[int, dict[Pair, Estimate]] | None = None,
+    estimates: dict[int, dict[Pair, Estimate]] | None = None,
     untimeable: tuple[Pair, ...] = (),
 ) -> Options:
     tokens = bucket_tokens(most) if tokens is None else tokens
     everywhere = dict.fromkeys((*tokens, most), ORDER)
-    return Options(tokens, most, ORDER, valid or everywhere, untimeable, expected or {})
+    return Options(tokens, most, ORDER, valid or everywhere, untimeable, estimates or {})
 
 
 def test_buckets_are_powers_of_two_and_the_most() -> None:
@@ -215,9 +215,9 @@ def situations(draw) -> tuple[Options, list[Bucket]]:
 
 @given(situations())
 def test_no_number_of_tokens_runs_on_what_may_be_slower(
-    workload: tuple[Options, list[Bucket]],
+    situation: tuple[Options, list[Bucket]],
 ) -> None:
-    found, buckets = workload
+    found, buckets = situation
     at = {b.tokens: b for b in buckets}
 
     def chosen(tokens: int, pair: Pair) -> bool:

@@ -117,7 +117,7 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
         lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
         (WRONG,),
     ),
-    (files.stored_files, saved_choices, "_text", lambda *_: True, (RAW, WRONG)),
+    (files.stored_files, saved_choices, "_is_line", lambda *_: True, (RAW, WRONG)),
     (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
     (compose_calls.composed_call, autotune, "expect", _nothing, (RAW, ACCEPTED)),
     (checkpoints.checkpoints, slices.LayerSource, "check", lambda _: {}, (RAW, WRONG)),
