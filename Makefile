@@ -80,7 +80,7 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-.PHONY: environments help demo test test-rest test-all bench fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
+.PHONY: environments help demo test test-rest test-all bench fuzz verify test-interpreter test-compile test-gpu check docs docs-site test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
 .DEFAULT_GOAL := help
 
 help:
@@ -96,6 +96,7 @@ help:
 	@echo "make fuzz    everything public with 50,000 random inputs"
 	@echo "make check   lint, format, spelling, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
+	@echo "make docs-site  adds that site to out/site, a folder with one site for each version"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make clean   remove all that make has made, the environment included"
 	@echo
@@ -208,6 +209,10 @@ docs: $(DOCS_READY)
 	rm -rf out/docs
 	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -b html docs out/docs
 	@echo "built out/docs/index.html"
+
+docs-site: docs
+	$(DOCS_VENV)/bin/python docs/publish.py out/docs out/site
+	@echo "built out/site/index.html"
 
 wheel: $(READY)
 	rm -rf build dist

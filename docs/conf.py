@@ -10,7 +10,21 @@ project = "modular_kernel"
 author = "The modular_kernel authors"
 root_doc = "index"
 sys.path.insert(0, str(Path(__file__).parent))
-extensions = ["myst_parser", "api_directive"]
+
+from publish import version_of_checkout  # noqa: E402 (in this folder)
+
+version = release = version_of_checkout()
+extensions = ["myst_parser", "api_directive", "sphinx.ext.viewcode", "sphinx.ext.intersphinx"]
+nitpicky = True  # a reference without a target is a warning, and warnings are errors
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+viewcode_follow_imported_members = False  # following them would import the package
+viewcode_line_numbers = True
+# Inventories are text files of this repository: a build fetches nothing.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", "inventories/python.inv"),
+    "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.inv"),
+}
 exclude_patterns: list[str] = []
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
@@ -26,9 +40,21 @@ html_theme_options = {
     "navigation_with_keys": True,
     "light_css_variables": {"font-stack": "system-ui, sans-serif"},
 }
-html_title = project
+html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_js_files = ["site.js"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar-version.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False

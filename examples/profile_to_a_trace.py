@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk
-from modular_kernel.profiling.stderr import suppress_profiler_lines
+from modular_kernel.profiling.record import suppress_profiler_lines
 
 
 def main(path: str = "layer.trace.json") -> None:

@@ -214,9 +214,9 @@ def _beside(plan, default, given, device) -> tuple[float, float, float]:
     both = [_runs(planned, given, device) for planned in (plan, default)]
 
     def once(runs) -> float:
-        return sum(samples_ms(runs, clock, wipe)) / len(given.timed)
+        return sum(samples_ms(runs, clock, wipe)) / len(given.inputs)
 
-    longest = max(once(runs) for runs in both for _ in range(2)) * len(given.timed) / 1e3
+    longest = max(once(runs) for runs in both for _ in range(2)) * len(given.inputs) / 1e3
     rounds = min(max(int(TARGET_S / max(longest, 1e-9)), ROUNDS[0]), ROUNDS[1])
     times: tuple[list[float], list[float]] = [], []
     for number in range(rounds):
@@ -229,7 +229,7 @@ def _beside(plan, default, given, device) -> tuple[float, float, float]:
 
 
 def _runs(plan, given, device):
-    calls = [lambda x=x, r=r: plan(x, given.weights, r) for x, r in given.timed]
+    calls = [lambda x=x, r=r: plan(x, given.weights, r) for x, r in given.inputs]
     for call in calls:
         call()
     if device.type == "cuda":

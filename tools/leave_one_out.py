@@ -152,7 +152,7 @@ def time_cells(
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
         for cell in found:  # compile all layers ahead, in the order of timing
             if cell.differs:
-                compiler.begin(pair, pair.space(cell.problem), cell.problem, cell.choices)
+                compiler.submit(pair, pair.space(cell.problem), cell.problem, cell.choices)
         for _, group in groupby(found, key=lambda cell: (cell.layer, cell.problem.quant)):
             group_cells = list(group)
             late = time.monotonic() > end and any(cell.differs for cell in group_cells)

@@ -236,15 +236,15 @@ class _Run:
                     rows[index] = replace(rows[index], status=status.REFUSED, note=reason)
                     continue
                 item = self._check(index, cell, candidate, schedule, inputs, weight_sets)
-                finding = item.checked.finding
+                result = item.checked.result
                 rows[index] = replace(
                     rows[index],
-                    error=finding.error,
-                    error_bound=finding.bound,
+                    error=result.error,
+                    error_bound=result.bound,
                     note=candidate.first.note(cell.problem),
                 )
-                if finding.wrong:
-                    rows[index] = replace(rows[index], status=status.WRONG, note=finding.wrong)
+                if result.failure:
+                    rows[index] = replace(rows[index], status=status.WRONG, note=result.failure)
                 else:
                     ready.append(item)
             # A library can raise anything. Report it and continue with the other layers.
@@ -336,7 +336,7 @@ class _Run:
         groups: list[list[Call]] = [[call] for call in timed] if schedule.flush else [list(timed)]
         runs: list[Call] = [partial(_call_all, group) for group in groups]
         mode = "cpu"
-        if self.device.type == "cuda" and not checked.finding.wrong:
+        if self.device.type == "cuda" and not checked.result.failure:
             for call in timed:
                 call()
             captured = capture(groups) if layers[0].graph else None
@@ -379,10 +379,10 @@ class _Run:
         last = item.runs[-1]()
         last.fill_(math.nan)
         last = item.runs[-1]()
-        finding = check_unchanged(last, item.expected, item.checked, cell.problem)
-        if finding.wrong:
-            note = f"after {item.mode} calls: {finding.wrong}"
-            return replace(row, status=status.WRONG, note=note, error=finding.error)
+        result = check_unchanged(last, item.expected, item.checked, cell.problem)
+        if result.failure:
+            note = f"after {item.mode} calls: {result.failure}"
+            return replace(row, status=status.WRONG, note=note, error=result.error)
         us = median(item.times_us)
         spread = 0.0
         if len(item.times_us) > 1:

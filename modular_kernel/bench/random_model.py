@@ -14,7 +14,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import config_of_file, is_file
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import model_named
-from modular_kernel.select.memory import free_bytes, gigabytes
+from modular_kernel.select.budget import free_bytes, gigabytes
 from modular_kernel.spec.problem import parse_dtype
 
 _QUANTIZED = ("quantization_config", "compression_config")

@@ -292,7 +292,7 @@ class _Run:
         work = work_of(cell.problem, scheme, trial.loads)
         floor = roofline_of(work, cell.problem, scheme, self.peaks)
         checked = check_calls(trial.checks, cell.problem)
-        finding = checked.finding
+        result = checked.result
         row = replace(
             row,
             calls=trial.schedule.calls,
@@ -303,11 +303,11 @@ class _Run:
             bytes=work.bytes,
             floor_us=floor.us,
             floor_bound=floor.bound,
-            error=finding.error,
-            error_bound=finding.bound,
+            error=result.error,
+            error_bound=result.bound,
         )
-        if finding.wrong:
-            return replace(row, status=status.WRONG, note=finding.wrong)
+        if result.failure:
+            return replace(row, status=status.WRONG, note=result.failure)
         timing = time_calls(
             trial.calls,
             self.device,
@@ -315,10 +315,10 @@ class _Run:
             flush=trial.schedule.flush,
             target_ms=self.job.target_ms,
         )
-        finding = check_unchanged(timing.last, trial.checks[-1][1], checked, cell.problem)
-        if finding.wrong:
-            note = f"after {timing.mode} calls: {finding.wrong}"
-            return replace(row, status=status.WRONG, note=note, error=finding.error)
+        result = check_unchanged(timing.last_output, trial.checks[-1][1], checked, cell.problem)
+        if result.failure:
+            note = f"after {timing.mode} calls: {result.failure}"
+            return replace(row, status=status.WRONG, note=note, error=result.error)
         host_time = host_cost(trial.calls[0], self.device)
         eager_us = self._eager_time(trial, timing)
         graph = self.device.type == "cuda" and self.job.graph

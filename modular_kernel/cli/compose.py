@@ -110,7 +110,7 @@ def compose(
         problem = options.problem()
         if host.pool is None:
             if as_json != output.STDOUT:
-                terms = replace(terms, tell=progress_notes(problem))
+                terms = replace(terms, on_bucket=progress_notes(problem))
             from modular_kernel.select.autotune import choose
 
             choice = choose(problem, host.machine, terms=terms)

@@ -40,8 +40,8 @@ def print_text(choice: "Choice") -> None:
         [_segment_row(choice, segment) for segment in choice.segments],
     )
     output.line(choice.summary)
-    for reason in dict.fromkeys(candidates.silent.values()):
-        output.line(f"not measured: {len(candidates.silent)} pairings: {reason}")
+    for reason in dict.fromkeys(candidates.untimeable.values()):
+        output.line(f"not measured: {len(candidates.untimeable)} pairings: {reason}")
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
@@ -58,7 +58,7 @@ def _with_interpreter(choice: "Choice") -> str:
     Returns "" if the interpreter is on or not available.
     """
     from modular_kernel.machine import importable
-    from modular_kernel.select.candidates import find
+    from modular_kernel.select.candidates import find_candidates
 
     current, packages = choice.machine, ("triton", "ml_dtypes")
     if (
@@ -68,7 +68,7 @@ def _with_interpreter(choice: "Choice") -> str:
     ):
         return ""
     tokens, machine = (choice.problem.tokens,), replace(current, interpreter=True)
-    more = find(choice.problem, machine, tokens, replicated=choice.replicated)
+    more = find_candidates(choice.problem, machine, tokens, replicated=choice.replicated)
     return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 
 
@@ -121,7 +121,7 @@ def explain_text(choice: "Choice") -> None:
             for verdict in choice.candidates.refused
         ],
     )
-    facts = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
+    facts = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
     output.line(f"cached for: {facts}")
 
 
@@ -149,7 +149,7 @@ def record(choice: "Choice") -> dict[str, object]:
     return {
         "problem": choice.problem,
         "machine": choice.machine,
-        "facts": choice.facts,
+        "facts": choice.key_fields,
         "summary": choice.summary,
         "segments": choice.segments,
         "picks": {

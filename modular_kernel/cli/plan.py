@@ -157,7 +157,7 @@ def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
         "ranks": estimate.problem.parallel.world_size,
         "tokens": estimate.problem.tokens,
         "pairing": estimate.pairing,
-        "ours": estimate.ours,
+        "ours": estimate.installed,
         "dispatch_us": estimate.exchange.dispatch * us,
         "experts_us": estimate.experts.seconds * us,
         "combine_us": estimate.exchange.combine * us,
@@ -166,7 +166,7 @@ def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
         "tokens_per_second": estimate.tokens_per_second,
         "weights_bytes": estimate.weights,
         "prepared_bytes": estimate.prepared,
-        "fits": estimate.held <= cluster.gpu.memory,
+        "fits": estimate.total_weight_bytes <= cluster.gpu.memory,
         "network_rows": estimate.network_rows,
         "caveat": estimate.caveat,
         "exchange_source": estimate.source,
@@ -183,7 +183,7 @@ def _print(sized: "list[SizeResult]", cluster: "Cluster", routing: str) -> None:
             row = _row(estimate, cluster)
             times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
             name = row["pairing"] if row["ours"] else f"({row['pairing']})"
-            gigabytes = f"{estimate.held / _GIGA:.1f}"
+            gigabytes = f"{estimate.total_weight_bytes / _GIGA:.1f}"
             rate = f"{row['tokens_per_second'] / 1e6:.2f}"
             head = row["ranks"], row["tokens"], name
             sent = f"{row['network_rows']:.2f}"
@@ -195,7 +195,7 @@ def _print(sized: "list[SizeResult]", cluster: "Cluster", routing: str) -> None:
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
     missing: dict[str, dict[str, None]] = {}
-    for pairing, reason in (pair for sized_problem in sized for pair in sized_problem.without):
+    for pairing, reason in (pair for sized_problem in sized for pair in sized_problem.unestimated):
         if "no measured" in reason or pairing.partition(" x ")[0] in LIBRARIES:
             missing.setdefault(reason, {})[pairing] = None
     for reason, pairings in missing.items():
@@ -274,8 +274,8 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
         output.table(columns, [_error_row(row) for row in rows])
         for one in summaries(results):
             output.line(
-                f"{one.what}: {one.good} of {one.count} within {WITHIN:.0%}, mean {one.mean:.1%}, "
-                f"worst {one.worst:.1%}"
+                f"{one.quantity}: {one.accurate} of {one.count} within {WITHIN:.0%}, "
+                f"mean {one.mean:.1%}, worst {one.worst:.1%}"
             )
 
     output.print_result(

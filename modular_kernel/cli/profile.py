@@ -234,7 +234,7 @@ def _show(found: "Profile", files: _Files) -> None:
     """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
-    for name, text in summary.facts(found):
+    for name, text in summary.description(found):
         output.line(f"{name + ':':15} {text}")
     for line in found.missing:
         output.line(f"caveat: {line}")

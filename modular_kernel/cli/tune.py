@@ -328,7 +328,7 @@ def _run(
             )
             for count in todo:  # compile all layers ahead, in the order of tuning
                 candidates = space.candidates(count)
-                compiler.begin(pair, space, problem.with_tokens(count), candidates)
+                compiler.submit(pair, space, problem.with_tokens(count), candidates)
         with Bar(sum(len(x.space.candidates(t)) for x in layers for t in x.tokens)) as bar:
             for index, layer in enumerate(layers):
                 share = _Share(end, _SHARE_FACTOR / (len(layers) - index))
@@ -384,7 +384,7 @@ def _tune_layer(
         folder=layer.folder,
         budget=share.seconds(),  # computed after setup, so that setup does not use up the share
         fresh=search.fresh,
-        tick=bar.tick,
+        on_measurement=bar.tick,
     )
     recorder, done = TuneRecorder(layer, search.times), list["TuneResult"]()
     for tuned in tune(job):

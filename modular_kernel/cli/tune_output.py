@@ -119,7 +119,7 @@ class TuneRecorder:
                     "us": _us(timing.seconds),
                     "stages": {name: _us(seconds) for name, seconds in timing.stages.items()},
                 }
-                for choice, timing in tuned.took.items()
+                for choice, timing in tuned.times.items()
             ],
             "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
         }
@@ -138,7 +138,7 @@ def _line(tuned: "TuneResult") -> str:
         return f"{counted(tuned.tokens, 'token')}: nothing ran: {reasons[:300]}"
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
     wrong = f", {len(tuned.wrong)} WRONG" if tuned.wrong else ""
-    counts = f"{len(tuned.took)} timed, {len(tuned.refused)} refused{wrong}"
+    counts = f"{len(tuned.times)} timed, {len(tuned.refused)} refused{wrong}"
     stopped = "" if tuned.finished else ", stopped by the budget"
     tokens = counted(tuned.tokens, "token")
     return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{stopped})"
@@ -162,7 +162,7 @@ def record(
                 and tuned.best.untuned_seconds
                 and tuned.best.untuned_seconds * 1e6,
                 "choice": tuned.best and str(tuned.best.choice),
-                "tried": len(tuned.took),
+                "tried": len(tuned.times),
                 "finished": tuned.finished,
                 "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
                 "wrong": [str(choice) for choice in tuned.wrong],
@@ -197,7 +197,7 @@ def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[i
 
 
 def _row(tuned: "TuneResult") -> tuple[object, ...]:
-    best, counts = tuned.best, (len(tuned.took), len(tuned.refused))
+    best, counts = tuned.best, (len(tuned.times), len(tuned.refused))
     if best is None:
         return (tuned.tokens, "-", "-", "-", *counts, "nothing ran")
     base = best.untuned_seconds

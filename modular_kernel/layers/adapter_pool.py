@@ -34,21 +34,21 @@ from modular_kernel.utils.argument_checks import available_device, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 
 _MAX_NAME_LENGTH = 256
-_NO_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
+_OUT_OF_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 
 @contextmanager
-def _memory(what: str, needed: int, device: torch.device | str) -> Iterator[None]:
+def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str) -> Iterator[None]:
     """Raise CapacityError with the required bytes if torch runs out of memory."""
     try:
         yield
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
         # OutOfMemoryError is for devices only; the host's allocator raises RuntimeError.
-        if not isinstance(error, torch.OutOfMemoryError) and not _NO_MEMORY.search(why):
+        if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(message):
             raise
         need = f"{needed} bytes on {device}"
-        raise CapacityError(what, got=f"no memory: {why[:160]}", need=need) from None
+        raise CapacityError(label, got=f"no memory: {message[:160]}", need=need) from None
 
 
 class AdapterPool:
@@ -80,7 +80,7 @@ class AdapterPool:
         values_per_slot = self._spec.slot_numel(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = values_per_slot * problem.dtype.itemsize
         with (
-            _memory(f"pool of {slots} slots", slots * self._slot_bytes, device),
+            _reporting_out_of_memory(f"pool of {slots} slots", slots * self._slot_bytes, device),
             modes.outside_inference_mode(),
         ):
             self._tensors = {
@@ -89,22 +89,22 @@ class AdapterPool:
             }
         self._slots = dict[str, int]()
         # Free slots that may be nonzero, because a load or evict was interrupted.
-        self._unclean = set[int]()
-        self._turn = threading.RLock()
+        self._dirty_slots = set[int]()
+        self._lock = threading.RLock()
         forks.on_fork(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy: everything except the lock."""
-        return {name: each for name, each in vars(self).items() if name != "_turn"}
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         forks.on_fork(self)
 
     def after_fork(self) -> None:
         """Renew the lock in a forked child: a thread of the parent may have held it."""
-        forks.reset_lock(self._turn)
+        forks.reset_lock(self._lock)
 
     @property
     def slots(self) -> Mapping[str, int]:
@@ -124,9 +124,11 @@ class AdapterPool:
     def weights(self, base: ExpertWeights) -> ExpertWeights:
         """Return the base weights with this pool's tensors; WeightsError if they have adapters."""
         expect("base weights", base, ExpertWeights)
-        extra = [name for name in self._tensors if getattr(base, name) is not None]
-        if extra:
-            raise WeightsError("base weights", got=", ".join(extra), need="none: the pool has them")
+        present = [name for name in self._tensors if getattr(base, name) is not None]
+        if present:
+            raise WeightsError(
+                "base weights", got=", ".join(present), need="none: the pool has them"
+            )
         return replace(base, **self._tensors)
 
     def load(self, name: str, adapter: Adapter) -> int:
@@ -141,7 +143,7 @@ class AdapterPool:
         values that are not finite; ShapeError, DtypeError, DeviceError or LayoutError for tensors
         that do not match. After any exception, including KeyboardInterrupt, the pool is unchanged.
         """
-        with self._turn:
+        with self._lock:
             return self._load(name, adapter)
 
     def _load(self, name: str, adapter: Adapter) -> int:
@@ -151,29 +153,29 @@ class AdapterPool:
             raise StateError(
                 f"adapter {name!r}", got=got, need="a name that is not loaded; or evict the adapter"
             )
-        taken = set(self._slots.values())
-        free = [slot for slot in range(self._spec.adapters) if slot not in taken]
+        used = set(self._slots.values())
+        free = [slot for slot in range(self._spec.adapters) if slot not in used]
         if not free:
             got = f"{self._spec.adapters} slots, all of them in use"
             need = f"a free one, {self.slot_bytes} bytes on {self.device}: evict, or a larger pool"
             raise CapacityError(f"adapter {name!r}", got=got, need=need)
-        rank = self._check(name, adapter)
-        self._clean()
+        rank = self._check_adapter(name, adapter)
+        self._zero_dirty_slots()
         slot = free[0]
         with torch.no_grad():
             # Allocate all memory before writing to the slot.
-            size = sum(getattr(adapter, each).nbytes for each in self._tensors)
-            with _memory(f"adapter {name!r}", size, self.device):
-                ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
-            self._unclean.add(slot)
+            size = sum(getattr(adapter, key).nbytes for key in self._tensors)
+            with _reporting_out_of_memory(f"adapter {name!r}", size, self.device):
+                copies = {key: getattr(adapter, key).to(self.device) for key in self._tensors}
+            self._dirty_slots.add(slot)
             try:
-                for each, tensor in ready.items():
-                    self._room(each, slot, rank).copy_(self._in_halves(each, tensor))
+                for key, tensor in copies.items():
+                    self._slot_view(key, slot, rank).copy_(self._split_gate_up(key, tensor))
             except BaseException:
-                self._clean()
+                self._zero_dirty_slots()
                 raise
         self._slots[name] = slot
-        self._unclean.discard(slot)
+        self._dirty_slots.discard(slot)
         return slot
 
     def evict(self, name: str) -> None:
@@ -181,7 +183,7 @@ class AdapterPool:
 
         Raises StateError for a name that is not loaded, or during stream capture.
         """
-        with self._turn:
+        with self._lock:
             self._evict(name)
 
     def _evict(self, name: str) -> None:
@@ -190,18 +192,18 @@ class AdapterPool:
             loaded = ", ".join(sorted(self._slots)[:8]) or "none"
             need = f"a loaded one: {loaded}"
             raise StateError(f"adapter {name!r}", got="not loaded", need=need)
-        self._unclean.add(self._slots[name])
+        self._dirty_slots.add(self._slots[name])
         del self._slots[name]
-        self._clean()
+        self._zero_dirty_slots()
 
     @torch.no_grad()
-    def _clean(self) -> None:
+    def _zero_dirty_slots(self) -> None:
         """Zero the unclean slots, except those that are in use."""
-        self._unclean.difference_update(self._slots.values())
-        for slot in tuple(self._unclean):
+        self._dirty_slots.difference_update(self._slots.values())
+        for slot in tuple(self._dirty_slots):
             for tensor in self._tensors.values():
                 tensor[slot].zero_()
-            self._unclean.discard(slot)
+            self._dirty_slots.discard(slot)
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of one adapter of this rank."""
@@ -220,31 +222,31 @@ class AdapterPool:
             got = "a stream that is being captured"
             raise StateError(f"adapter {name!r}", got=got, need="a change outside of captures")
 
-    def _check(self, name: str, adapter: Adapter) -> int:
+    def _check_adapter(self, name: str, adapter: Adapter) -> int:
         """Check an adapter's tensors and return its rank."""
         expect(f"adapter {name!r}", adapter, Adapter)
-        tensors = {each: getattr(adapter, each) for each in self._tensors}
-        for each, tensor in tensors.items():
-            check_tensor(f"adapter {name!r}: {each}", tensor)
+        tensors = {key: getattr(adapter, key) for key in self._tensors}
+        for key, tensor in tensors.items():
+            check_tensor(f"adapter {name!r}: {key}", tensor)
         rank = tensors["lora_a2"].shape[1] if tensors["lora_a2"].dim() == 3 else self._spec.rank
         if not 0 < rank <= self._spec.rank:
             need = f"1 to {self._spec.rank}, the pool's"
             raise WeightsError(f"adapter {name!r}: rank", got=rank, need=need)
-        for each, shape in self._shapes(rank).items():
-            what, tensor = f"adapter {name!r}: {each}", tensors[each]
+        for key, shape in self._shapes(rank).items():
+            label, tensor = f"adapter {name!r}: {key}", tensors[key]
             if tuple(tensor.shape) != shape:
-                raise ShapeError(what, got=tuple(tensor.shape), need=f"{shape}, of rank {rank}")
+                raise ShapeError(label, got=tuple(tensor.shape), need=f"{shape}, of rank {rank}")
             if tensor.dtype is not self._problem.dtype:
-                raise DtypeError(what, got=tensor.dtype, need=self._problem.dtype)
+                raise DtypeError(label, got=tensor.dtype, need=self._problem.dtype)
             if tensor.device not in (self.device, torch.device("cpu")):
-                raise DeviceError(what, got=tensor.device, need=f"{self.device} or cpu")
-        for each, tensor in tensors.items():
+                raise DeviceError(label, got=tensor.device, need=f"{self.device} or cpu")
+        for key, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 got = "values that are not finite"
-                raise WeightsError(f"adapter {name!r}: {each}", got=got, need="finite ones")
+                raise WeightsError(f"adapter {name!r}: {key}", got=got, need="finite ones")
         return rank
 
-    def _room(self, name: str, slot: int, rank: int) -> torch.Tensor:
+    def _slot_view(self, name: str, slot: int, rank: int) -> torch.Tensor:
         """Return the view of a slot that an adapter of this rank fills."""
         tensor = self._tensors[name][slot]
         if "_a" not in name:
@@ -252,7 +254,7 @@ class AdapterPool:
         halves = tensor.shape[1] // self._spec.rank
         return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
 
-    def _in_halves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _split_gate_up(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Reshape an adapter's tensor like its slot: A has a dimension for gate and up."""
         if "_a" not in name:
             return tensor

@@ -60,10 +60,10 @@ def rank_loads(
         need = f"a divisor of {placement.world_size} ranks"
         raise ConfigurationError("ranks_per_host", got=host_size, need=need)
     hosts, loads = placement.world_size // host_size, [0.0] * placement.world_size
-    for amount, homes in zip(load, placement.locations, strict=True):
+    for amount, locations in zip(load, placement.locations, strict=True):
         for host in range(hosts):
-            on_host = [rank for rank, _ in homes if rank // host_size == host]
-            targets = on_host or [rank for rank, _ in homes]
+            on_host = [rank for rank, _ in locations if rank // host_size == host]
+            targets = on_host or [rank for rank, _ in locations]
             for rank in targets:
                 loads[rank] += amount / hosts / len(targets)
     return tuple(loads)
@@ -103,20 +103,25 @@ def rebalance(
     sizes = expect_each("slots", slots, Count)
     expect("old placement", old, Placement | None)
     experts_by_host = _assign_to_hosts(load, len(sizes), hosts, groups)
-    held: list[list[int]] = []
+    rank_experts: list[list[int]] = []
     for host, experts in enumerate(experts_by_host):
         ranks = len(sizes) // hosts
         host_slots = sizes[host * ranks : (host + 1) * ranks]
         if not experts or not len(experts) <= sum(host_slots):
             need = f">= {max(len(experts), 1)}, the experts"
-            what = "slots of all ranks" if hosts == 1 else f"slots of host {host}"
-            raise ConfigurationError(what, got=sum(host_slots), need=need)
+            name = "slots of all ranks" if hosts == 1 else f"slots of host {host}"
+            raise ConfigurationError(name, got=sum(host_slots), need=need)
         host_load = [load[expert] for expert in experts]
-        assigned = _deal(host_load, _copy_counts(host_load, host_slots), host_slots)
-        held += [[experts[at] for at in rank] for rank in assigned]
+        host_assignment = _assign_copies(
+            host_load, _count_copies(host_load, host_slots), host_slots
+        )
+        rank_experts += [[experts[index] for index in rank] for rank in host_assignment]
     if old is not None and old.world_size == len(sizes):
-        held = [_keep_slots(now, before) for now, before in zip(held, old.slots, strict=True)]
-    return Placement(tuple(map(tuple, held)))
+        rank_experts = [
+            _keep_slots(experts, slots)
+            for experts, slots in zip(rank_experts, old.slots, strict=True)
+        ]
+    return Placement(tuple(map(tuple, rank_experts)))
 
 
 def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
@@ -125,11 +130,11 @@ def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int)
     expect("groups", groups, Count)
     if hosts == 1:
         return [list(range(len(load)))]
-    for what, number, divisor in (
+    for name, number, divisor in (
         ("ranks", ranks, hosts), ("groups", groups, hosts), ("experts", len(load), groups)
     ):  # fmt: skip
         if number % divisor:
-            raise ConfigurationError(what, got=number, need=f"a multiple of {divisor}")
+            raise ConfigurationError(name, got=number, need=f"a multiple of {divisor}")
     size, by_host, loads = len(load) // groups, [list[int]() for _ in range(hosts)], [0.0] * hosts
     blocks = [range(group * size, (group + 1) * size) for group in range(groups)]
     for block in sorted(blocks, key=lambda block: (-sum(load[e] for e in block), block.start)):
@@ -168,11 +173,13 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     transfers, sent = list[Move](), [0] * old.world_size
     for rank, slots in enumerate(new.slots):
         for slot, expert in enumerate(slots):
-            before = old.slots[rank]
-            if slot < len(before) and before[slot] == expert:
+            old_slots = old.slots[rank]
+            if slot < len(old_slots) and old_slots[slot] == expert:
                 continue
-            homes = old.locations[expert]
-            source = min(homes, key=lambda home: (home[0] != rank, sent[home[0]], home))
+            locations = old.locations[expert]
+            source = min(
+                locations, key=lambda location: (location[0] != rank, sent[location[0]], location)
+            )
             sent[source[0]] += source[0] != rank
             transfers.append(Move(expert, source, (rank, slot)))
     return tuple(transfers)
@@ -187,71 +194,73 @@ def _check_load(load: object) -> None:
             raise ConfigurationError(f"load of expert {expert}", got=amount, need=">= 0")
 
 
-def _copy_counts(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
+def _count_copies(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
     """Return the number of copies of each expert, at most one per rank."""
     copies = [1] * len(load)
     queue = [(-amount, expert) for expert, amount in enumerate(load)]
     heapq.heapify(queue)
-    left = sum(sizes) - len(load) if len(sizes) > 1 else 0
-    while left and queue:
+    extra_slots = sum(sizes) - len(load) if len(sizes) > 1 else 0
+    while extra_slots and queue:
         _, expert = heapq.heappop(queue)
         copies[expert] += 1
-        left -= 1
+        extra_slots -= 1
         if copies[expert] < len(sizes):
             heapq.heappush(queue, (-load[expert] / copies[expert], expert))
     return copies
 
 
-def _deal(load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+def _assign_copies(
+    load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]
+) -> list[list[int]]:
     """Assign copies to ranks in order of decreasing load, each to the rank with the least load."""
-    held: list[list[int]] = [[] for _ in sizes]
+    rank_experts: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)
     shares = [amount / n for amount, n in zip(load, copies, strict=True)]
-    every = [expert for expert, n in enumerate(copies) for _ in range(n)]
-    for expert in sorted(every, key=lambda expert: (-shares[expert], expert)):
-        free = [rank for rank, size in enumerate(sizes) if len(held[rank]) < size]
+    copies_to_assign = [expert for expert, n in enumerate(copies) for _ in range(n)]
+    for expert in sorted(copies_to_assign, key=lambda expert: (-shares[expert], expert)):
+        free = [rank for rank, size in enumerate(sizes) if len(rank_experts[rank]) < size]
         rank = min(
-            (rank for rank in free if expert not in held[rank]),
-            key=lambda rank: (loads[rank], len(held[rank]), rank),
+            (rank for rank in free if expert not in rank_experts[rank]),
+            key=lambda rank: (loads[rank], len(rank_experts[rank]), rank),
             default=None,
         )
         if rank is None:
-            rank = _make_room(expert, held, loads, shares, free)
+            rank = _free_a_slot(expert, rank_experts, loads, shares, free)
         if rank is not None:  # else no rank can take the copy, and a slot stays free
-            held[rank].append(expert)
+            rank_experts[rank].append(expert)
             loads[rank] += shares[expert]
-    return held
+    return rank_experts
 
 
-def _make_room(
+def _free_a_slot(
     expert: int,
-    held: list[list[int]],
+    rank_experts: list[list[int]],
     loads: list[float],
     shares: Sequence[float],
     free: Sequence[int],
 ) -> int | None:
-    """Move an expert from a full rank to a free slot, and return the rank that now has room.
+    """Move an expert from a full rank to a free slot, and return the rank that has a free slot now.
 
     The ranks in `free` already hold `expert`.
     """
-    for rank in range(len(held)):
-        if expert in held[rank]:
+    for rank in range(len(rank_experts)):
+        if expert in rank_experts[rank]:
             continue
-        for other in reversed(held[rank]):
-            to = next((to for to in free if other not in held[to]), None)
-            if to is not None:
-                held[rank].remove(other)
-                held[to].append(other)
+        for other in reversed(rank_experts[rank]):
+            target = next((target for target in free if other not in rank_experts[target]), None)
+            if target is not None:
+                rank_experts[rank].remove(other)
+                rank_experts[target].append(other)
                 loads[rank] -= shares[other]
-                loads[to] += shares[other]
+                loads[target] += shares[other]
                 return rank
     return None
 
 
-def _keep_slots(now: Sequence[int], before: Sequence[int]) -> list[int]:
+def _keep_slots(new: Sequence[int], old: Sequence[int]) -> list[int]:
     """Reorder a rank's experts so that those it already had keep their slots."""
-    slots: list[int | None] = [
-        expert if expert in now else None for expert in before[: len(now)]
-    ] + [None] * (len(now) - len(before))
-    new_experts = (expert for expert in now if expert not in slots)
+    slots: list[int | None] = [expert if expert in new else None for expert in old[: len(new)]] + [
+        None
+    ] * (len(new) - len(old))
+    new_experts = (expert for expert in new if expert not in slots)
     return [next(new_experts) if expert is None else expert for expert in slots]

@@ -82,7 +82,7 @@ class EPMoE(FusedMoE):
             num_experts,
             hidden_size,
             intermediate_size,
-            quant_config=_format(quant_config),
+            quant_config=_quantization(quant_config),
             params_dtype=params_dtype,
             activation=activation,
             router=router,
@@ -119,29 +119,29 @@ def _parallel(tp_size: int | None, tp_rank: int | None, tp_group: object | None)
 
 
 def _router(
-    top_k: int, renormalize: bool, groups: tuple[int | None, int | None] | None, corrected: bool
+    top_k: int, renormalize: bool, groups: tuple[int | None, int | None] | None, has_bias: bool
 ) -> RouterSpec:
     if groups is None:
-        if corrected:
+        if has_bias:
             need = "use_grouped_topk=True with it: plain routers have no bias"
             raise ConfigurationError("correction_bias", got="a tensor", need=need)
         return RouterSpec(top_k, renormalize=renormalize)
-    number, selected = groups
-    if number is None or selected is None:
+    num_groups, topk_groups = groups
+    if num_groups is None or topk_groups is None:
         need = "both, where use_grouped_topk is set"
         raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
     return RouterSpec(
         top_k,
-        score="sigmoid" if corrected else "softmax",
-        groups=number,
-        topk_groups=selected,
-        group_score="top2" if corrected else "max",
-        selection_bias=corrected,
+        score="sigmoid" if has_bias else "softmax",
+        groups=num_groups,
+        topk_groups=topk_groups,
+        group_score="top2" if has_bias else "max",
+        selection_bias=has_bias,
         renormalize=renormalize,
     )
 
 
-def _format(quant_config: object | None) -> str | Mapping[str, object] | None:
+def _quantization(quant_config: object | None) -> str | Mapping[str, object] | None:
     if quant_config is None or isinstance(quant_config, str | Mapping):
         return quant_config
     scheme = getattr(quant_config, "activation_scheme", None)

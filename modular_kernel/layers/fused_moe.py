@@ -330,7 +330,7 @@ class FusedMoE(ExpertParameters):
     def describe(self) -> str:
         """Return a text about this rank's share, all experts' slots, and the parts that run."""
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
-        held = self.placement.slots[ep_rank]
+        local_experts = len(self.placement.slots[ep_rank])
         share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
         name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
@@ -340,7 +340,7 @@ class FusedMoE(ExpertParameters):
         return "\n".join(
             [
                 f"layer {name}: {self.problem}",
-                f"EP rank {ep_rank} of {ep_size}: {len(held)} of {self.num_experts} experts",
+                f"EP rank {ep_rank} of {ep_size}: {local_experts} of {self.num_experts} experts",
                 f"TP rank {tp_rank} of {tp_size}: {share}",
                 f"global -> local: {slots}",
                 f"router: {'none, routing is given' if spec is None else spec}",
@@ -598,16 +598,16 @@ class FusedMoE(ExpertParameters):
 
 
 def _make_loader(
-    quant_config: str | Mapping[str, object] | None, held: Callable[[], Share], *, bias: bool
+    quant_config: str | Mapping[str, object] | None, make_share: Callable[[], Share], *, bias: bool
 ) -> tuple[ExpertLoader | None, str]:
     """Return the loader of a checkpoint's tensors, and the name of their scheme.
 
-    held: creates this rank's Share. The loader is None if quant_config is only a scheme's name,
-    which does not determine a checkpoint format.
+    make_share: creates this rank's Share. The loader is None if quant_config is only a scheme's
+    name, which does not determine a checkpoint format.
     """
     if isinstance(quant_config, str):
         return None, quant_config
-    share = held()
+    share = make_share()
     depth = max(share.hidden, share.intermediate)
     loader = ExpertLoader(share, format_of(quant_config, depth=depth), bias=bias)
     return loader, str(loader.scheme)

@@ -128,13 +128,13 @@ class LoRAManager:
         self.problem, self.mode = replace(problem, lora=str(AdapterSpec.parse(lora))), mode
         spec, act = self.problem.adapters, self.problem.act
         if mode == "parallel_delta" and spec is not None:
-            plain = (act.kind, act.alpha, act.limit, act.interleaved) == (
+            is_plain_silu = (act.kind, act.alpha, act.limit, act.interleaved) == (
                 "silu",
                 None,
                 None,
                 False,
             )
-            if not spec.a13_shared or not plain:
+            if not spec.a13_shared or not is_plain_silu:
                 got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
                 raise ConfigurationError("parallel_delta", got=got, need=need)
         ids = expect_each("layers", layers, int)
@@ -148,22 +148,22 @@ class LoRAManager:
             }
             self._scalings = {layer: torch.ones(slots, device=device) for layer in self.pools}
         self._slots = dict[str, int]()
-        self._unfinished = set[str]()  # names whose load or evict was interrupted
-        self._turn = threading.RLock()
+        self._interrupted = set[str]()  # names whose load or evict was interrupted
+        self._lock = threading.RLock()
         forks.on_fork(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy: everything except the lock."""
-        return {name: each for name, each in vars(self).items() if name != "_turn"}
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         forks.on_fork(self)
 
     def after_fork(self) -> None:
         """Renew the lock in a forked child: a thread of the parent may have held it."""
-        forks.reset_lock(self._turn)
+        forks.reset_lock(self._lock)
 
     @property
     def has_moe_lora(self) -> bool:
@@ -180,14 +180,14 @@ class LoRAManager:
         """
         expect(f"adapter {name!r}", layers, Mapping)
         for layer, adapter_layer in layers.items():
-            self._pool(layer)
+            self._pool_of(layer)
             expect(f"adapter {name!r}: layer {layer}", adapter_layer, MoELoRALayer)
             if self.mode == "parallel_delta" and not _in_float32(adapter_layer.scaling):
                 need = "a number that float32 holds"
                 what = f"adapter {name!r}: scaling of layer {layer}"
                 raise WeightsError(what, got=adapter_layer.scaling, need=need)
-        with self._turn:
-            self._finish()
+        with self._lock:
+            self._remove_interrupted()
             return self._load(name, layers)
 
     def _load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
@@ -197,10 +197,10 @@ class LoRAManager:
                 got = f"loaded in slot {pool.slots[name]}"
                 need = "a name that is not loaded; or evict the adapter"
                 raise StateError(f"adapter {name!r}", got=got, need=need)
-        self._unfinished.add(name)
+        self._interrupted.add(name)
         try:
             slots = {
-                layer: pool.load(name, self._adapter(layers.get(layer)))
+                layer: pool.load(name, self._adapter_for_pool(layers.get(layer)))
                 for layer, pool in self.pools.items()
             }
             slot, *others = set(slots.values())
@@ -211,33 +211,33 @@ class LoRAManager:
                 self._ranks[layer][slot] = factors.rank
                 self._scalings[layer][slot] = 1.0 if self.mode == "merged" else factors.scaling
         except BaseException:
-            self._finish()
+            self._remove_interrupted()
             raise
         self._slots[name] = slot
-        self._unfinished.discard(name)
+        self._interrupted.discard(name)
         return slot
 
     def evict(self, name: str) -> None:
         """Free an adapter's slot in every layer; raise StateError for a name that is not loaded."""
-        with self._turn:
-            self._finish()
+        with self._lock:
+            self._remove_interrupted()
             self._slot(name)
             for pool in self.pools.values():
                 pool.check_change(name)
-            self._unfinished.add(name)
+            self._interrupted.add(name)
             del self._slots[name]
-            self._finish()
+            self._remove_interrupted()
 
-    def _finish(self) -> None:
+    def _remove_interrupted(self) -> None:
         """Remove adapters from the pools whose load or evict was interrupted."""
-        self._unfinished.difference_update(self._slots)
-        for name in tuple(self._unfinished):
+        self._interrupted.difference_update(self._slots)
+        for name in tuple(self._interrupted):
             for layer, pool in self.pools.items():
                 slot = pool.slots.get(name)
                 if slot is not None:
                     self._ranks[layer][slot], self._scalings[layer][slot] = 0, 1.0
                     pool.evict(name)
-            self._unfinished.discard(name)
+            self._interrupted.discard(name)
 
     def prepare_moe_lora_batch(
         self, forward_batch: ForwardBatch, layer_id: int
@@ -246,12 +246,12 @@ class LoRAManager:
 
         Its ranks and scalings are the manager's own tensors, which loading modifies in place.
         """
-        self._pool(layer_id)
+        self._pool_of(layer_id)
         expect("forward_batch", forward_batch, ForwardBatch)
         names = forward_batch.lora_ids
         if not any(name is not None for name in names):
             return None
-        with self._turn:
+        with self._lock:
             slots = self._slots_of(names, layer_id)
         ranks = self._ranks[layer_id]
         indices = torch.tensor(slots, dtype=torch.int32).to(ranks.device)
@@ -260,9 +260,12 @@ class LoRAManager:
     def _slots_of(self, names: Sequence[str | None], layer_id: int) -> list[int]:
         slots = [-1 if name is None else self._slot(name) for name in names]
         for name, slot in zip(names, slots, strict=True):
-            held = -1 if name is None else self.pools[layer_id].slots.get(name)
-            if held != slot:
-                got, need = f"slot {held}", f"slot {slot}: load and evict only through LoRAManager"
+            pool_slot = -1 if name is None else self.pools[layer_id].slots.get(name)
+            if pool_slot != slot:
+                got, need = (
+                    f"slot {pool_slot}",
+                    f"slot {slot}: load and evict only through LoRAManager",
+                )
                 raise StateError(f"adapter {name!r}: pool of layer {layer_id}", got=got, need=need)
         return slots
 
@@ -270,11 +273,11 @@ class LoRAManager:
         """Return the buffers of a layer for mode "parallel_delta"."""
         if self.mode != "parallel_delta":
             raise ConfigurationError("mode", got=self.mode, need="parallel_delta")
-        return LoRABackend(self._pool(layer_id))
+        return LoRABackend(self._pool_of(layer_id))
 
     def weights(self, layer_id: int, base: ExpertWeights) -> ExpertWeights:
         """Return a layer's weights with its adapters."""
-        return self._pool(layer_id).weights(base)
+        return self._pool_of(layer_id).weights(base)
 
     def _slot(self, name: str) -> int:
         expect("name of an adapter", name, str)
@@ -283,16 +286,16 @@ class LoRAManager:
             raise StateError(f"adapter {name!r}", got="not loaded", need=need)
         return self._slots[name]
 
-    def _pool(self, layer: int) -> AdapterPool:
+    def _pool_of(self, layer: int) -> AdapterPool:
         expect("layer", layer, int)
         if layer not in self.pools:
             need = f"one of {', '.join(map(str, sorted(self.pools)[:8]))}"
             raise ConfigurationError("layer", got=layer, need=need)
         return self.pools[layer]
 
-    def _adapter(self, mine: MoELoRALayer | None) -> Adapter:
-        if mine is not None:
-            return mine.folded() if self.mode == "merged" else mine.factors
+    def _adapter_for_pool(self, adapter_layer: MoELoRALayer | None) -> Adapter:
+        if adapter_layer is not None:
+            return adapter_layer.folded() if self.mode == "merged" else adapter_layer.factors
         problem, spec = self.problem, self.problem.adapters
         assert spec is not None
         shapes = replace(spec, rank=1).shapes(
@@ -401,7 +404,7 @@ class FusedMoEWithLoRA(nn.Module):
         expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo | None)
         if moe_lora_info is None:
             return base(hidden_states, routing, token_ids=token_ids)  # type: ignore[no-any-return]
-        run = self._merged if self._manager.mode == "merged" else self._beside
+        run = self._run_merged if self._manager.mode == "merged" else self._run_parallel_delta
         if is_compiling():
             return modes.run_untraced(
                 self.forward,
@@ -415,7 +418,7 @@ class FusedMoEWithLoRA(nn.Module):
             partial(run, moe_lora_info), hidden_states, routing, token_ids=token_ids
         )
 
-    def _merged(
+    def _run_merged(
         self, info: MoELoRABatchInfo, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = self.base_layer
@@ -423,7 +426,7 @@ class FusedMoEWithLoRA(nn.Module):
         routing = replace(routing, adapters_T=info.slots_of(len(x_TH)))
         return base.computed(x_TH, routing, adapters=(self._problem, weights))
 
-    def _beside(
+    def _run_parallel_delta(
         self, info: MoELoRABatchInfo, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = self.base_layer

@@ -11,7 +11,7 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import Count, expect, format_value
 
-Place = tuple[int, int]  # rank and number of ranks
+RankPosition = tuple[int, int]  # rank and number of ranks
 GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
 
 
@@ -24,20 +24,22 @@ class LayerParallel:
     group: of all EP x TP ranks, so that a sum over both is a single all-reduce.
     """
 
-    ep: Place = (0, 1)
-    tp: Place = (0, 1)
+    ep: RankPosition = (0, 1)
+    tp: RankPosition = (0, 1)
     ep_group: object | None = None
     tp_group: object | None = None
     group: object | None = None
-    _made_in: int = field(default_factory=forks.generation, init=False, repr=False, compare=False)
+    _fork_generation: int = field(
+        default_factory=forks.generation, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("ep", "tp"):
-            place = _check_place(name, getattr(self, name), getattr(self, f"{name}_group"))
-            object.__setattr__(self, name, place)
+            position = _check_position(name, getattr(self, name), getattr(self, f"{name}_group"))
+            object.__setattr__(self, name, position)
         ranks = self.ep[1] * self.tp[1]
         if self.group is not None:
-            _, size = _place_in_group("", self.group)
+            _, size = _position_in_group("", self.group)
             if size != ranks:
                 raise ConfigurationError("group's size", got=size, need=f"{ranks}, EP x TP")
 
@@ -54,7 +56,7 @@ class LayerParallel:
     def check_process(self) -> None:
         """Raise StateError in a process that was forked after the groups were created."""
         need = "a spawned process, with groups of its own"
-        forks.check_process(self._made_in, "process groups of a layer", need)
+        forks.check_process(self._fork_generation, "process groups of a layer", need)
 
     @property
     def first(self) -> bool:
@@ -69,7 +71,7 @@ class LayerParallel:
         required = [("tp", self.tp, self.tp_group)]
         if ep:
             required.append(("ep", self.ep, self.ep_group))
-        required = [each for each in required if each[1][1] > 1]
+        required = [entry for entry in required if entry[1][1] > 1]
         if self.group is not None and len(required) == 2:
             return (self.group,)
         for name, (_, size), group in required:
@@ -91,20 +93,22 @@ def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
             ) from error
 
 
-def _check_place(name: str, place: Place, group: object | None) -> Place:
-    expect(name, place, tuple[int, int])
-    rank, size = place
+def _check_position(name: str, position: RankPosition, group: object | None) -> RankPosition:
+    expect(name, position, tuple[int, int])
+    rank, size = position
     expect(f"{name} ranks", size, Count)
     if not 0 <= rank < size:
         raise ConfigurationError(f"{name} rank", got=rank, need=f"in [0, {size})")
     if group is None:
-        return place
-    group_place = _place_in_group(name, group)
-    if group_place[0] < 0:
+        return position
+    position_in_group = _position_in_group(name, group)
+    if position_in_group[0] < 0:
         raise ConfigurationError(f"{name}_group", got="a group without this rank", need="its own")
-    if place not in ((0, 1), group_place):
-        raise ConfigurationError(name, got=place, need=f"{group_place}, as its group has it")
-    return group_place
+    if position not in ((0, 1), position_in_group):
+        raise ConfigurationError(
+            name, got=position, need=f"{position_in_group}, as its group has it"
+        )
+    return position_in_group
 
 
 def _process_group(group: object) -> Any:
@@ -112,7 +116,7 @@ def _process_group(group: object) -> Any:
     return getattr(group, "group", group) if not isinstance(group, dist.ProcessGroup) else group
 
 
-def _place_in_group(name: str, group: object) -> Place:
+def _position_in_group(name: str, group: object) -> RankPosition:
     """Return this rank's position in a process group; ConfigurationError for another object."""
     try:
         return _rank(group), _size(group)

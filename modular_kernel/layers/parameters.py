@@ -209,7 +209,7 @@ class ExpertParameters(nn.Module):
         if self._bound is not None:
             AUTO_PREPARED.refresh(self._bound[1])
         if self._ready and self._unloaded:
-            names = [name for name, each in self._parameters.items() if each is not None]
+            names = [name for name, parameter in self._parameters.items() if parameter is not None]
             self._unloaded = not state_is_loaded(names, state_dict, prefix)
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
@@ -258,15 +258,15 @@ class ExpertParameters(nn.Module):
             self._bound = identity, ExpertWeights(**tensors)
         return self._bound[1]
 
-    def _check(self, found: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check that no tensor is a DTensor, and that all were loaded."""
-        named = {PARAMETERS.get(field, field): tensor for field, tensor in found.items()}
-        for name, tensor in named.items():
+        parameters = {PARAMETERS.get(field, field): tensor for field, tensor in tensors.items()}
+        for name, tensor in parameters.items():
             check_local(name, tensor)
         if self._unloaded:
-            named.pop("expert_map", None)  # not loaded, and -1 for experts of other ranks
-            check_loaded(named)
-            self._unloaded = next(iter(named.values())).is_meta
+            parameters.pop("expert_map", None)  # not loaded, and -1 for experts of other ranks
+            check_loaded(parameters)
+            self._unloaded = next(iter(parameters.values())).is_meta
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
         """Return the `params` and `fields` of the operator `experts`, as torch.compile traces them.
@@ -404,11 +404,11 @@ class ExpertParameters(nn.Module):
 
         Raises UnsupportedError for a layer with process groups, which belong to one process.
         """
-        held = [name for name in GROUPS if getattr(self.parallel, name) is not None]
-        if held:
+        groups = [name for name in GROUPS if getattr(self.parallel, name) is not None]
+        if groups:
             need = "its state_dict, loaded into a layer made with the groups of the other process"
             raise UnsupportedError(
-                "torch.save or copy of a layer", got=" and ".join(held), need=need
+                "torch.save or copy of a layer", got=" and ".join(groups), need=need
             )
         return self.__dict__ | {"_bound": None}
 
@@ -419,4 +419,4 @@ def _not_ready_error() -> StateError:
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    return tuple((id(each), each.data_ptr()) for each in tensors.values())
+    return tuple((id(tensor), tensor.data_ptr()) for tensor in tensors.values())

@@ -102,20 +102,20 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
         return Move(slot, (0, 2 * width), hidden, (2 * source[0], 2 * source[1]), hidden)
     if shard == "w2":
         return Move(slot, hidden, (0, width), hidden, source)
-    begin = width if shard == "w3" and share.gated else 0
-    return Move(slot, (begin, begin + width), hidden, source, hidden)
+    start = width if shard == "w3" and share.gated else 0
+    return Move(slot, (start, start + width), hidden, source, hidden)
 
 
 def intermediate_per_rank(intermediate: int, ranks: int, quant: str) -> int:
     """Return I of one TP rank; raise ConfigurationError if that splits a quantization group."""
-    share, rest = divmod(intermediate, ranks)
-    if rest:
+    per_rank, remainder = divmod(intermediate, ranks)
+    if remainder:
         need = f"a multiple of {ranks}, the TP ranks"
         raise ConfigurationError("intermediate_size", got=intermediate, need=need)
     scheme = Problem(1, 1, 1, 1, 1, quant=quant).scheme
     one_group = scheme.granularity == "group" and scheme.group[0] >= intermediate
     for size in scheme.group if ranks > 1 and not one_group else ():
-        if share % size:
+        if per_rank % size:
             need = f"{ranks} shares of whole groups of {size}"
             raise ConfigurationError("intermediate_size", got=intermediate, need=need)
-    return share
+    return per_rank

@@ -87,16 +87,18 @@ class Router(nn.Module):
             torch.get_default_device() if device is None else device, meta=True
         )
         self.spec, self.num_experts = spec, num_experts
-        columns, of = spec.columns(num_experts), parse_dtype(dtype)
+        columns, gate_dtype = spec.columns(num_experts), parse_dtype(dtype)
 
-        def make_parameter(*shape: int, of: torch.dtype = of) -> nn.Parameter:
-            empty = torch.full(shape, torch.nan, dtype=of, device=device)
+        def make_parameter(*shape: int, dtype: torch.dtype = gate_dtype) -> nn.Parameter:
+            empty = torch.full(shape, torch.nan, dtype=dtype, device=device)
             return nn.Parameter(empty, requires_grad=False)
 
         self.weight = make_parameter(columns, hidden_size)
         self.bias = make_parameter(columns) if bias else None
         biased = spec.selection_bias
-        self.e_score_correction_bias = make_parameter(columns, of=torch.float32) if biased else None
+        self.e_score_correction_bias = (
+            make_parameter(columns, dtype=torch.float32) if biased else None
+        )
         table = None
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
@@ -120,26 +122,28 @@ class Router(nn.Module):
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
         if self._unloaded and not is_compiling():
-            for name, tensor in self._own().items():
+            for name, tensor in self._loaded_tensors().items():
                 check_local(f"router.{name}", tensor)
-            check_loaded(self._own())
+            check_loaded(self._loaded_tensors())
             self._unloaded = self.weight.is_meta
         with torch.autocast(x_TH.device.type, enabled=False):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
         """Return the tensors that `route` takes beside the logits."""
-        unloaded = tuple(self._own().values()) if self._unloaded and is_compiling() else ()
+        unloaded = (
+            tuple(self._loaded_tensors().values()) if self._unloaded and is_compiling() else ()
+        )
         return RouterTensors(self.e_score_correction_bias, self.tid2eid, unloaded)
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        named = {
+    def _loaded_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {
             "weight": self.weight,
             "bias": self.bias,
             "e_score_correction_bias": self.e_score_correction_bias,
             "tid2eid": self.tid2eid,
         }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast the gate. The selection bias is moved but not cast."""
@@ -150,7 +154,7 @@ class Router(nn.Module):
 
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.weight.is_meta:  # after `to_empty`
-            for name, tensor in self._own().items():
+            for name, tensor in self._loaded_tensors().items():
                 fill_with_sentinel(name, tensor.data)
             self._unloaded = True
         return self
@@ -164,7 +168,7 @@ class Router(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if self._unloaded:
-            self._unloaded = not state_is_loaded(self._own(), state_dict, prefix)
+            self._unloaded = not state_is_loaded(self._loaded_tensors(), state_dict, prefix)
 
     def routed(
         self,

@@ -35,20 +35,20 @@ def check_selection_bias(
             raise ShapeError("selection_bias", got=tuple(selection_bias.shape), need=need_shape)
 
 
-def check_router(of_checkpoint: RouterSpec | None, own: RouterSpec) -> None:
+def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> None:
     """Raise ConfigurationError if a checkpoint's router selects or weights unlike the layer's.
 
-    of_checkpoint: None if its router is not known; then nothing is compared.
+    checkpoint_spec: None if its router is not known; then nothing is compared.
     """
-    if of_checkpoint is None:
+    if checkpoint_spec is None:
         return
-    names = router_differences(of_checkpoint, own)
+    names = router_differences(checkpoint_spec, layer_spec)
     if names:
         if "groups" in names and "topk_groups" not in names:
             names = (*names, "topk_groups")  # only both together define the candidates
         got, need = (
             ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
-            for spec in (of_checkpoint, own)
+            for spec in (checkpoint_spec, layer_spec)
         )
         raise ConfigurationError("router of the checkpoint", got=got, need=f"{need}, the layer's")
 
@@ -75,37 +75,37 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
     return spec.top_k
 
 
-def flatten_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
+def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
     """Return logits (..., E) as (T, E).
 
-    lead: the dimensions of x before H. Raises ConfigurationError unless `given` is a tensor,
+    lead: the dimensions of x before H. Raises ConfigurationError unless `routing` is a tensor,
     ShapeError for another shape.
     """
-    if not isinstance(given, torch.Tensor):
+    if not isinstance(routing, torch.Tensor):
         need = "the router's logits (..., E)"
-        raise ConfigurationError("routing", got=type(given).__name__, need=need)
-    if given.dim() < 2 or given.shape[-1] != columns:
+        raise ConfigurationError("routing", got=type(routing).__name__, need=need)
+    if routing.dim() < 2 or routing.shape[-1] != columns:
         need = f"(..., E) with E = {columns}"
-        raise ShapeError("router logits", got=tuple(given.shape), need=need)
-    check_lead("router logits", given, lead, "E")
-    if given.dim() == 2:  # checked by `route`
-        return given
-    return check_tensor("router logits", given).reshape(-1, columns)
+        raise ShapeError("router logits", got=tuple(routing.shape), need=need)
+    check_lead("router logits", routing, lead, "E")
+    if routing.dim() == 2:  # checked by `route`
+        return routing
+    return check_tensor("router logits", routing).reshape(-1, columns)
 
 
-def normalize_routing(given: object, lead: tuple[int, ...]) -> Routing:
+def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
     """Return a caller's routing as contiguous (T, K) tensors; 16-bit weights become float32.
 
     lead: the dimensions of x before H. The routing has the same ones, or T alone. Raises
     ConfigurationError for an unknown type, ShapeError for shapes that do not match.
     """
-    if isinstance(given, Routing):
-        weights, ids = given.topk_weights_TK, given.topk_ids_TK
-    elif isinstance(given, tuple | list) and len(given) >= 2:
-        weights, ids = given[0], given[1]
+    if isinstance(routing, Routing):
+        weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
+    elif isinstance(routing, tuple | list) and len(routing) >= 2:
+        weights, ids = routing[0], routing[1]
     else:
         need = "a Routing, or (weights, ids), each (..., K)"
-        raise ConfigurationError("routing", got=type(given).__name__, need=need)
+        raise ConfigurationError("routing", got=type(routing).__name__, need=need)
     check_tensor("topk_weights", weights)
     check_tensor("topk_ids", ids)
     if weights.dim() < 2 or weights.shape != ids.shape:

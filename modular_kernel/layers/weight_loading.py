@@ -31,9 +31,10 @@ Mapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
-_TOLERANCE = 1e-5  # allowed difference between the input scales of an expert's gate and up
+_SCALE_TOLERANCE = 1e-5  # allowed difference between the input scales of an expert's gate and up
 _MATRIX_SCALES = ("scale", "global_scale")
-_SCALES, _UNSET = ("scale", "global_scale", "a_scale"), 1.0  # _UNSET: value before loading
+_SCALES = ("scale", "global_scale", "a_scale")
+_INITIAL_SCALE = 1.0  # value before loading
 
 
 def make_expert_params_mapping(
@@ -77,7 +78,9 @@ class ExpertLoader:
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
         matrix_scales = [
-            each for each in self.format.stored if each.role in _MATRIX_SCALES and not each.dims
+            stored
+            for stored in self.format.stored
+            if stored.role in _MATRIX_SCALES and not stored.dims
         ]
         if share.interleaved and matrix_scales:
             need = "gate rows first: per-projection scales are fused by rows"
@@ -88,19 +91,23 @@ class ExpertLoader:
             need = "no act-order, and 16- or 8-bit inputs; `load_experts` supports the others"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
-        self._check_halves()
-        self._fine = self.format.with_scheme(self.scheme)
+        self._check_gate_up_packing()
+        self._rank_format = self.format.with_scheme(self.scheme)
         biases = (_BIAS,) if bias else ()
         self._stored: tuple[StoredTensor, ...] = (*self.format.stored, *biases)
-        self._kept = {each.name: each for each in (*self._fine.stored, *biases)}
+        self._parameter_specs = {
+            stored.name: stored for stored in (*self._rank_format.stored, *biases)
+        }
         self._loaded: set[tuple[str, str, int]] = set()
         # Input scales of the experts of all ranks, and which were set since `expert_weights`.
         self._input_scales: dict[tuple[str, int, str], float] = {}
-        self._new_scales: set[tuple[str, int, str]] = set()
+        self._scales_since_build: set[tuple[str, int, str]] = set()
 
-    def _check_halves(self) -> None:
+    def _check_gate_up_packing(self) -> None:
         """Raise ConfigurationError if gate and up rows would share a packed word."""
-        dims = [(each, dim) for each in self.format.stored for dim in each.dims if dim.indivisible]
+        dims = [
+            (stored, dim) for stored in self.format.stored for dim in stored.dims if dim.indivisible
+        ]
         for stored, dim in dims if self.share.gated else ():
             if dim.axis == "N" and self.share.width % dim.step:
                 need = f"a multiple of {dim.step} on a rank: {stored.name} packs so many rows"
@@ -112,7 +119,7 @@ class ExpertLoader:
         halves = 2 if share.gated else 1
         sizes = {"w13": (halves * share.width, share.hidden), "w2": (share.hidden, share.width)}
         for name, matrix in sizes.items():
-            for tensor in self._kept.values():
+            for tensor in self._parameter_specs.values():
                 shape = tensor.shape(*matrix)
                 per_projection = tensor.role in _MATRIX_SCALES and not tensor.dims
                 if per_projection and name == "w13" and share.gated:
@@ -147,12 +154,14 @@ class ExpertLoader:
             torch.get_default_device() if device is None else device, meta=True
         )
         roles = {
-            f"{m}_{name}": tensor.role for m in ("w13", "w2") for name, tensor in self._kept.items()
+            f"{m}_{name}": tensor.role
+            for m in ("w13", "w2")
+            for name, tensor in self._parameter_specs.items()
         }
         for name, (shape, fixed_dtype) in self.shapes().items():
             data = torch.zeros(shape, dtype=fixed_dtype or dtype, device=device)
             if roles[name] in _SCALES and data.is_floating_point():
-                data.fill_(_UNSET)
+                data.fill_(_INITIAL_SCALE)
             parameter = torch.nn.Parameter(data, requires_grad=False)
             kind = self.scheme.granularity if roles[name] == "scale" else ""
             self.mark(parameter, weight_loader or self.weight_loader, kind)
@@ -184,12 +193,12 @@ class ExpertLoader:
         differ.
         """
         expect("weight_name", weight_name, str)
-        stored = self._named(weight_name)
+        stored = self._stored_tensor(weight_name)
         check_tensor(f"{weight_name}: parameter", param, meta=True)
         check_tensor(weight_name, loaded_weight, meta=param.is_meta)
         check_output(f"{weight_name}: parameter", param, {weight_name: loaded_weight})
         if shard_id == FUSED and self.share.gated and not self.share.interleaved:
-            halves = self._halves(weight_name, stored, loaded_weight)
+            halves = self._split_gate_up(weight_name, stored, loaded_weight)
             for shard, half in zip(("w1", "w3"), halves, strict=True):
                 self.weight_loader(param, half, weight_name, shard, expert_id)
             return
@@ -202,15 +211,15 @@ class ExpertLoader:
         if tuple(param.shape) != expected:
             raise ShapeError(f"{weight_name}: parameter", got=tuple(param.shape), need=expected)
         if stored.role == "a_scale":
-            self._put_input_scale(stored, matrix, expert_id, shard_id, float(loaded_weight))
+            self._set_input_scale(stored, matrix, expert_id, shard_id, float(loaded_weight))
         if move is None or stored.role in UNREAD:
             return
         loaded_weight = loaded_weight.reshape(need)
         with torch.no_grad():
             if stored.role == "bias" and shard_id == "w2" and self.share.tp[0]:
                 pass  # only TP rank 0 adds b2 to the sum over ranks
-            elif self._kept[stored.name].dims:
-                self._copy_box(param.data[move.slot], loaded_weight, stored, move, sizes)
+            elif self._parameter_specs[stored.name].dims:
+                self._copy_slice(param.data[move.slot], loaded_weight, stored, move, sizes)
             else:
                 self._copy_scalar(param.data[move.slot], loaded_weight, stored, shard_id)
         self._loaded.add((stored.name, shard_id, move.slot))
@@ -220,7 +229,7 @@ class ExpertLoader:
         width, hidden = self.share.intermediate, self.share.hidden
         return {"w2": (hidden, width), FUSED: (2 * width, hidden)}.get(shard, (width, hidden))
 
-    def _halves(
+    def _split_gate_up(
         self, name: str, stored: StoredTensor, loaded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensors of gate and of up: halves along the rows, or the same tensor twice.
@@ -229,7 +238,7 @@ class ExpertLoader:
         """
         need, width = stored.shape(*self._sizes(FUSED)), self.share.intermediate
         stored.check(name, tuple(loaded.shape), loaded.dtype, need)
-        dim = next((place for place, dim in enumerate(stored.dims) if dim.axis == "N"), None)
+        dim = next((index for index, dim in enumerate(stored.dims) if dim.axis == "N"), None)
         if dim is None:
             return loaded, loaded
         if width % stored.dims[dim].step:
@@ -246,32 +255,34 @@ class ExpertLoader:
         was not loaded.
         """
         expect("layer", layer, torch.nn.Module)
-        self._check_whole()
-        self._new_scales.clear()
+        self._check_complete()
+        self._scales_since_build.clear()
         fields: dict[str, torch.Tensor | None] = {}
         for matrix, number in (("w13", "1"), ("w2", "2")):
-            merged = self._merged(layer, matrix)
-            for end in ("w", "scale", "zero_point", "global_scale"):
-                fields[f"w{number}" if end == "w" else f"w{number}_{end}"] = getattr(merged, end)
+            fused = self._fuse_matrix(layer, matrix)
+            for suffix in ("w", "scale", "zero_point", "global_scale"):
+                fields[f"w{number}" if suffix == "w" else f"w{number}_{suffix}"] = getattr(
+                    fused, suffix
+                )
             if self.scheme.static:
-                scales = [v for (of, *_), v in self._input_scales.items() if of == matrix]
+                scales = [v for key, v in self._input_scales.items() if key[0] == matrix]
                 fields[f"a{number}_scale"] = static_scale(
-                    torch.tensor(scales, device=merged.w.device)
+                    torch.tensor(scales, device=fused.w.device)
                 )
             if self.bias:
                 fields[f"b{number}"] = _parameter(layer, f"{matrix}_bias")
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
-    def _named(self, weight_name: str) -> StoredTensor:
+    def _stored_tensor(self, weight_name: str) -> StoredTensor:
         last = weight_name.rpartition(".")[2]
         name = last.removeprefix("w13_").removeprefix("w2_")
         for stored in self._stored:
             if name in (stored.name, *stored.aliases):
                 return stored
-        need = f"a name that ends with one of {', '.join(each.name for each in self._stored)}"
+        need = f"a name that ends with one of {', '.join(stored.name for stored in self._stored)}"
         raise ConfigurationError("weight_name", got=repr(weight_name)[:160], need=need)
 
-    def _copy_box(
+    def _copy_slice(
         self,
         target: torch.Tensor,
         loaded: torch.Tensor,
@@ -281,15 +292,16 @@ class ExpertLoader:
     ) -> None:
         """Copy this rank's rows and columns, in the tiles of this rank's scheme."""
         stored.check_cut(stored.name, move.source_rows, move.source_columns, sizes)
-        part = cut([stored], {stored.name: loaded}, move.source_rows, move.source_columns)
-        fine = convert_share(self.format, self._fine, part, move.source_rows, move.source_columns)
+        source = cut([stored], {stored.name: loaded}, move.source_rows, move.source_columns)
+        converted = convert_share(
+            self.format, self._rank_format, source, move.source_rows, move.source_columns
+        )
         if stored.role == "order":
-            fine = {stored.name: target}  # checked only: without act-order it is k // group
+            converted = {stored.name: target}  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
             target = target.mT
-        target[self._kept[stored.name].slices(move.rows, move.columns)] = fine[stored.name].to(
-            target.dtype
-        )
+        slices = self._parameter_specs[stored.name].slices(move.rows, move.columns)
+        target[slices] = converted[stored.name].to(target.dtype)
 
     def _copy_scalar(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: StoredTensor, shard: str
@@ -297,22 +309,29 @@ class ExpertLoader:
         per_projection = stored.role in _MATRIX_SCALES and target.dim()
         (target[0 if shard == "w1" else 1] if per_projection else target).copy_(loaded)
 
-    def _put_input_scale(
+    def _set_input_scale(
         self, stored: StoredTensor, matrix: str, expert: int, shard: str, value: float
     ) -> None:
         """Store one scale; raise WeightsError if the expert's other projection has another one."""
         other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
-        if other in self._new_scales and not abs(self._input_scales[other] - value) <= _TOLERANCE:
+        if (
+            other in self._scales_since_build
+            and not abs(self._input_scales[other] - value) <= _SCALE_TOLERANCE
+        ):
             need = f"{self._input_scales[other]}, as the other projection has it"
             raise WeightsError(stored.name, got=value, need=need)
-        self._new_scales.add((matrix, expert, shard))
+        self._scales_since_build.add((matrix, expert, shard))
         self._input_scales[matrix, expert, shard] = value
 
-    def _merged(self, layer: torch.nn.Module, matrix: str) -> Matrix:
-        tensors_kept = [
-            each for each in self._fine.stored if each.role not in (*UNREAD, "order", "a_scale")
+    def _fuse_matrix(self, layer: torch.nn.Module, matrix: str) -> Matrix:
+        weight_tensors = [
+            stored
+            for stored in self._rank_format.stored
+            if stored.role not in (*UNREAD, "order", "a_scale")
         ]
-        tensors = {each.name: _parameter(layer, f"{matrix}_{each.name}") for each in tensors_kept}
+        tensors = {
+            stored.name: _parameter(layer, f"{matrix}_{stored.name}") for stored in weight_tensors
+        }
         if self.transposed:
             tensors = {name: tensor.mT for name, tensor in tensors.items()}
         dtype = tensors["weight"].dtype if not self.scheme.quantized else torch.float32
@@ -325,9 +344,9 @@ class ExpertLoader:
                 }
                 for half in (0, 1)
             ]
-        return fuse(self._fine, parts, dtype)
+        return fuse(self._rank_format, parts, dtype)
 
-    def _check_whole(self) -> None:
+    def _check_complete(self) -> None:
         missing = [
             f"{stored.name} of {shard}, expert {self.share.slots[slot]}"
             for stored in self._stored

@@ -57,12 +57,12 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
     for name in MATRICES:
         values = prod(shapes[f"lora_{name}"][2:])
         shared = spec.outer_shared and name in ("a13", "b2")
-        read = values * (slots_in_use if shared else matrices_read) * problem.dtype.itemsize
-        work[name] = AdapterWork(2.0 * pairs * values, read)
+        bytes_read = values * (slots_in_use if shared else matrices_read) * problem.dtype.itemsize
+        work[name] = AdapterWork(2.0 * pairs * values, bytes_read)
     return work
 
 
-def whole_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
+def total_adapter_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
     """Return the work with all matrices."""
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 

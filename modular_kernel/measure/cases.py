@@ -12,14 +12,14 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _SEED = 7
-_SHORT = {
+_SHORT_NAMES = {
     "float8_e4m3fn": "fp8",
     "int8": "int8",
     "uint8": "int8",
     "uint4": "int4",
     "float4_e2m1": "fp4",
 }
-_LARGEST = (6.5, 24.0)  # maximum of x and of the activation, for normal x and these weights
+_INPUT_MAXIMA = (6.5, 24.0)  # maximum of x and of the activation, for normal x and these weights
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def operands(problem: Problem, scheme: QuantScheme) -> str:
 
     Layers with equal operands compete, whatever the granularity of their scales.
     """
-    plain = dtype_name(problem.dtype)
+    unquantized = dtype_name(problem.dtype)
     if not scheme.quantized:
-        return plain
-    return f"{_SHORT[scheme.weight]}/{_SHORT.get(scheme.activation, plain)}"
+        return unquantized
+    return f"{_SHORT_NAMES[scheme.weight]}/{_SHORT_NAMES.get(scheme.activation, unquantized)}"
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
         return (torch.randn(e, rows, device=device, generator=generator) / 2).to(dtype)
 
     b1, b2 = bias(n), bias(h)
-    matrices = _adapters(problem, generator)
+    matrices = _draw_adapters(problem, generator)
     return ExpertWeights(w1, w2, b1, b2, first_experts_map(problem, device), **matrices)
 
 
-def _adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _draw_adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Draw the matrices of every adapter slot, with full rank; {} without adapters."""
     spec = problem.adapters
     if spec is None:
@@ -138,12 +138,12 @@ def quantize(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """Return the weights quantized by the problem's scheme."""
     if not problem.scheme.quantized:
         return weights
-    return quantize_weights(_with_static_scales(weights, problem), problem)
+    return quantize_weights(_add_static_scales(weights, problem), problem)
 
 
-def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+def _add_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """Add static activation scales for the maxima of a benchmark's inputs."""
     if not problem.scheme.static:
         return weights
-    a1, a2 = (static_scale(problem, maximum, weights.w1.device) for maximum in _LARGEST)
+    a1, a2 = (static_scale(problem, maximum, weights.w1.device) for maximum in _INPUT_MAXIMA)
     return replace(weights, a1_scale=a1, a2_scale=a2)

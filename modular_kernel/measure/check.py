@@ -21,118 +21,121 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 FACTOR = 2.0
 EPS = 1e-6  # for float32 sums in another order
-_ROWS = 8
-_LEAST_VALUES = 512  # with this number, the error of one layer varies by 10 %
+_MAX_ROWS = 8
+_MIN_VALUES = 512  # with this number, the error of one layer varies by 10 %
 
 
 @dataclass(frozen=True)
 class ExpectedOutput:
     """Expected output. rows: rows that are compared. exact: their values, float64.
 
-    fair: the norm of the error of plain torch.
+    recipe_error: norm of the error of plain torch.
     """
 
     rows: torch.Tensor
     exact: torch.Tensor
-    fair: float
+    recipe_error: float
 
 
 @dataclass(frozen=True)
 class CheckResult:
     """Result of a check.
 
-    error: relative root mean square, or None. bound: the allowed error. wrong: the reason of a
+    error: relative root mean square, or None. bound: the allowed error. failure: the reason of a
     failure, or "".
     """
 
     error: float | None
     bound: float
-    wrong: str = ""
+    failure: str = ""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of a layer's calls together. last: the compared rows of the last call, float64."""
+    """Result of a layer's calls together.
 
-    finding: CheckResult
-    last: torch.Tensor
+    last_rows: the compared rows of the last call, float64.
+    """
+
+    result: CheckResult
+    last_rows: torch.Tensor
 
 
 def inputs_to_check(problem: Problem) -> int:
     """Return the number of calls needed for a sufficient number of values."""
-    return math.ceil(_LEAST_VALUES / (min(problem.tokens, _ROWS) * problem.hidden))
+    return math.ceil(_MIN_VALUES / (min(problem.tokens, _MAX_ROWS) * problem.hidden))
 
 
 def expected_output(
-    cell: LayerCase, given: Input, weights: ExpertWeights, scheme: QuantScheme
+    cell: LayerCase, call_input: Input, weights: ExpertWeights, scheme: QuantScheme
 ) -> ExpectedOutput:
     """Compute the expected output of a layer with `scheme` on some rows, from first to last."""
-    tokens, device = cell.problem.tokens, given.x_TH.device
-    rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()
-    x_TH = given.x_TH[rows]
-    routing = given.routing.of(rows)
+    tokens, device = cell.problem.tokens, call_input.x_TH.device
+    rows = torch.linspace(0, tokens - 1, min(tokens, _MAX_ROWS), device=device).long()
+    x_TH = call_input.x_TH[rows]
+    routing = call_input.routing.of(rows)
     touched_weights, problem = _select_touched(
         weights, routing, cell.problem.with_tokens(len(rows))
     )
     exact = oracle(x_TH, touched_weights, routing, problem)
     problem = replace(problem, quant=str(scheme))
-    fair = recipe(x_TH, quantize(touched_weights, problem), routing, problem)
-    return ExpectedOutput(rows, exact, float((fair - exact).norm()))
+    recipe_rows = recipe(x_TH, quantize(touched_weights, problem), routing, problem)
+    return ExpectedOutput(rows, exact, float((recipe_rows - exact).norm()))
 
 
-def check_calls(checks: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> Checked:
-    """Check shape, dtype and finite values of every call, and the common error of all answers.
+def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> Checked:
+    """Check shape, dtype and finiteness of every output, and the common error of all outputs.
 
     Each output is filled with NaN before the next call, so that values that are not written do not
     pass.
     """
-    answers = [answer for _, answer in checks]
-    norm = math.hypot(*(float(answer.exact.norm()) for answer in answers)) or 1.0
-    bound = FACTOR * math.hypot(*(answer.fair for answer in answers)) / norm + EPS
-    errors, last = [], answers[-1].exact
-    out = checks[0][0]()
-    for call, answer in checks:
+    outputs = [expected for _, expected in calls]
+    norm = math.hypot(*(float(expected.exact.norm()) for expected in outputs)) or 1.0
+    bound = FACTOR * math.hypot(*(expected.recipe_error for expected in outputs)) / norm + EPS
+    errors, last_rows = [], outputs[-1].exact
+    out = calls[0][0]()
+    for call, expected in calls:
         out.fill_(math.nan)
         out = call()
-        wrong = _wrong_form(out, problem)
-        if wrong:
-            return Checked(CheckResult(None, bound, wrong), last)
-        last = out[answer.rows].double()
-        errors.append(float((last - answer.exact).norm()))
+        failure = _find_format_error(out, problem)
+        if failure:
+            return Checked(CheckResult(None, bound, failure), last_rows)
+        last_rows = out[expected.rows].double()
+        errors.append(float((last_rows - expected.exact).norm()))
     error = math.hypot(*errors) / norm
-    wrong = "" if error <= bound else f"relative error {error:.2e} > {bound:.2e}"
-    return Checked(CheckResult(error, bound, wrong), last)
+    failure = "" if error <= bound else f"relative error {error:.2e} > {bound:.2e}"
+    return Checked(CheckResult(error, bound, failure), last_rows)
 
 
 def check_unchanged(
-    out: torch.Tensor, answer: ExpectedOutput, before: Checked, problem: Problem
+    out: torch.Tensor, expected: ExpectedOutput, earlier: Checked, problem: Problem
 ) -> CheckResult:
-    """Compare the current values of the last call's output with those it had in `before`."""
-    bound = before.finding.bound
-    wrong = _wrong_form(out, problem)
-    if wrong:
-        return CheckResult(None, bound, wrong)
-    norm = float(before.last.norm()) or 1.0
-    change = float((out[answer.rows].double() - before.last).norm()) / norm
+    """Compare the current values of the last call's output with those it had in `earlier`."""
+    bound = earlier.result.bound
+    failure = _find_format_error(out, problem)
+    if failure:
+        return CheckResult(None, bound, failure)
+    norm = float(earlier.last_rows.norm()) or 1.0
+    change = float((out[expected.rows].double() - earlier.last_rows).norm()) / norm
     if not change <= bound:
         return CheckResult(
             change, bound, f"differs from the earlier output by {change:.2e}, more than {bound:.2e}"
         )
-    return before.finding
+    return earlier.result
 
 
-def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
+def _find_format_error(out: torch.Tensor, problem: Problem) -> str:
     """Return the error in shape, dtype or non-finite values, or ""."""
     if tuple(out.shape) != problem.output_shape or out.dtype != problem.dtype:
         got = f"{tuple(out.shape)} {out.dtype}"
         return f"output is {got}, should be {problem.output_shape} {problem.dtype}"
-    bad = ~out.isfinite().flatten(1).all(1)
-    if bool(bad.any()):
-        return f"{int(bad.sum())} of {len(bad)} rows hold values that are not finite"
+    bad_rows = ~out.isfinite().flatten(1).all(1)
+    if bool(bad_rows.any()):
+        return f"{int(bad_rows.sum())} of {len(bad_rows)} rows hold values that are not finite"
     return ""
 
 
-_ADAPTERS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+_ADAPTER_FIELDS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 
 
 def _select_touched(
@@ -151,12 +154,12 @@ def _select_touched(
         b1=None if weights.b1 is None else weights.b1[local],
         b2=None if weights.b2 is None else weights.b2[local],
         expert_map=expert_map,
-        **{name: _of_experts(getattr(weights, name), local) for name in _ADAPTERS},
+        **{name: _select_experts(getattr(weights, name), local) for name in _ADAPTER_FIELDS},
     )
     return selected, replace(problem, expert_map=True, local_experts=max(1, len(ids)))
 
 
-def _of_experts(matrices: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor | None:
+def _select_experts(matrices: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor | None:
     """Select experts of an adapter's matrices (L, e or 1, ...); shared ones are unchanged."""
     if matrices is None or matrices.shape[1] == 1:
         return matrices

@@ -14,7 +14,7 @@ Environment = dict[str, str | int | None]
 
 def environment(device: torch.device, command: str) -> Environment:
     """Return names and versions; None for what is not available."""
-    facts: Environment = {
+    fields: Environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "version": version_of("modular-kernel"),
@@ -27,9 +27,9 @@ def environment(device: torch.device, command: str) -> Environment:
         "driver": None,
     }
     if device.type != "cuda":
-        return facts
+        return fields
     properties = torch.cuda.get_device_properties(device)
-    return facts | {
+    return fields | {
         "device": properties.name,
         "driver": driver_version(),
         "sms": properties.multi_processor_count,
@@ -40,18 +40,18 @@ def environment(device: torch.device, command: str) -> Environment:
 
 def driver_version() -> str | None:
     """Return the version of the GPU driver, or None if it is not available."""
-    answer = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0].strip() if answer else None
+    output = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return output.splitlines()[0].strip() if output else None
 
 
-def nvidia_smi(*words: str) -> str | None:
+def nvidia_smi(*arguments: str) -> str | None:
     """Return the output of nvidia-smi; None if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
         result = subprocess.run(
-            [program, *words], capture_output=True, text=True, timeout=20, check=False
+            [program, *arguments], capture_output=True, text=True, timeout=20, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -11,18 +11,18 @@ from modular_kernel.workspace import BufferSpec
 
 
 def prepared_specs_of(
-    experts: str, problem: Problem, described: Machine | None = None
+    experts: str, problem: Problem, machine: Machine | None = None
 ) -> Mapping[str, BufferSpec]:
     """Return the specs of the prepared tensors of one rank, by field of ExpertWeights.
 
-    {} if the experts prepare nothing for such weights. described: evaluate for that machine; None
+    {} if the experts prepare nothing for such weights. machine: evaluate for that machine; None
     means this one. Experts that may prepare something are created, which raises ConfigurationError
     if their packages are missing.
     """
     part = load_catalog().experts(experts)
     if part.prepared_specs is PermuteExpertsUnpermute.prepared_specs:
         return {}
-    with nullcontext() if described is None else part.described(described):
+    with nullcontext() if machine is None else part.described(machine):
         try:
             return part(problem).prepared_specs()
         except ImportError as error:
@@ -30,6 +30,6 @@ def prepared_specs_of(
             raise ConfigurationError(f"what {experts} prepares", got=error, need=need) from error
 
 
-def declared_bytes(experts: str, problem: Problem, described: Machine | None = None) -> int:
+def declared_bytes(experts: str, problem: Problem, machine: Machine | None = None) -> int:
     """Return the bytes of `prepared_specs_of`."""
-    return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, described).values())
+    return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, machine).values())

@@ -142,8 +142,8 @@ def with_best_peer(rows: Iterable[Row]) -> tuple[Row, ...]:
         groups.setdefault(row.group, []).append(row)
     best_peers = {group: best(members, ours=False) for group, members in groups.items()}
 
-    def over(row: Row) -> float | None:
+    def ratio_to_peer(row: Row) -> float | None:
         peer = best_peers[row.group]
         return row.us / peer if row.competes and row.us is not None and peer else None
 
-    return tuple(replace(row, over_best_peer=over(row)) for row in rows)
+    return tuple(replace(row, over_best_peer=ratio_to_peer(row)) for row in rows)

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel.measure.adapter_roofline import whole_work
+from modular_kernel.measure.adapter_roofline import total_adapter_work
 from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.timing import time_calls
 from modular_kernel.spec.problem import Problem, dtype_name
@@ -24,8 +24,8 @@ _FP8, _INT8 = "float8_e4m3fn", "int8"
 _WEIGHT_BITS = {_FP8: 8, _INT8: 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
 # Bits of a group's scale: 8 for 16 or 32 float4 values, 16 for a group of integers.
 _SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8}
-_MEASURED_MS = 60.0
-_LINK_MS = 20.0
+_TARGET_MS = 60.0
+_LINK_TARGET_MS = 20.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Wor
         outputs *= size
     values = problem.tokens * problem.hidden + outputs
     bytes_moved = touched * expert_bytes(problem, scheme) + values * problem.dtype.itemsize
-    adapters = whole_work(problem, pairs, touched)
+    adapters = total_adapter_work(problem, pairs, touched)
     return Work(2 * pairs * elements + adapters.flops, bytes_moved + adapters.bytes, touched)
 
 
@@ -168,7 +168,7 @@ def _product_rate(name: str, device: torch.device, size: int) -> float | None:
             partial(product, _operand(name, device, size), _operand(name, device, size))
             for _ in range(2)
         ]
-        timing = time_calls(calls, device, target_ms=_MEASURED_MS)
+        timing = time_calls(calls, device, target_ms=_TARGET_MS)
     except (RuntimeError, NotImplementedError):
         return None
     finally:
@@ -187,11 +187,11 @@ def _operand(name: str, device: torch.device, size: int) -> torch.Tensor:
 def _product(name: str, device: torch.device) -> Product:
     """Return a function that computes a (M, K), b (N, K) -> a b^T (M, N)."""
     if name == _FP8:
-        one = torch.ones((), device=device)
+        unit_scale = torch.ones((), device=device)
 
         def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = torch._scaled_mm(
-                a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+                a, b.t(), unit_scale, unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True
             )
             return product
 
@@ -211,7 +211,7 @@ def measure_link(device: torch.device, peer: torch.device, nbytes: int = 1 << 28
             target.copy_(source, non_blocking=True)
             return source
 
-        timing = time_calls([copy], device, graph=False, target_ms=_LINK_MS)
+        timing = time_calls([copy], device, graph=False, target_ms=_LINK_TARGET_MS)
     except RuntimeError:
         return None
     return nbytes / timing.us * 1e6

@@ -1,7 +1,8 @@
 """Random routings of benchmarks.
 
 uniform   every set of K experts is equally likely
-zipfA     K draws without replacement, an expert as likely as 1 / place ** A; zipf means zipf1.2
+zipfA     K draws without replacement; the r-th most popular expert is as likely as 1 / r ** A;
+          zipf means zipf1.2
 hotN      N experts (at most K) are among every token's K, the others are uniform; hot1 is
           "all to one"
 
@@ -60,9 +61,9 @@ def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Rou
     device = generator.device
     scores_TE = torch.rand(tokens, experts, device=device, generator=generator)
     if kind.kind == "zipf":  # Gumbel-top-k: draws without replacement from log-odds plus noise
-        place_E = torch.randperm(experts, device=device, generator=generator) + 1
+        popularity_rank_E = torch.randperm(experts, device=device, generator=generator) + 1
         noise_TE = -scores_TE.clamp(min=1e-20).log().neg().clamp(min=1e-20).log()
-        scores_TE = noise_TE - kind.value * place_E.float().log()
+        scores_TE = noise_TE - kind.value * popularity_rank_E.float().log()
     elif kind.kind == "hot":
         hot = torch.randperm(experts, device=device, generator=generator)[: int(kind.value)]
         scores_TE[:, hot[:top_k]] += 2

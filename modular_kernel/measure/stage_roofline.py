@@ -37,8 +37,8 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-_SCALE = 4.0  # bytes of a float32 scale
-_INDEX = 4.0
+_SCALE_BYTES = 4.0  # bytes of a float32 scale
+_INDEX_BYTES = 4.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class RankLoad:
     """The load of one rank in one call.
 
     tokens: T, this rank's own. rows: R, tokens of all ranks with an expert here. pairs: P. touched:
-    experts here with a pair. out, back: rows that cross a link to and from other ranks.
+    experts here with a pair. out, back: rows that cross a link to and from other
+    ranks.
     """
 
     tokens: int
@@ -57,7 +58,7 @@ class RankLoad:
     back: int = 0
 
     @property
-    def crossing(self) -> int:
+    def link_rows(self) -> int:
         """Rows in the busier direction."""
         return max(self.out, self.back)
 
@@ -84,7 +85,7 @@ def stage_works(
     """Return the work of every stage in the table. names: all stages of the call."""
     table = _table(names, problem, scheme, load)
     in_table = [name for name in names if all(part in table for part in stages.parts(name))]
-    return {name: _joined([table[part] for part in stages.parts(name)]) for name in in_table}
+    return {name: _fuse([table[part] for part in stages.parts(name)]) for name in in_table}
 
 
 def stage_floor(
@@ -100,7 +101,7 @@ def stage_floor(
     return Roofline(times[bound] * 1e6, bound)
 
 
-def _joined(works: Sequence[StageWork]) -> StageWork:
+def _fuse(works: Sequence[StageWork]) -> StageWork:
     """Return the work of one kernel that fuses these stages."""
     return StageWork(
         sum(work.flops for work in works),
@@ -114,18 +115,18 @@ def _joined(works: Sequence[StageWork]) -> StageWork:
 def _table(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
-    hidden, inner, value_bytes = problem.hidden, problem.intermediate, problem.dtype.itemsize
+    hidden, intermediate, value_bytes = problem.hidden, problem.intermediate, problem.dtype.itemsize
     fused_stages = [stages.parts(name) for name in names]
     # If a GEMM kernel itself quantizes or permutes, its operand is not yet quantized or permuted.
     x_quantized = _is_separate_stage(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
     h_quantized = _is_separate_stage(stages.QUANTIZE, stages.GEMM2, fused_stages)
     x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else value_bytes)
-    h_row = inner * (_quantized_bytes(scheme, inner) if h_quantized else value_bytes)
-    y_row, raw_row = hidden * value_bytes, inner * value_bytes
+    h_row = intermediate * (_quantized_bytes(scheme, intermediate) if h_quantized else value_bytes)
+    y_row, raw_row = hidden * value_bytes, intermediate * value_bytes
     rows = (
         load.pairs if _is_separate_stage(stages.PERMUTE, stages.GEMM1, fused_stages) else load.rows
     )
-    w1, w2 = (load.touched * each for each in matrix_bytes(problem, scheme))
+    w1, w2 = (load.touched * nbytes for nbytes in matrix_bytes(problem, scheme))
     a13, b13, a2, b2 = adapter_work(problem, load.pairs, load.touched).values()
     u13, u2 = _u_values_per_pair(problem)
     ids = load.tokens * problem.top_k * (problem.ids_dtype.itemsize if problem.ids_dtype else 4.0)
@@ -133,9 +134,9 @@ def _table(
     return {
         stages.QUANTIZE_INPUT: StageWork(0.0, tokens * y_row, 0.0, tokens * x_row),
         stages.DISPATCH: StageWork(
-            0.0, tokens * x_row, 0.0, load.rows * x_row, load.crossing * x_row
+            0.0, tokens * x_row, 0.0, load.rows * x_row, load.link_rows * x_row
         ),
-        stages.SORT: StageWork(0.0, ids, 0.0, p * _INDEX),
+        stages.SORT: StageWork(0.0, ids, 0.0, p * _INDEX_BYTES),
         stages.PERMUTE: StageWork(0.0, load.rows * x_row, 0.0, p * x_row),
         stages.SHRINK: StageWork(
             a13.flops + a2.flops,
@@ -151,7 +152,7 @@ def _table(
         ),
         stages.QUANTIZE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
         stages.GEMM2: StageWork(
-            2.0 * p * inner * hidden + b2.flops,
+            2.0 * p * intermediate * hidden + b2.flops,
             p * h_row + p * u2 * value_bytes,
             w2 + b2.bytes,
             p * y_row,
@@ -159,7 +160,7 @@ def _table(
         stages.UNPERMUTE: StageWork(0.0, p * y_row, 0.0, p * y_row),
         stages.REDUCE: StageWork(0.0, p * y_row, 0.0, load.rows * y_row),
         stages.COMBINE: StageWork(
-            0.0, load.rows * y_row, 0.0, tokens * y_row, load.crossing * y_row
+            0.0, load.rows * y_row, 0.0, tokens * y_row, load.link_rows * y_row
         ),
     }
 
@@ -173,9 +174,9 @@ def _u_values_per_pair(problem: Problem) -> tuple[int, int]:
     return spec.shapes(*sizes)["lora_a13"][2], spec.rank
 
 
-def _is_separate_stage(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:
+def _is_separate_stage(work: str, product: str, fused_stages: Sequence[Sequence[str]]) -> bool:
     """Return whether `work` is done by another stage than the GEMM `product`."""
-    return any(work in names and product not in names for names in together)
+    return any(work in names and product not in names for names in fused_stages)
 
 
 def _quantized_bytes(scheme: QuantScheme, depth: int) -> float:
@@ -185,7 +186,7 @@ def _quantized_bytes(scheme: QuantScheme, depth: int) -> float:
     """
     granularity = scheme.activation_granularity
     if granularity == "token":
-        return 1.0 + _SCALE / depth
+        return 1.0 + _SCALE_BYTES / depth
     if granularity == "group":
-        return 1.0 + _SCALE / scheme.group[-1]
+        return 1.0 + _SCALE_BYTES / scheme.group[-1]
     return 1.0

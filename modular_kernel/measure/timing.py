@@ -19,12 +19,12 @@ import torch
 
 Call = Callable[[], torch.Tensor]
 
-_FEWEST, _MOST = 5, 100  # number of replays
-_FEWEST_ON_CPU = 3
-_MOST_SETTLING = 1000  # maximum of untimed replays
+_MIN_REPLAYS, _MAX_REPLAYS = 5, 100  # number of replays
+_MIN_REPLAYS_ON_CPU = 3
+_MAX_SETTLING_REPLAYS = 1000  # maximum of untimed replays
 _HOST_REPEATS = 16
-_MOST_SETS = 8  # maximum sets of weights; beyond that the cache is overwritten
-_COLD = 2  # bytes read between two uses of the same data, relative to the cache size
+_MAX_WEIGHT_SETS = 8  # maximum sets of weights; beyond that the cache is overwritten
+_FLUSH_FACTOR = 2  # bytes read between two uses of the same data, relative to the cache size
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def rotation(
     if not l2:
         return Rotation(1)
     calls = 8 if tokens <= 128 else 4 if tokens <= 1024 else 2
-    sets = math.ceil(_COLD * l2 / max(call_bytes, 1))
+    sets = math.ceil(_FLUSH_FACTOR * l2 / max(call_bytes, 1))
     if sets <= 1:
         return Rotation(calls)
-    if sets <= _MOST_SETS and sets * weight_bytes <= memory / 5:
+    if sets <= _MAX_WEIGHT_SETS and sets * weight_bytes <= memory / 5:
         return Rotation(max(calls, sets), sets)
     return Rotation(calls, flush=True)
 
@@ -62,8 +62,8 @@ def rotation(
 class Timing:
     """Microseconds of one call: median, minimum, and interquartile range over the median.
 
-    mode: graph, eager or cpu, with "+flush" if the cache was overwritten. last: output of the last
-    call; with a graph, of an additional replay into poisoned memory.
+    mode: graph, eager or cpu, with "+flush" if the cache was overwritten. last_output: output of
+    the last call; with a graph, of an additional replay into poisoned memory.
     """
 
     us: float
@@ -71,7 +71,7 @@ class Timing:
     spread: float
     mode: str
     replays: int
-    last: torch.Tensor
+    last_output: torch.Tensor
 
 
 def time_calls(
@@ -97,30 +97,30 @@ def time_calls(
     captured = capture(groups) if graph and device.type == "cuda" else None
     if captured is not None:
         runs, mode = captured, "graph"
-    wipe = l2_flusher(device) if flush else None
+    flush_l2 = l2_flusher(device) if flush else None
     calls_per_run = len(groups[0])
-    _settle(runs, clock, wipe)
-    once = sum(_sample(runs, clock, wipe)) or 1e-3
-    min_replays = _FEWEST if device.type == "cuda" else _FEWEST_ON_CPU
-    replays = int(min(max(target_ms / once, min_replays), _MOST))
-    times = [ms / calls_per_run * 1e3 for ms in _samples(runs, clock, wipe, replays)]
-    last = runs[-1]()
+    _settle(runs, clock, flush_l2)
+    replay_ms = sum(_time_one_replay(runs, clock, flush_l2)) or 1e-3
+    min_replays = _MIN_REPLAYS if device.type == "cuda" else _MIN_REPLAYS_ON_CPU
+    replays = int(min(max(target_ms / replay_ms, min_replays), _MAX_REPLAYS))
+    times = [ms / calls_per_run * 1e3 for ms in _time_replays(runs, clock, flush_l2, replays)]
+    last_output = runs[-1]()
     if mode == "graph":
-        last.fill_(math.nan)
-        last = runs[-1]()
+        last_output.fill_(math.nan)
+        last_output = runs[-1]()
     clock.wait()
     quartiles = quantiles(times, n=4)
     median_us = median(times)
     spread = (quartiles[2] - quartiles[0]) / median_us if median_us else 0.0
     suffix = "+flush" if flush else ""
-    return Timing(median_us, min(times), spread, mode + suffix, replays, last.clone())
+    return Timing(median_us, min(times), spread, mode + suffix, replays, last_output.clone())
 
 
 def _call_all(calls: Sequence[Call]) -> torch.Tensor:
-    last = calls[0]()
+    last_output = calls[0]()
     for call in calls[1:]:
-        last = call()
-    return last
+        last_output = call()
+    return last_output
 
 
 def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
@@ -136,8 +136,8 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
         for group in groups:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                last = _call_all(group)
-            runs.append(partial(_replay, graph, last, group))
+                last_output = _call_all(group)
+            runs.append(partial(_replay, graph, last_output, group))
     except RuntimeError:
         # A failed capture can leave its stream current, and the generator in capture mode, in which
         # it refuses to draw.
@@ -153,14 +153,16 @@ def _generator() -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor, _kept: Sequence[Call]) -> torch.Tensor:
+def _replay(
+    graph: torch.cuda.CUDAGraph, last_output: torch.Tensor, _references: Sequence[Call]
+) -> torch.Tensor:
     graph.replay()
-    return last
+    return last_output
 
 
 def l2_flusher(device: torch.device) -> Callable[[], object] | None:
     """Return a function that overwrites the L2 cache, or None for a CPU."""
-    size = _COLD * l2_bytes(device)
+    size = _FLUSH_FACTOR * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None
 
 
@@ -215,15 +217,20 @@ def clock_of(device: torch.device) -> Clock:
     return EventClock() if device.type == "cuda" else WallClock()
 
 
-Wiper = Callable[[], object] | None
+L2Flush = Callable[[], object] | None
 
 
-def samples_ms(runs: Iterable[Callable[[], object]], clock: Clock, wipe: Wiper) -> list[float]:
-    """Return the milliseconds of every run, each after a wipe, without host synchronization."""
+def samples_ms(
+    runs: Iterable[Callable[[], object]], clock: Clock, flush_l2: L2Flush
+) -> list[float]:
+    """Return the milliseconds of every run, each after an L2 flush.
+
+    The host does not wait between.
+    """
     marks = []
     for run in runs:
-        if wipe is not None:
-            wipe()
+        if flush_l2 is not None:
+            flush_l2()
         start = clock.mark()
         run()
         marks.append((start, clock.mark()))
@@ -231,19 +238,26 @@ def samples_ms(runs: Iterable[Callable[[], object]], clock: Clock, wipe: Wiper) 
     return [clock.ms(start, end) for start, end in marks]
 
 
-def _samples(runs: Sequence[Call], clock: Clock, wipe: Wiper, replays: int) -> list[float]:
-    return samples_ms(chain.from_iterable(repeat(runs, replays)), clock, wipe)
+def _time_replays(
+    runs: Sequence[Call], clock: Clock, flush_l2: L2Flush, replays: int
+) -> list[float]:
+    return samples_ms(chain.from_iterable(repeat(runs, replays)), clock, flush_l2)
 
 
-def _settle(runs: Sequence[Call], clock: Clock, wipe: Wiper) -> None:
+def _settle(runs: Sequence[Call], clock: Clock, flush_l2: L2Flush) -> None:
     """Replay for about clock.settle_ms of device time."""
     if clock.settle_ms:
-        once = sum(_sample(runs, clock, wipe)) or 1e-3
-        _samples(runs, clock, wipe, min(math.ceil(clock.settle_ms / once), _MOST_SETTLING))
+        replay_ms = sum(_time_one_replay(runs, clock, flush_l2)) or 1e-3
+        _time_replays(
+            runs,
+            clock,
+            flush_l2,
+            min(math.ceil(clock.settle_ms / replay_ms), _MAX_SETTLING_REPLAYS),
+        )
 
 
-def _sample(runs: Sequence[Call], clock: Clock, wipe: Wiper) -> list[float]:
-    return _samples(runs, clock, wipe, 1)
+def _time_one_replay(runs: Sequence[Call], clock: Clock, flush_l2: L2Flush) -> list[float]:
+    return _time_replays(runs, clock, flush_l2, 1)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from modular_kernel.utils import json_files
 
 PUBLISHED = "mk-published/1"
 WITHIN = 0.25
-_MOST_BYTES = 1 << 24
-_LATER = "symm_mem_as_shipped_from_1024_tokens"
+_MAX_BYTES = 1 << 24
+_REPLACEMENTS_KEY = "symm_mem_as_shipped_from_1024_tokens"
 _LAYER, _PAIR = "layer", "pair"
-_WHATS = ("dispatch", "combine", _PAIR, _LAYER)
+_QUANTITIES = ("dispatch", "combine", _PAIR, _LAYER)
 # Sizes of the rows in h200-exchange.json, which does not contain them (h200-exchange.md).
 _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}
@@ -59,7 +59,7 @@ class ComparedTime:
     label: str
     problem: Problem
     part: str
-    what: str
+    quantity: str
     us: float
     cluster: Cluster
     fitted: bool = False
@@ -79,22 +79,22 @@ class Compared:
         return self.predicted_us / self.cell.us - 1
 
     @property
-    def good(self) -> bool:
+    def is_accurate(self) -> bool:
         return abs(self.error) <= WITHIN
 
     @property
     def is_mispredicted(self) -> bool:
         """True if the model was not fitted to the time, and its prediction is wrong."""
-        return not (self.good or self.cell.fitted or self.cell.eager)
+        return not (self.is_accurate or self.cell.fitted or self.cell.eager)
 
 
 @dataclass(frozen=True)
 class Summary:
     """Number of cells, number within WITHIN, mean and maximum of |error|."""
 
-    what: str
+    quantity: str
     count: int
-    good: int
+    accurate: int
     mean: float
     worst: float
 
@@ -119,27 +119,29 @@ def _predicted(cell: ComparedTime) -> float:
     if problem.parallel.world_size == 1:
         return experts
     exchange = exchange_time(problem, (TRAFFIC | LIBRARIES)[cell.part], load, cell.cluster)
-    if cell.what == _LAYER:
+    if cell.quantity == _LAYER:
         return exchange.dispatch + experts + exchange.combine
-    if cell.what == _PAIR:
+    if cell.quantity == _PAIR:
         return exchange.dispatch + exchange.combine
-    return exchange.dispatch if cell.what == "dispatch" else exchange.combine
+    return exchange.dispatch if cell.quantity == "dispatch" else exchange.combine
 
 
-def summaries(found: Sequence[Compared]) -> list[Summary]:
+def summaries(comparisons: Sequence[Compared]) -> list[Summary]:
     """Return summaries by number of GPUs, with fitted and predicted cells separate."""
     groups: dict[str, list[Compared]] = {}
-    for compared in found:
+    for compared in comparisons:
         world = compared.cell.problem.parallel.world_size
         kind = "fitted" if compared.cell.fitted else "predicted"
         mode = ", eager" if compared.cell.eager else ""
         groups.setdefault(f"{world:3} {plural('GPU', world)}, {kind}{mode}", []).append(compared)
-    return [_summary(what, groups[what]) for what in sorted(groups)]
+    return [_summary(quantity, groups[quantity]) for quantity in sorted(groups)]
 
 
-def _summary(what: str, group: Sequence[Compared]) -> Summary:
-    errors = [abs(one.error) for one in group]
-    return Summary(what, len(group), sum(c.good for c in group), fmean(errors), max(errors))
+def _summary(quantity: str, group: Sequence[Compared]) -> Summary:
+    errors = [abs(comparison.error) for comparison in group]
+    return Summary(
+        quantity, len(group), sum(c.is_accurate for c in group), fmean(errors), max(errors)
+    )
 
 
 def cells_of(path: Path) -> list[ComparedTime]:
@@ -148,8 +150,8 @@ def cells_of(path: Path) -> list[ComparedTime]:
     Raises ConfigurationError for another file.
     """
     try:
-        record = json_files.parse(json_files.read_file(path, _MOST_BYTES), allow_constants=True)
-        return _reader(record)(record)
+        record = json_files.parse(json_files.read_file(path, _MAX_BYTES), allow_constants=True)
+        return _reader_of(record)(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got = _reason_of(error)
         need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
@@ -162,56 +164,56 @@ def _reason_of(error: Exception) -> str:
         return error.strerror or str(error)
     if isinstance(error, ValueError):
         return f"no JSON: {error}"
-    return f"a record that is not whole: {str(error)[:200]}"
+    return f"an incomplete record: {str(error)[:200]}"
 
 
-def _reader(found: Any) -> Callable[[Any], list[ComparedTime]]:
-    if found.get("schema") == PUBLISHED:
-        return lambda given: [_read_published(row) for row in given["rows"]]
-    if found.get("schema") == EXCHANGES:
-        return lambda given: _exchanges(given["rows"])
-    if found and all(world.isdecimal() for world in found):
+def _reader_of(content: Any) -> Callable[[Any], list[ComparedTime]]:
+    if content.get("schema") == PUBLISHED:
+        return lambda record: [_read_published(row) for row in record["rows"]]
+    if content.get("schema") == EXCHANGES:
+        return lambda record: _exchange_cells(record["rows"])
+    if content and all(world.isdecimal() for world in content):
         return _read_worlds
-    if found.get("schema") == SCHEMA:
-        return lambda given: [cell for row in given["rows"] if (cell := _read_benchmark(row))]
-    return lambda given: [
-        _read_older(row, given["shapes"][row["shape"]])
-        for row in given["rows"]
+    if content.get("schema") == SCHEMA:
+        return lambda record: [cell for row in record["rows"] if (cell := _read_benchmark(row))]
+    return lambda record: [
+        _read_older(row, record["shapes"][row["shape"]])
+        for row in record["rows"]
         if row["peer"] in _PEERS
     ]
 
 
-def _read_worlds(given: Any) -> list[ComparedTime]:
-    return [cell for report in given.values() for cell in _read_world(report)]
+def _read_worlds(record: Any) -> list[ComparedTime]:
+    return [cell for report in record.values() for cell in _read_world(report)]
 
 
 def _read_world(report: Any) -> list[ComparedTime]:
     """Read one world size of h200-exchange.json; later rows replace those of the same transport."""
-    replacements = report.get(_LATER, {"rows": []})["rows"]
+    replacements = report.get(_REPLACEMENTS_KEY, {"rows": []})["rows"]
     latest = {
         (r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *replacements]
     }
-    return _exchanges(list(latest.values()))
+    return _exchange_cells(list(latest.values()))
 
 
-def _exchanges(rows: list[Any]) -> list[ComparedTime]:
+def _exchange_cells(rows: list[Any]) -> list[ComparedTime]:
     """Read the times of a dispatch and its combine, for transports that the model supports."""
-    named = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
+    rows_by_part = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
     return [
-        _exchange(part, _PAIR, _SIZES | row, row["pair_us"])
-        for part, row in named
+        _exchange_cell(part, _PAIR, _SIZES | row, row["pair_us"])
+        for part, row in rows_by_part
         if part in TRAFFIC | LIBRARIES and row["status"] == OK
     ]
 
 
 def _read_published(row: Any) -> ComparedTime:
-    what, part = row["what"], row["part"]
-    if what not in _WHATS or part not in TRAFFIC | LIBRARIES:
-        raise ValueError(f"{part} {what}")
-    return _exchange(part, what, row, row["us"])
+    quantity, part = row["what"], row["part"]
+    if quantity not in _QUANTITIES or part not in TRAFFIC | LIBRARIES:
+        raise ValueError(f"{part} {quantity}")
+    return _exchange_cell(part, quantity, row, row["us"])
 
 
-def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
+def _exchange_cell(part: str, quantity: str, row: Any, us: Any) -> ComparedTime:
     sizes = [int(row[name]) for name in ("tokens", "hidden", "experts", "top_k", "world_size")]
     tokens, hidden, experts, top_k, world = sizes
     problem = Problem(
@@ -227,7 +229,9 @@ def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
     if "link_gbs" in row:
         cluster = replace(cluster, inside=Link(float(row["link_gbs"]) * 1e9))
     groups = Groups(int(row.get("groups", 1)), int(row.get("kept_groups", 1)))
-    cell = ComparedTime(f"{part}, {what}", problem, part, what, _us(us), cluster, groups=groups)
+    cell = ComparedTime(
+        f"{part}, {quantity}", problem, part, quantity, _us(us), cluster, groups=groups
+    )
     return replace(cell, fitted=_is_fitted(cell), eager=row.get("mode") == "eager")
 
 
@@ -238,7 +242,7 @@ def _is_fitted(cell: ComparedTime) -> bool:
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
     if cell.part == DEEPEP_HT:
         return world in (16, 64)
-    return cell.what == _PAIR and world == 2 and tokens in (1, 4096)
+    return cell.quantity == _PAIR and world == 2 and tokens in (1, 4096)
 
 
 def _read_benchmark(row: Any) -> ComparedTime | None:
@@ -249,15 +253,15 @@ def _read_benchmark(row: Any) -> ComparedTime | None:
     if not is_timed_part or row["quant"] not in MEASURED or row["routing"] != "uniform":
         return None
     sizes = row["experts"], row["top_k"], row["hidden"], row["intermediate"]
-    return _one_gpu(row["shape"], sizes, row["tokens"], row["quant"], row["us"])
+    return _layer_cell(row["shape"], sizes, row["tokens"], row["quant"], row["us"])
 
 
 def _read_older(row: Any, shape: Any) -> ComparedTime:
     sizes = shape["E"], shape["k"], shape["H"], shape["I"]
-    return _one_gpu(row["shape"], sizes, row["tokens"], _PEERS[row["peer"]], row["us"])
+    return _layer_cell(row["shape"], sizes, row["tokens"], _PEERS[row["peer"]], row["us"])
 
 
-def _one_gpu(
+def _layer_cell(
     shape: str, sizes: tuple[int, ...], tokens: int, quant: str, us: float
 ) -> ComparedTime:
     experts, top_k, hidden, intermediate = (int(size) for size in sizes)

@@ -30,7 +30,7 @@ class Estimate:
     """Estimated time of one layer with one pairing, in seconds.
 
     weights: bytes of one rank's experts. prepared: bytes of prepared weights, which are kept in
-    addition. network_rows: rows per token that leave the host in a dispatch. ours: True for a
+    addition. network_rows: rows per token that leave the host in a dispatch. installed: True for a
     pairing of installed parts, False for a library's exchange with our experts. caveat: limits of
     that library.
     """
@@ -42,12 +42,12 @@ class Estimate:
     weights: float
     source: str
     network_rows: float
-    ours: bool = True
+    installed: bool = True
     caveat: str = ""
     prepared: int = 0
 
     @property
-    def held(self) -> float:
+    def total_weight_bytes(self) -> float:
         """Bytes of one rank's experts, including prepared weights."""
         return self.weights + self.prepared
 
@@ -59,10 +59,10 @@ class Estimate:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second through this layer, summed over ranks with different tokens."""
-        return self.problem.tokens * self._distinct / self.seconds
+        return self.problem.tokens * self._distinct_inputs / self.seconds
 
     @property
-    def _distinct(self) -> int:
+    def _distinct_inputs(self) -> int:
         return 1 if self.exchange.dispatch_bytes == 0 else self.problem.parallel.world_size
 
 
@@ -70,11 +70,11 @@ class Estimate:
 class SizeResult:
     """Result of `size`. estimates: fastest first.
 
-    without: (pairing, reason) of those that are refused, or valid but without a model.
+    unestimated: (pairing, reason) of those that are refused, or valid but without a model.
     """
 
     estimates: tuple[Estimate, ...]
-    without: tuple[tuple[str, str], ...]
+    unestimated: tuple[tuple[str, str], ...]
 
 
 def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
@@ -103,17 +103,21 @@ def size(
     the bytes of prepared weights; the time is that without them, see `experts_time`.
     """
     machine = _machine_of(cluster)
-    kind, estimates, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
+    kind, estimates, unestimated = (
+        RoutingKind.parse(routing),
+        list[Estimate](),
+        list[tuple[str, str]](),
+    )
     prepared_bytes = declared_bytes(PART, problem, machine) if prepared else 0
     request = SizeRequest(problem, cluster, kind, groups, prepared_bytes)
     for verdict in check_all(problem, machine):
         traffic = traffic_of(verdict.prepare_finalize)
         if not verdict.ok:
             if len({r.rule for r in verdict.rejections} & {"format", "reduce"}) == 0:
-                without.append((verdict.pairing, str(verdict.rejections[0])))
+                unestimated.append((verdict.pairing, str(verdict.rejections[0])))
         elif traffic is None or verdict.experts != PART:
             unmodeled = verdict.prepare_finalize if traffic is None else verdict.experts
-            without.append((verdict.pairing, f"no measured efficiency of {unmodeled}"))
+            unestimated.append((verdict.pairing, f"no measured efficiency of {unmodeled}"))
         else:
             estimates.append(request.estimate(verdict.pairing, traffic))
     if others and problem.parallel.world_size > 1:
@@ -121,13 +125,13 @@ def size(
             pairing = f"{name} x {PART}"
             if traffic.rows == "host" and problem.parallel.hosts == 1:
                 continue  # its parameters apply to several hosts
-            refused = _refused(PART_OF_LIBRARY[name], problem, machine)
-            if refused:
-                without.append((pairing, refused))
+            refusal = _library_refusal(PART_OF_LIBRARY[name], problem, machine)
+            if refusal:
+                unestimated.append((pairing, refusal))
                 continue
             estimate = request.estimate(pairing, traffic)
-            estimates.append(replace(estimate, ours=False, caveat=caveat(name, problem)))
-    return SizeResult(tuple(sorted(estimates, key=lambda e: e.seconds)), tuple(without))
+            estimates.append(replace(estimate, installed=False, caveat=caveat(name, problem)))
+    return SizeResult(tuple(sorted(estimates, key=lambda e: e.seconds)), tuple(unestimated))
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
@@ -136,7 +140,7 @@ def traffic_of(prepare_finalize: str) -> Traffic | None:
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
 
-def _refused(part: str, problem: Problem, machine: Machine) -> str:
+def _library_refusal(part: str, problem: Problem, machine: Machine) -> str:
     """Return the reason why a library does not support these ranks, or "".
 
     The part that uses the library is judged, by rules about ranks, experts, top_k and the hidden

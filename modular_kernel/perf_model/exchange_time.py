@@ -3,14 +3,14 @@
     t = start + latency + max over links of  bytes / (bandwidth * reached)
 
 bytes: of the busier of sender and receiver on that link. The rows of a token are sent
-    "rank"   once to each other rank that holds one of its experts:  T * sum of meets(r)
+    "rank"   once to each other rank that holds one of its experts:  T * sum of p_rank(r)
     "pair"   once for each of its K experts on another rank:         T * K * (W - 1) / W
-    "host"   once to each other host that holds one of its experts: T * sum of meets_host(h), and
+    "host"   once to each other host that holds one of its experts: T * sum of p_host(h), and
              from there to its ranks, with as many rows inside the host as "rank" has in total
     "all"    to every other rank:                                    T * (W - 1)
     "sum"    not at all, but ranks synchronize; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
 
-meets(r): probability that a token has an expert on rank r (`perf_model.load`); with skew the
+p_rank(r): probability that a token has an expert on rank r (`perf_model.load`); with skew the
 fullest rank receives most. Links inside and between hosts transfer concurrently. latency: of the
 network, for exchanges that leave the host.
 """
@@ -24,7 +24,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
 _SCALE_BYTES = 4
-_FLOAT32 = 4
+_FLOAT32_BYTES = 4
 KINDS = ("rank", "pair", "all", "sum", "host")
 _CHUNK_TOKENS = 1024  # minimum tokens per piece of a part that overlaps its hops
 
@@ -55,9 +55,9 @@ class Traffic:
     combine: DirectionModel
     source: str
     quantized: bool = True
-    quantizing: float = 0.0  # seconds added to a dispatch with quantization
+    quantize_seconds: float = 0.0  # seconds added to a dispatch with quantization
     between: float = 0.9
-    pieces: int | None = None  # "host": maximum pieces in which hops overlap; None: row by row
+    max_pieces: int | None = None  # "host": maximum pieces in which hops overlap; None: row by row
 
     def __post_init__(self) -> None:
         if self.rows not in KINDS:
@@ -78,14 +78,14 @@ TRAFFIC = {
         DirectionModel(4.9e-6, 0.92),
         DirectionModel(5.2e-6, 0.83),
         "fitted at 1 and 4096 tokens on two GPUs",
-        quantizing=0.7e-6,
+        quantize_seconds=0.7e-6,
     ),
     "TorchAll2AllPrepareAndFinalize": Traffic(
         "rank",
         DirectionModel(1200e-6, 0.37),
         DirectionModel(280e-6, 0.21),
         _NCCL,
-        quantizing=700e-6,
+        quantize_seconds=700e-6,
     ),
     # The outer hop starts like TorchAll2All, the inner one has the bandwidth of SymmMem.
     "HostThenRankPrepareAndFinalize": Traffic(
@@ -93,11 +93,15 @@ TRAFFIC = {
         DirectionModel(1205e-6, 0.92),
         DirectionModel(285e-6, 0.83),
         "derived from the two parts above; not measured",
-        quantizing=700e-6,
-        pieces=4,
+        quantize_seconds=700e-6,
+        max_pieces=4,
     ),
     "AllGatherReduceScatterPrepareAndFinalize": Traffic(
-        "all", DirectionModel(1290e-6, 0.50), DirectionModel(275e-6, 0.37), _NCCL, quantizing=700e-6
+        "all",
+        DirectionModel(1290e-6, 0.50),
+        DirectionModel(275e-6, 0.37),
+        _NCCL,
+        quantize_seconds=700e-6,
     ),
     "ReplicatedEPPrepareAndFinalize": Traffic(
         "sum", DirectionModel(645e-6, 1), DirectionModel(180e-6, 0.60), _NCCL
@@ -176,20 +180,22 @@ def exchange_time(
         return ExchangeTime(0.0, 0.0, 0.0, 0.0)
     combine_row = problem.hidden * problem.dtype.itemsize
     if traffic.rows == "sum":
-        reduced_bytes = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32
-        combine = _ring(reduced_bytes, traffic, cluster, world)
+        reduced_bytes = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32_BYTES
+        combine = _all_reduce_seconds(reduced_bytes, traffic, cluster, world)
         return ExchangeTime(traffic.dispatch.start, combine, 0.0, reduced_bytes)
     if traffic.rows == "host" and world > cluster.per_host:
-        return _by_host(problem, traffic, load, cluster)
+        return _two_hop_time(problem, traffic, load, cluster)
     rows = _rows(problem, traffic, load)
     dispatch_row = row_bytes(problem, traffic)
-    quantizing = traffic.quantizing if dispatch_row != combine_row else 0.0
-    dispatch = _seconds(rows * dispatch_row, traffic.dispatch, traffic, cluster, world) + quantizing
+    quantize_seconds = traffic.quantize_seconds if dispatch_row != combine_row else 0.0
+    dispatch = (
+        _seconds(rows * dispatch_row, traffic.dispatch, traffic, cluster, world) + quantize_seconds
+    )
     combine = _seconds(rows * combine_row, traffic.combine, traffic, cluster, world)
     return ExchangeTime(dispatch, combine, rows * dispatch_row, rows * combine_row)
 
 
-def _by_host(
+def _two_hop_time(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
     """Return the times if rows cross the network once per host, and go on to its ranks.
@@ -197,21 +203,27 @@ def _by_host(
     With pieces, the two hops overlap except for one piece.
     """
     world, host_ranks = problem.parallel.world_size, cluster.per_host
-    outside = problem.tokens * (-(-world // host_ranks) - 1) * load.meets_host
+    outside = problem.tokens * (-(-world // host_ranks) - 1) * load.p_host
     inside = (
-        problem.tokens * world * max(load.meets, load.meets_fullest) * (host_ranks - 1) / host_ranks
+        problem.tokens
+        * world
+        * max(load.p_rank, load.p_fullest_rank)
+        * (host_ranks - 1)
+        / host_ranks
     )
     combine_row, dispatch_row = problem.hidden * problem.dtype.itemsize, row_bytes(problem, traffic)
-    pieces = traffic.pieces and min(traffic.pieces, host_ranks, -(-problem.tokens // _CHUNK_TOKENS))
+    max_pieces = traffic.max_pieces and min(
+        traffic.max_pieces, host_ranks, -(-problem.tokens // _CHUNK_TOKENS)
+    )
 
-    def seconds(each: float, way: DirectionModel) -> float:
-        network = outside * each / (cluster.between.bandwidth * traffic.between)
-        links = inside * each / (cluster.inside.bandwidth * way.reached)
-        hops = max(network, links) + (min(network, links) / pieces if pieces else 0.0)
-        return way.start + _latency(cluster.inside, cluster.between) + hops
+    def seconds(bytes_per_row: float, direction: DirectionModel) -> float:
+        network = outside * bytes_per_row / (cluster.between.bandwidth * traffic.between)
+        links = inside * bytes_per_row / (cluster.inside.bandwidth * direction.reached)
+        hops = max(network, links) + (min(network, links) / max_pieces if max_pieces else 0.0)
+        return direction.start + _max_latency(cluster.inside, cluster.between) + hops
 
-    quantizing = traffic.quantizing if dispatch_row != combine_row else 0.0
-    dispatch = seconds(dispatch_row, traffic.dispatch) + quantizing
+    quantize_seconds = traffic.quantize_seconds if dispatch_row != combine_row else 0.0
+    dispatch = seconds(dispatch_row, traffic.dispatch) + quantize_seconds
     return ExchangeTime(
         dispatch,
         seconds(combine_row, traffic.combine),
@@ -228,7 +240,7 @@ def network_rows(
     if not far or traffic.rows == "sum":
         return 0.0
     if traffic.rows == "host":
-        return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.meets_host
+        return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.p_host
     return _rows(problem, traffic, load) / problem.tokens * far / (near + far)
 
 
@@ -239,22 +251,22 @@ def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
         return float(tokens * (world - 1))
     if traffic.rows == "pair":
         return max(tokens * problem.top_k, load.pairs) * (world - 1) / world
-    return tokens * (world - 1) * max(load.meets, load.meets_fullest)
+    return tokens * (world - 1) * max(load.p_rank, load.p_fullest_rank)
 
 
 def _seconds(
-    nbytes: float, way: DirectionModel, traffic: Traffic, cluster: Cluster, world: int
+    nbytes: float, direction: DirectionModel, traffic: Traffic, cluster: Cluster, world: int
 ) -> float:
     """Return the time of an exchange with equal rows to all ranks, over both kinds of links."""
     near, far = cluster.peers(world)
-    inside = nbytes * near / (near + far) / (cluster.inside.bandwidth * way.reached)
+    inside = nbytes * near / (near + far) / (cluster.inside.bandwidth * direction.reached)
     if not far:
-        return way.start + cluster.inside.latency + inside
+        return direction.start + cluster.inside.latency + inside
     outside = nbytes * far / (near + far) / (cluster.between.bandwidth * traffic.between)
-    return way.start + _latency(cluster.inside, cluster.between) + max(inside, outside)
+    return direction.start + _max_latency(cluster.inside, cluster.between) + max(inside, outside)
 
 
-def _ring(nbytes: float, traffic: Traffic, cluster: Cluster, world: int) -> float:
+def _all_reduce_seconds(nbytes: float, traffic: Traffic, cluster: Cluster, world: int) -> float:
     """Return the time of an all-reduce, limited by the slowest link."""
     _, far = cluster.peers(world)
     link = cluster.between if far else cluster.inside
@@ -262,5 +274,5 @@ def _ring(nbytes: float, traffic: Traffic, cluster: Cluster, world: int) -> floa
     return traffic.combine.start + link.latency + nbytes / (link.bandwidth * reached)
 
 
-def _latency(*links: Link) -> float:
+def _max_latency(*links: Link) -> float:
     return max(link.latency for link in links)

@@ -20,7 +20,7 @@ data/h200-layers.json). p is the one of 2, 2.5 and 3 with the best fit over all 
 import math
 from dataclasses import dataclass
 
-from modular_kernel.measure.adapter_roofline import whole_work
+from modular_kernel.measure.adapter_roofline import total_adapter_work
 from modular_kernel.measure.roofline import expert_bytes, operand_type
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import EstimatedLoad
@@ -28,8 +28,8 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
 FITTED = ("dsv3_ep8", "qwen3_30b")
-_P = 2.5
-_LEAST_TILE, _MOST_TILE = 16, 128
+_OVERLAP_EXPONENT = 2.5  # p in the formula above
+_MIN_TILE, _MAX_TILE = 16, 128
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,16 @@ def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime
     scheme = problem.scheme
     parameters, source = efficiency(scheme)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden
-    per_expert = load.pairs / max(load.touched, 1e-9)
-    power = math.ceil(math.log2(max(per_expert, 1.0)))
-    tile = min(max(2**power, _LEAST_TILE), _MOST_TILE)
+    pairs_per_expert = load.pairs / max(load.touched, 1e-9)
+    power = math.ceil(math.log2(max(pairs_per_expert, 1.0)))
+    tile = min(max(2**power, _MIN_TILE), _MAX_TILE)
     rows = load.pairs + load.touched * tile / 2
     rate = gpu.flops.get(operand_type(problem, scheme)) or min(gpu.flops.values())
-    flops = 2 * rows * elements + whole_work(problem, rows, load.touched).flops
+    flops = 2 * rows * elements + total_adapter_work(problem, rows, load.touched).flops
     compute = flops / rate / parameters.compute
     memory = _bytes(problem, load) / gpu.bandwidth / parameters.memory
-    seconds = parameters.start + (memory**_P + compute**_P) ** (1 / _P)
+    p = _OVERLAP_EXPONENT
+    seconds = parameters.start + (memory**p + compute**p) ** (1 / p)
     return ExpertsTime(seconds, memory, compute, source)
 
 
@@ -94,6 +95,6 @@ def _bytes(problem: Problem, load: EstimatedLoad) -> float:
     size, scheme = problem.dtype.itemsize, problem.scheme
     activation_bytes = size if scheme.activation == "none" else 1
     weights = load.touched * expert_bytes(problem, scheme)
-    weights += whole_work(problem, load.pairs, load.touched).bytes
+    weights += total_adapter_work(problem, load.pairs, load.touched).bytes
     bytes_per_pair = 2 * problem.intermediate * activation_bytes + 2 * problem.hidden * size
     return weights + load.pairs * bytes_per_pair + 2 * load.tokens * problem.hidden * size

@@ -33,9 +33,9 @@ class Gpu:
     memory: float = 141 * _GIGA
 
     def __post_init__(self) -> None:
-        _positive("bandwidth", self.bandwidth)
+        _check_positive("bandwidth", self.bandwidth)
         for name, rate in self.flops.items():
-            _positive(f"flops in {name}", rate)
+            _check_positive(f"flops in {name}", rate)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("link bandwidth", self.bandwidth)
+        _check_positive("link bandwidth", self.bandwidth)
         if not 0 <= self.latency < 1:
             raise ConfigurationError("link latency", got=self.latency, need="seconds in [0, 1)")
 
@@ -78,6 +78,6 @@ class Cluster:
         return host_ranks - 1, world_size - host_ranks
 
 
-def _positive(what: str, value: float) -> None:
+def _check_positive(name: str, value: float) -> None:
     if not 0 < value < float("inf"):
-        raise ConfigurationError(what, got=value, need="> 0")
+        raise ConfigurationError(name, got=value, need="> 0")

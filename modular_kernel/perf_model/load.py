@@ -4,8 +4,9 @@ Letters as in modular_kernel.tensors; W ranks with e = E / W experts each, T tok
 pi_i the probability that a token has expert i among its K (they sum to K).
 
 uniform   pi_i = K / E
-zipfA     K draws without replacement with odds 1 / place ** A: an expert is drawn if its
-          exponential clock rings before lambda, pi_i = 1 - exp(-lambda / place ** A), with lambda
+zipfA     K draws without replacement with odds 1 / r ** A, r the rank by popularity: an expert is
+drawn if its
+          exponential clock rings before lambda, pi_i = 1 - exp(-lambda / r ** A), with lambda
           such that they sum to K
 hotN      pi = 1 for min(N, K) experts; the others share the rest of K
 
@@ -23,8 +24,8 @@ from statistics import NormalDist, fmean
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing_patterns import RoutingKind
 
-_SHUFFLES = 64  # random placements of experts with different probabilities
-_HALVINGS = 100
+_RANDOM_PLACEMENTS = 64  # random placements of experts with different probabilities
+_BISECTION_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class EstimatedLoad:
     """Load of the rank with the most work.
 
     pairs: (token, expert) pairs. touched: its experts with a pair. tokens: those of all ranks with
-    an expert there. meets: probability that a token has an expert on a given other rank, mean over
-    ranks. meets_fullest: the same for this rank. meets_host: the same for a given other host, mean.
+    an expert there. p_rank: probability that a token has an expert on a given other rank, mean over
+    ranks. p_fullest_rank: the same for this rank. p_host: the same for a given other host, mean.
     """
 
     pairs: float
     touched: float
     tokens: float
-    meets: float
-    meets_fullest: float
-    meets_host: float
+    p_rank: float
+    p_fullest_rank: float
+    p_host: float
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Groups:
 
     def check(self, experts: int, top_k: int) -> None:
         """Raise ConfigurationError if the experts cannot be divided into such groups."""
-        fits = 1 <= self.kept <= self.count and experts % self.count == 0
-        if not fits or experts // self.count * self.kept < top_k:
+        divides = 1 <= self.kept <= self.count and experts % self.count == 0
+        if not divides or experts // self.count * self.kept < top_k:
             got = f"{self.kept} of {self.count} groups"
             need = f"equal groups of {experts} experts, and {top_k} in those that are kept"
             raise ConfigurationError("groups of experts", got=got, need=need)
@@ -84,12 +85,12 @@ def rank_load(
         raise ConfigurationError("tokens", got=tokens, need=">= 1")
     groups.check(experts, top_k)
     hosts = max(1, -(-world_size // (per_host or world_size)))
-    chances = inclusion(experts, top_k, kind)
+    probabilities = inclusion(experts, top_k, kind)
     if kind.kind == "uniform":
-        return _uniform(chances, top_k, world_size, tokens, hosts, groups)
+        return _uniform(probabilities, top_k, world_size, tokens, hosts, groups)
     if groups.kept < groups.count:
         raise ConfigurationError("routing in groups", got=kind.kind, need="uniform")
-    return _skewed(chances, world_size, tokens, hosts)
+    return _skewed(probabilities, world_size, tokens, hosts)
 
 
 @cache
@@ -101,34 +102,39 @@ def inclusion(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
         hot = min(int(kind.value), top_k)
         rest = (top_k - hot) / (experts - hot) if experts > hot else 0.0
         return (1.0,) * hot + (rest,) * (experts - hot)
-    odds = [(place + 1) ** -kind.value for place in range(experts)]
+    odds = [(index + 1) ** -kind.value for index in range(experts)]
     low, high = 0.0, 1.0
-    while _total(odds, high) < top_k and high < 1e300:
+    while _expected_experts(odds, high) < top_k and high < 1e300:
         high *= 2
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _total(odds, middle) < top_k else (low, middle)
+        low, high = (middle, high) if _expected_experts(odds, middle) < top_k else (low, middle)
     return tuple(-math.expm1(-high * odd) for odd in odds)
 
 
-def _total(odds: list[float], rate: float) -> float:
+def _expected_experts(odds: list[float], rate: float) -> float:
     return sum(-math.expm1(-rate * odd) for odd in odds)
 
 
-def _touched(chances: list[float], tokens: int) -> float:
+def _expected_touched(probabilities: list[float], tokens: int) -> float:
     """Return the expected experts with a token: the sum of 1 - (1 - pi) ** tokens."""
-    return sum(1 - (1 - chance) ** tokens for chance in chances)
+    return sum(1 - (1 - probability) ** tokens for probability in probabilities)
 
 
 def _uniform(
-    chances: tuple[float, ...], top_k: int, world: int, tokens: int, hosts: int, groups: Groups
+    probabilities: tuple[float, ...],
+    top_k: int,
+    world: int,
+    tokens: int,
+    hosts: int,
+    groups: Groups,
 ) -> EstimatedLoad:
     """Return the load of equally likely experts.
 
     The fullest of W ranks has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more pairs than the
     mean (Blom). The number of pairs per token is hypergeometric.
     """
-    experts, all_tokens = len(chances), tokens * world
+    experts, all_tokens = len(probabilities), tokens * world
     local_experts = experts / world
     share = local_experts / experts
     variance = top_k * share * (1 - share) * (experts - top_k) / max(experts - 1, 1)
@@ -137,71 +143,83 @@ def _uniform(
     )
     pairs = all_tokens * top_k * share + excess
     touched = local_experts * (1 - (1 - top_k / experts) ** all_tokens)
-    meets = 1 - _misses_in_groups(experts, top_k, local_experts, groups)
-    meets_host = 1 - _misses_in_groups(experts, top_k, experts / hosts, groups)
-    return EstimatedLoad(pairs, min(touched, pairs), all_tokens * meets, meets, meets, meets_host)
+    p_rank = 1 - _miss_probability_in_groups(experts, top_k, local_experts, groups)
+    p_host = 1 - _miss_probability_in_groups(experts, top_k, experts / hosts, groups)
+    return EstimatedLoad(pairs, min(touched, pairs), all_tokens * p_rank, p_rank, p_rank, p_host)
 
 
-def _misses_in_groups(experts: int, top_k: int, held: float, groups: Groups) -> float:
-    """Return the probability that none of a token's experts is among `held` adjacent ones.
+def _miss_probability_in_groups(
+    experts: int, top_k: int, block_size: float, groups: Groups
+) -> float:
+    """Return the probability that none of a token's experts is among `block_size` adjacent ones.
 
     This is the mean over the number of these groups that are kept.
     """
     size, kept = experts / groups.count, groups.kept
-    groups_here = max(1, round(held / size))  # groups that a rank or host holds, at least in part
+    local_groups = max(
+        1, round(block_size / size)
+    )  # groups that a rank or host holds, at least in part
     combinations = math.comb(groups.count, kept)
     probability = 0.0
-    for kept_here in range(max(0, kept - (groups.count - groups_here)), min(groups_here, kept) + 1):
-        ways = math.comb(groups_here, kept_here) * math.comb(
-            groups.count - groups_here, kept - kept_here
+    for kept_local in range(
+        max(0, kept - (groups.count - local_groups)), min(local_groups, kept) + 1
+    ):
+        ways = math.comb(local_groups, kept_local) * math.comb(
+            groups.count - local_groups, kept - kept_local
         )
         probability += (
-            ways / combinations * _misses(round(kept * size), top_k, held * kept_here / groups_here)
+            ways
+            / combinations
+            * _miss_probability(round(kept * size), top_k, block_size * kept_local / local_groups)
         )
     return probability
 
 
-def _misses(experts: int, top_k: int, held: float) -> float:
-    """Return the probability that none of K experts is among `held`: C(E - e, K) / C(E, K)."""
-    left = experts - held
-    if left < top_k:
+def _miss_probability(experts: int, top_k: int, block_size: float) -> float:
+    """Return the probability that none of K experts is in a block: C(E - e, K) / C(E, K)."""
+    others = experts - block_size
+    if others < top_k:
         return 0.0
-    return math.exp(_log_choose(left, top_k) - _log_choose(experts, top_k))
+    return math.exp(_log_choose(others, top_k) - _log_choose(experts, top_k))
 
 
 def _log_choose(n: float, k: float) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def _skewed(chances: tuple[float, ...], world: int, tokens: int, hosts: int) -> EstimatedLoad:
+def _skewed(probabilities: tuple[float, ...], world: int, tokens: int, hosts: int) -> EstimatedLoad:
     """Return the mean load over random placements (fixed seed) of experts that differ."""
     generator, all_tokens = random.Random(0), tokens * world
     loads: list[EstimatedLoad] = []
-    for _ in range(_SHUFFLES if world > 1 else 1):
-        order = list(chances)
+    for _ in range(_RANDOM_PLACEMENTS if world > 1 else 1):
+        order = list(probabilities)
         generator.shuffle(order)
-        ranks = _shared(order, world)
-        fullest = max(ranks, key=sum)
-        meets, on_hosts = ([_met(block) for block in blocks]
-                           for blocks in (ranks, _shared(order, hosts)))  # fmt: skip
-        meets_fullest = _met(fullest)
-        pairs, touched = all_tokens * sum(fullest), _touched(fullest, all_tokens)
-        meets_host = fmean(on_hosts)
+        ranks = _split(order, world)
+        fullest_rank = max(ranks, key=sum)
+        p_ranks = [_hit_probability(block) for block in ranks]
+        p_hosts = [_hit_probability(block) for block in _split(order, hosts)]
+        p_fullest_rank = _hit_probability(fullest_rank)
+        pairs, touched = all_tokens * sum(fullest_rank), _expected_touched(fullest_rank, all_tokens)
         loads.append(
             EstimatedLoad(
-                pairs, touched, all_tokens * meets_fullest, fmean(meets), meets_fullest, meets_host
+                pairs,
+                touched,
+                all_tokens * p_fullest_rank,
+                fmean(p_ranks),
+                p_fullest_rank,
+                fmean(p_hosts),
             )
         )
     names = EstimatedLoad.__dataclass_fields__
     return EstimatedLoad(*(fmean(getattr(load, name) for load in loads) for name in names))
 
 
-def _shared(chances: list[float], among: int) -> list[list[float]]:
+def _split(probabilities: list[float], parts: int) -> list[list[float]]:
     """Split into contiguous blocks whose sizes differ by at most one."""
-    ends = [len(chances) * each // among for each in range(among + 1)]
-    return [chances[start:stop] for start, stop in pairwise(ends)]
+    ends = [len(probabilities) * index // parts for index in range(parts + 1)]
+    return [probabilities[start:stop] for start, stop in pairwise(ends)]
 
 
-def _met(chances: list[float]) -> float:
+def _hit_probability(probabilities: list[float]) -> float:
     """Return the probability that a token has one of these experts."""
-    return 1 - math.prod(1 - chance for chance in chances)
+    return 1 - math.prod(1 - probability for probability in probabilities)

@@ -30,8 +30,8 @@ def read_trace(path: Path) -> Trace:
     if violations:
         need = "events as the Chrome trace format has them"
         raise ConfigurationError(f"trace {path.name}", got="; ".join(violations[:3]), need=need)
-    checked: Trace = trace
-    return checked
+    valid_trace: Trace = trace
+    return valid_trace
 
 
 def format_violations(trace: object) -> list[str]:
@@ -40,13 +40,13 @@ def format_violations(trace: object) -> list[str]:
         return ["no object with a list of traceEvents"]
     violations = []
     for number, event in enumerate(trace["traceEvents"]):
-        fault = _fault(event)
-        if fault:
-            violations.append(f"event {number}: {fault}")
+        violation = _event_violation(event)
+        if violation:
+            violations.append(f"event {number}: {violation}")
     return violations
 
 
-def _fault(event: object) -> str:
+def _event_violation(event: object) -> str:
     if not isinstance(event, dict) or event.get("ph") not in _PHASES:
         return "no object with a phase"
     phase = event["ph"]
@@ -77,11 +77,11 @@ def merge_traces(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
     bases = [_base(trace) for trace in traces]
     events: list[Event] = []
     for rank, (trace, base, name) in enumerate(zip(traces, bases, names, strict=True)):
-        events += _of_rank(trace["traceEvents"], rank, name, (base - min(bases)) / 1e3)
+        events += _shift_events(trace["traceEvents"], rank, name, (base - min(bases)) / 1e3)
     return {"displayTimeUnit": "ns", "baseTimeNanoseconds": min(bases), "traceEvents": events}
 
 
-def _of_rank(events: Sequence[Event], rank: int, name: str, later_us: float) -> list[Event]:
+def _shift_events(events: Sequence[Event], rank: int, name: str, offset_us: float) -> list[Event]:
     threads: dict[tuple[str, str], int] = {}
     titles: dict[int, str] = {}
     labels = _labels(events)
@@ -93,7 +93,7 @@ def _of_rank(events: Sequence[Event], rank: int, name: str, later_us: float) -> 
         thread = threads.setdefault(key, len(threads))
         title = labels.get(key, f"thread {key[1]}")
         titles[thread] = f"{labels.get((key[0], ''), key[0])}: {title}"
-        copy = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + later_us}
+        copy = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + offset_us}
         if "id" in event:  # flow ids must be unique over the ranks
             copy["id"] = f"{rank}-{event['id']}"
         shifted.append(copy)

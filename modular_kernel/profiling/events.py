@@ -94,24 +94,24 @@ class CallTimes:
 
 @dataclass
 class _Range:
-    """A named range of a host thread. own_us: duration without nested ranges."""
+    """A named range of a host thread. exclusive_us: duration without nested ranges."""
 
     name: str
     thread: tuple[Any, Any]
     start: float
     end: float
-    own_us: float
+    exclusive_us: float
     call: "_Range | None" = None
 
 
 @dataclass
 class _Work:
-    """A kernel, copy or fill. own_us: duration without the overlap with earlier work."""
+    """A kernel, copy or fill. exclusive_us: duration without the overlap with earlier work."""
 
     name: str
     start: float
     end: float
-    own_us: float
+    exclusive_us: float
     launched_in: _Range | None
 
 
@@ -150,15 +150,15 @@ def _ranges(events: Iterable[Event]) -> list[_Range]:
         for e in events
         if _is_range(e) and e["name"].startswith(stages.PREFIX)
     ]
-    ranges.sort(key=lambda each: (each.start, -each.end))
+    ranges.sort(key=lambda span: (span.start, -span.end))
     open_ranges: list[_Range] = []
-    for each in ranges:
-        open_ranges = [o for o in open_ranges if o.thread != each.thread or o.end >= each.end]
-        enclosing = [outer for outer in open_ranges if outer.thread == each.thread]
+    for span in ranges:
+        open_ranges = [o for o in open_ranges if o.thread != span.thread or o.end >= span.end]
+        enclosing = [outer for outer in open_ranges if outer.thread == span.thread]
         if enclosing:
-            enclosing[-1].own_us -= each.end - each.start
-        each.call = each if each.name == stages.CALL else enclosing[-1].call if enclosing else None
-        open_ranges.append(each)
+            enclosing[-1].exclusive_us -= span.end - span.start
+        span.call = span if span.name == stages.CALL else enclosing[-1].call if enclosing else None
+        open_ranges.append(span)
     return ranges
 
 
@@ -168,8 +168,8 @@ def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
     device_events = []
     for event in events:
         if event.get("cat") in _LAUNCHES:
-            place = event["ts"], (event["pid"], event["tid"])
-            launches[event.get("args", {}).get("correlation")] = place
+            launch_site = event["ts"], (event["pid"], event["tid"])
+            launches[event.get("args", {}).get("correlation")] = launch_site
         elif event.get("cat") in DEVICE_WORK:
             device_events.append(event)
     work, busy_until = [], float("-inf")
@@ -177,10 +177,10 @@ def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
         start, end = event["ts"], event["ts"] + event["dur"]
         launch = launches.get(event.get("args", {}).get("correlation"))
         launched_in = None if launch is None else _innermost(ranges, *launch)
-        own_us = max(0.0, end - max(start, busy_until))
+        exclusive_us = max(0.0, end - max(start, busy_until))
         # Keep work without a launch in the trace, but drop work launched outside of calls.
         if launch is None or (launched_in is not None and launched_in.call is not None):
-            work.append(_Work(event["name"], start, end, own_us, launched_in))
+            work.append(_Work(event["name"], start, end, exclusive_us, launched_in))
         busy_until = max(busy_until, end)
     return work
 
@@ -190,10 +190,10 @@ def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any])
 
     If there is none, return the innermost open range of another thread that is part of a call.
     """
-    open_ranges = [each for each in ranges if each.start <= moment <= each.end]
-    same_thread = [each for each in open_ranges if each.thread == thread]
-    candidates = same_thread or [each for each in open_ranges if each.call is not None]
-    return max(candidates, key=lambda each: (each.start, -each.end), default=None)
+    open_ranges = [span for span in ranges if span.start <= moment <= span.end]
+    same_thread = [span for span in open_ranges if span.thread == thread]
+    candidates = same_thread or [span for span in open_ranges if span.call is not None]
+    return max(candidates, key=lambda span: (span.start, -span.end), default=None)
 
 
 def _times(
@@ -203,18 +203,18 @@ def _times(
     call_work = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
     start = min((w.start for w in call_work), default=call.start)
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
-    strays = [w for w in work if w.launched_in is None and start <= w.start <= end]
+    unattributed = [w for w in work if w.launched_in is None and start <= w.start <= end]
     names = list(dict.fromkeys(span.name for span in call_ranges))
     times = [_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
-    if strays:
-        unattributed_us = sum(w.own_us for w in strays)
-        times.append(StageTime(UNATTRIBUTED, 0, 0.0, unattributed_us, len(strays)))
+    if unattributed:
+        unattributed_us = sum(w.exclusive_us for w in unattributed)
+        times.append(StageTime(UNATTRIBUTED, 0, 0.0, unattributed_us, len(unattributed)))
     return CallTimes(
         tuple(times),
         end - start,
         call.end - call.start,
         tuple(Span(span.name, span.name, span.start, span.end) for span in call_ranges),
-        tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *strays)),
+        tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *unattributed)),
     )
 
 
@@ -222,11 +222,13 @@ def _stage_of(work: _Work) -> str:
     return UNATTRIBUTED if work.launched_in is None else work.launched_in.name
 
 
-def _time(name: str, ranges: Sequence[_Range], ran: Sequence[_Work], *, on_gpu: bool) -> StageTime:
+def _time(
+    name: str, ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
+) -> StageTime:
     matching = [span for span in ranges if span.name == name]
-    launched = [w for w in ran if _stage_of(w) == name]
-    host_us = sum(span.own_us for span in matching)
+    launched = [w for w in call_work if _stage_of(w) == name]
+    host_us = sum(span.exclusive_us for span in matching)
     if not on_gpu:
         return StageTime(name, len(matching), host_us)
-    device_us = sum(w.own_us for w in launched)
+    device_us = sum(w.exclusive_us for w in launched)
     return StageTime(name, len(matching), host_us, device_us, len(launched))

@@ -39,27 +39,27 @@ def _blocks(profile: Profile) -> Iterator[PageBlock]:
     if len(profile.pairs) > 1:
         yield from _comparison(profile)
     for pair in profile.pairs:
-        yield from _pair(pair)
-    yield Heading(2, "Measured how")
-    yield Facts(summary.facts(profile))
+        yield from _pair_blocks(pair)
+    yield Heading(2, "Method")
+    yield Facts(summary.description(profile))
 
 
 def _comparison(profile: Profile) -> Iterator[PageBlock]:
     first, second = profile.pairs
     yield Heading(2, f"A: {first.pairing}, B: {second.pairing}")
     yield Text(f"{summary.difference(profile)} Totals were timed in the order A, B, B, A.")
-    yield _against(first.slowest, second.slowest)
+    yield _stage_comparison(first.slowest, second.slowest)
     yield _table(summary.COMPARED, summary.comparison_rows(profile), totals=2)
 
 
-def _pair(pair: PairProfile) -> Iterator[PageBlock]:
+def _pair_blocks(pair: PairProfile) -> Iterator[PageBlock]:
     yield Heading(2, pair.pairing)
     yield Items(summary.sentences(pair))
-    yield from _rank(pair.slowest)
+    yield from _rank_blocks(pair.slowest)
     for rank in pair.ranks:
         if rank is not pair.slowest:
             yield Collapsible(
-                f"Rank {rank.rank}: {summary.number(rank.total.us)} us", list(_rank(rank))
+                f"Rank {rank.rank}: {summary.number(rank.total.us)} us", list(_rank_blocks(rank))
             )
     files = [rank.trace.name for rank in pair.ranks] + ([pair.merged.name] if pair.merged else [])
     yield Text(f"Traces, for ui.perfetto.dev: {', '.join(f'`{name}`' for name in files)}")
@@ -71,13 +71,16 @@ def _tiles(rank: RankProfile) -> Tiles:
         [
             (f"{summary.number(rank.total.us)} us", f"planned call ({rank.total.mode})"),
             (f"{summary.number(rank.sum_us)} us", "sum of stages, eager"),
-            (f"{rank.coverage:.1%}", "of the call lies in stages"),
-            (summary.name_of(furthest) if furthest else summary.ABSENT, "furthest from its floor"),
+            (f"{rank.coverage:.1%}", "of the call is in stages"),
+            (
+                summary.name_of(furthest) if furthest else summary.ABSENT,
+                "largest gap to its roofline",
+            ),
         ]
     )
 
 
-def _rank(rank: RankProfile) -> Iterator[PageBlock]:
+def _rank_blocks(rank: RankProfile) -> Iterator[PageBlock]:
     yield _bars(rank)
     yield timeline(rank.call)
     yield _table(summary.COLUMNS, summary.cells(rank), totals=1)
@@ -85,7 +88,7 @@ def _rank(rank: RankProfile) -> Iterator[PageBlock]:
 
 def _bars(rank: RankProfile) -> Bars:
     return Bars(
-        "Time of each stage; the dark line is its floor",
+        "Time of each stage; the dark line is its roofline",
         [
             Bar(
                 summary.name_of(row),
@@ -100,7 +103,7 @@ def _bars(rank: RankProfile) -> Bars:
     )
 
 
-def _against(first: RankProfile, second: RankProfile) -> Bars:
+def _stage_comparison(first: RankProfile, second: RankProfile) -> Bars:
     """Return a bar chart of the stages of two pairings, with the bars of a stage adjacent."""
     times = {
         letter: {row.stage: row.us for row in profile.rows if row.is_stage}

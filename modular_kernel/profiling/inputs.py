@@ -40,7 +40,7 @@ def make_inputs(
     rank, world = problem.parallel.rank, problem.parallel.world_size
     # Drawn on the CPU, so that every rank can reproduce the routing of all ranks.
     routings = [_routing(problem, kind, 0 if replicated else source) for source in range(world)]
-    plain = make_weights(replace(problem, quant="none"), device, rank)
+    unquantized = make_weights(replace(problem, quant="none"), device, rank)
     generator = torch.Generator(device).manual_seed(_SEED + (0 if replicated else rank))
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
     routing = Routing(
@@ -51,15 +51,17 @@ def make_inputs(
     if world > 1:
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
-        load = _load_alone(routings[rank], problem, plain.expert_map)
-    return ProfileInputs(x_TH.to(problem.dtype), quantize(plain, problem), routing, load)
+        load = _single_rank_load(routings[rank], problem, unquantized.expert_map)
+    return ProfileInputs(x_TH.to(problem.dtype), quantize(unquantized, problem), routing, load)
 
 
 def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
     return draw(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
 
 
-def _load_alone(routing: Routing, problem: Problem, expert_map: torch.Tensor | None) -> RankLoad:
+def _single_rank_load(
+    routing: Routing, problem: Problem, expert_map: torch.Tensor | None
+) -> RankLoad:
     load = load_of(routing, problem, None if expert_map is None else expert_map.cpu())
     return RankLoad(problem.tokens, problem.tokens, load.pairs, load.touched)
 
@@ -73,7 +75,7 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     """
     rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()
-    rows = pairs = out = back = 0
+    rows = pairs = sent = received = 0
     for source, routing in enumerate(routings):
         first = 0 if replicated else source
         tables = problem.placement.tables(tiers=() if replicated else rank_tiers(source, per_host))
@@ -83,15 +85,15 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
         if replicated and source != rank:
             continue
         local_TK = rank_TK == rank
-        received = int(local_TK.any(1).sum())
+        received_rows = int(local_TK.any(1).sum())
         touched |= set(slot_TK[local_TK].tolist())
         pairs += int(local_TK.sum())
-        rows += received
+        rows += received_rows
         if source != rank:
-            back += received
+            received += received_rows
         elif not replicated:
             others = (r for r in range(len(routings)) if r != rank)
-            out = sum(int((rank_TK == other).any(1).sum()) for other in others)
+            sent = sum(int((rank_TK == other).any(1).sum()) for other in others)
     if replicated:
-        back = problem.tokens  # at least one row of sums per token
-    return RankLoad(len(routings[rank].topk_ids_TK), rows, pairs, len(touched), out, back)
+        received = problem.tokens  # at least one row of sums per token
+    return RankLoad(len(routings[rank].topk_ids_TK), rows, pairs, len(touched), sent, received)

@@ -11,9 +11,12 @@ so that it is cold.
 """
 
 import math
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -33,7 +36,7 @@ from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, 
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.measure.timing import (
-    Wiper,
+    L2Flush,
     capture,
     clock_of,
     host_cost,
@@ -43,7 +46,6 @@ from modular_kernel.measure.timing import (
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
-from modular_kernel.profiling.stderr import suppress_profiler_lines
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
@@ -56,6 +58,7 @@ _WARMUP_S, _MAX_WARMUP_REPLAYS = 0.1, 100
 _WARM_CALLS = 3
 _BARRIERS = 5  # the one that ranks leave most simultaneously bounds the clock differences
 _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed, because all ranks must make equally many calls
+_PROFILER_PREFIX = b"USDT:"  # prefix of lines that kineto prints on stderr, since torch 2.13
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,10 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
         inputs = make_inputs(problem, device, job.routing, replicated=replicated)
         link = _link(device, rank, world_size)
         bench = _Bench(job, problem, device, group, inputs)
-        recorded, outputs = bench.run()
+        records, outputs = bench.run()
     difference = _difference(outputs) if len(outputs) > 1 else None
     env = environment(device, job.command)
-    return RankRecord(rank, env, peaks, link, inputs.load, recorded, difference)
+    return RankRecord(rank, env, peaks, link, inputs.load, records, difference)
 
 
 def _device(machine: Machine) -> torch.device:
@@ -176,16 +179,16 @@ def _difference(outputs: Sequence[torch.Tensor]) -> float:
 
 
 @dataclass(frozen=True)
-class _Load:
+class _WarmUp:
     """A graph to replay until clocks have settled, and its seconds per replay. run: may be None."""
 
     run: Callable[[], torch.Tensor] | None = None
-    run_s: float = 0.0
+    replay_s: float = 0.0
 
     def replays(self) -> int:
         if self.run is None:
             return 0
-        return min(math.ceil(_WARMUP_S / max(self.run_s, 1e-9)), _MAX_WARMUP_REPLAYS)
+        return min(math.ceil(_WARMUP_S / max(self.replay_s, 1e-9)), _MAX_WARMUP_REPLAYS)
 
 
 class _Bench:
@@ -204,26 +207,26 @@ class _Bench:
         # An inplace layer overwrites x, which the next pairing needs unchanged.
         self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
-        self.wipe: Wiper = l2_flusher(device)
+        self.flush_l2: L2Flush = l2_flusher(device)
         self.clock = clock_of(device)
         self.weights: dict[str, ExpertWeights] = {}  # prepared weights by pairing
 
     def run(self) -> tuple[tuple[PairRecord, ...], list[torch.Tensor]]:
         """Record each pairing; return the records and the outputs."""
-        prepared_plans = [self._made(*pair) for pair in self.job.pairs]
+        prepared_plans = [self._make_plan(*pair) for pair in self.job.pairs]
         outputs = [output for _, _, output in prepared_plans]
         calls = [partial(self._call, plan) for plan, _, _ in prepared_plans]
-        totals, loads = self._totals(calls)
-        recorded = []
-        for (plan, memory, _), total, load, stem in zip(
-            prepared_plans, totals, loads, self.job.traces, strict=True
+        totals, warm_ups = self._time_end_to_end(calls)
+        records = []
+        for (plan, memory, _), total, warm_up, stem in zip(
+            prepared_plans, totals, warm_ups, self.job.traces, strict=True
         ):
             name = f"{stem.name}-rank{self.problem.parallel.rank}.trace.json"
             trace = stem.with_name(name)
-            self._trace(plan, load, trace)
+            self._trace(plan, warm_up, trace)
             plan.kernel.prepare_finalize.check()
-            recorded.append(PairRecord(plan.kernel.pairing, trace, total, memory))
-        return tuple(recorded), outputs
+            records.append(PairRecord(plan.kernel.pairing, trace, total, memory))
+        return tuple(records), outputs
 
     def _call(self, plan: Plan) -> torch.Tensor:
         inputs, weights = self.inputs, self._weights_of(_kernel_of(plan))
@@ -235,7 +238,7 @@ class _Bench:
     def _weights_of(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
         return self.weights.get(kernel.pairing, self.inputs.weights)
 
-    def _prepared(self, kernel: FusedMoEModularKernel) -> int:
+    def _prepare_weights(self, kernel: FusedMoEModularKernel) -> int:
         """Prepare the weights of a pairing if the job asks for it; return their bytes."""
         if not self.job.prepared:
             return 0
@@ -248,16 +251,16 @@ class _Bench:
         parts = type(kernel.prepare_finalize), type(kernel.experts)
         return prefer_torch_reference(enabled=not needs_triton(*parts))
 
-    def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
+    def _make_plan(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """Create and warm up a plan; return it with its memory use and its first output."""
-        before = self._allocated(reset=True)
+        allocated_before = self._allocated(reset=True)
         kernel = make_kernel(
             *(pf, experts, self.problem),
             group=self.group,
             machine=self.job.machine,
             auto_prepare=False,
         )
-        prepared = self._prepared(kernel)
+        prepared = self._prepare_weights(kernel)
         plan, inputs = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
         with self._torch_references(kernel):
@@ -268,7 +271,7 @@ class _Bench:
         kernel.prepare_finalize.check()
         peak = None
         if self.on_gpu:
-            peak = torch.cuda.max_memory_allocated(self.device) - before - prepared
+            peak = torch.cuda.max_memory_allocated(self.device) - allocated_before - prepared
         return plan, Memory(plan.nbytes, peak, prepared), output
 
     def _allocated(self, *, reset: bool) -> int:
@@ -279,24 +282,24 @@ class _Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
 
-    def _totals(
+    def _time_end_to_end(
         self, calls: Sequence[Callable[[], torch.Tensor]]
-    ) -> tuple[list[EndToEndTime], list[_Load]]:
+    ) -> tuple[list[EndToEndTime], list[_WarmUp]]:
         """Time each planned call, two pairings in the order A, B, B, A.
 
         Returns the totals and, for each call, the load that warms up the GPU before it.
         """
-        runs, modes, loads = [], [], []
+        runs, modes, warm_ups = [], [], []
         for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
-            run, mode = self._captured(pf, experts, call)
+            run, mode = self._capture(pf, experts, call)
             runs.append(run)
             modes.append(mode)
-            loads.append(_Load(run, self._once_s(run)) if mode == "graph" else _Load())
+            warm_ups.append(_WarmUp(run, self._call_seconds(run)) if mode == "graph" else _WarmUp())
         order = [*range(len(runs)), *reversed(range(len(runs)))]
         replays = (_REPLAYS if self.on_gpu else _REPLAYS_ON_CPU) // 2
         samples: list[list[float]] = [[] for _ in runs]
         for index in order:
-            samples[index] += self._samples(runs[index], replays, loads[index])
+            samples[index] += self._sample_us(runs[index], replays, warm_ups[index])
         # After all graph replays, and before a profiler is loaded.
         host_times = [host_cost(call, self.device) for call in calls]
         totals = [
@@ -309,9 +312,9 @@ class _Bench:
             )
             for microseconds, mode, host_time in zip(samples, modes, host_times, strict=True)
         ]
-        return totals, loads
+        return totals, warm_ups
 
-    def _captured(
+    def _capture(
         self, pf: str, experts: str, call: Callable[[], torch.Tensor]
     ) -> tuple[Callable[[], torch.Tensor], str]:
         """Capture a call in a CUDA graph.
@@ -324,34 +327,36 @@ class _Bench:
             return call, INTERPRETER if interpreted else "cpu"
         graph_problem = replace(self.problem, graph=True)
         runs = capture([[call]]) if check(pf, experts, graph_problem, self.job.machine).ok else None
-        if self._largest(0.0 if runs else 1.0) or runs is None:
+        if self._max_over_ranks(0.0 if runs else 1.0) or runs is None:
             return call, "eager"
         return runs[0], "graph"
 
-    def _samples(self, run: Callable[[], torch.Tensor], replays: int, load: _Load) -> list[float]:
+    def _sample_us(
+        self, run: Callable[[], torch.Tensor], replays: int, warm_up: _WarmUp
+    ) -> list[float]:
         """Return the microseconds of `replays` calls.
 
         The same load as before traced calls runs first, then one call that is not counted.
         """
         self._barrier()
-        calls = repeat(run, load.replays() + replays + 1)
-        return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.wipe)[-replays:]]
+        calls = repeat(run, warm_up.replays() + replays + 1)
+        return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.flush_l2)[-replays:]]
 
-    def _once_s(self, run: Callable[[], torch.Tensor]) -> float:
+    def _call_seconds(self, run: Callable[[], torch.Tensor]) -> float:
         """Return the seconds of one call on the slowest rank, the same value on all ranks."""
         self._barrier()
         start = self.clock.mark()
         run()
         end = self.clock.mark()
         self.clock.wait()
-        return self._largest(self.clock.ms(start, end)) / 1e3
+        return self._max_over_ranks(self.clock.ms(start, end)) / 1e3
 
-    def _trace(self, plan: Plan, load: _Load, path: Path) -> None:
+    def _trace(self, plan: Plan, warm_up: _WarmUp, path: Path) -> None:
         """Write a Chrome trace of eager calls.
 
         A first step, which is not recorded, absorbs the initialization of the profiler.
         """
-        call, pause = partial(self._call, plan), self._pause(plan)
+        call, pause_s = partial(self._call, plan), self._pause_seconds(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
         profile = torch.profiler.profile(
             activities=activities,
@@ -361,33 +366,33 @@ class _Bench:
         )
         with suppress_profiler_lines(), profile as profiler:
             for _ in range(2):
-                self._queue(call, load, pause)
+                self._queue(call, warm_up, pause_s)
                 profiler.step()
 
-    def _queue(self, call: Callable[[], torch.Tensor], load: _Load, pause: float) -> None:
+    def _queue(self, call: Callable[[], torch.Tensor], warm_up: _WarmUp, pause_s: float) -> None:
         """Queue the calls to trace while the GPU is occupied, and wait for them."""
         for _ in range(_BARRIERS):
             with record_function(BARRIER):
                 self._barrier()
         if self.on_gpu:
-            self._occupy(load, pause)
+            self._occupy(warm_up, pause_s)
         for _ in range(self.job.calls):
-            if self.wipe is not None:
-                self.wipe()
+            if self.flush_l2 is not None:
+                self.flush_l2()
             with record_function(stages.CALL):
                 call()
         self.clock.wait()
 
-    def _occupy(self, load: _Load, pause: float) -> None:
-        """Queue a sleep of `pause` seconds, in which the host queues all calls, then the load."""
-        torch.cuda._sleep(int(pause * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
-        for _ in range(load.replays()):
-            if self.wipe is not None:
-                self.wipe()
-            assert load.run is not None
-            load.run()
+    def _occupy(self, warm_up: _WarmUp, pause_s: float) -> None:
+        """Queue a sleep of `pause_s` seconds, in which the host queues all calls, then the load."""
+        torch.cuda._sleep(int(pause_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        for _ in range(warm_up.replays()):
+            if self.flush_l2 is not None:
+                self.flush_l2()
+            assert warm_up.run is not None
+            warm_up.run()
 
-    def _pause(self, plan: Plan) -> float:
+    def _pause_seconds(self, plan: Plan) -> float:
         """Return the seconds that the host needs to queue all calls under the profiler."""
         if not self.on_gpu:
             return 0.0
@@ -398,10 +403,10 @@ class _Bench:
             kernel = _kernel_of(plan)
             kernel(inputs.x_TH, self._weights_of(kernel), inputs.routing)
             seconds = time.perf_counter() - start
-        needed = _HOST_MARGIN * self._largest(seconds) * self.job.calls
+        needed = _HOST_MARGIN * self._max_over_ranks(seconds) * self.job.calls
         return min(max(needed, _MIN_PAUSE_S), _MAX_PAUSE_S)
 
-    def _largest(self, value: float) -> float:
+    def _max_over_ranks(self, value: float) -> float:
         """Return the maximum of `value` over all ranks."""
         if self.group is None:
             return value
@@ -421,3 +426,25 @@ def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
     """Return the kernel that created the plan; unlike the plan, it does not replay launches."""
     assert isinstance(plan.kernel, FusedMoEModularKernel)
     return plan.kernel
+
+
+@contextmanager
+def suppress_profiler_lines() -> Iterator[None]:
+    """Buffer stderr inside the context, then print all lines but those of the profiler.
+
+    The lines come from C++, so file descriptor 2 is redirected, not `sys.stderr`.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as buffered:
+        saved_fd = os.dup(2)
+        os.dup2(buffered.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved_fd, 2)
+            os.close(saved_fd)
+            buffered.seek(0)
+            for line in buffered:
+                if not line.startswith(_PROFILER_PREFIX):
+                    os.write(2, line)

@@ -122,7 +122,7 @@ class PairProfile:
     @property
     def slowest(self) -> RankProfile:
         """The rank with the longest planned call, which determines the time of the layer."""
-        return max(self.ranks, key=lambda each: each.total.us)
+        return max(self.ranks, key=lambda rank: rank.total.us)
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,12 @@ def profile_of(
             records[0].pairs[index].pairing,
             tuple(
                 _rank_profile(record, record.pairs[index], trace, problem, machine)
-                for record, trace in zip(records, of_pair, strict=True)
+                for record, trace in zip(records, rank_traces, strict=True)
             ),
             merged[index],
-            barrier_spread_us(of_pair),
+            barrier_spread_us(rank_traces),
         )
-        for index, of_pair in enumerate(traces)
+        for index, rank_traces in enumerate(traces)
     )
     first, differences = records[0], [r.difference for r in records if r.difference is not None]
     return Profile(
@@ -247,13 +247,18 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
             )
     ranks = [rank for pair in pairs for rank in pair.ranks]
     if len(pairs[0].ranks) > 1 and link is None:
-        notes.append("No rate between ranks was measured: floors of exchanges are memory's alone.")
+        notes.append(
+            "The link between ranks was not measured: rooflines of exchanges count only memory."
+        )
     if machine.device == "cuda" and any(rank.total.mode == "eager" for rank in ranks):
-        notes.append("A pairing cannot be captured: its total is of eager planned calls.")
+        notes.append(
+            "A pairing cannot be captured in a CUDA graph: its end-to-end time is of eager calls."
+        )
     lost_us = sum(row.us for rank in ranks for row in rank.rows if row.stage == UNATTRIBUTED)
     if lost_us:
         notes.append(
-            f"{lost_us:.1f} us of device work has no launch in the traces: it is in no stage."
+            f"{lost_us:.1f} us of device work has no launch in the traces, so it belongs to no "
+            "stage."
         )
     unknown = {
         row.stage for rank in ranks for row in rank.rows if row.is_stage and row.floor is None
@@ -263,27 +268,27 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
     return notes
 
 
-def as_record(found: Profile) -> dict[str, Any]:
+def as_record(profile: Profile) -> dict[str, Any]:
     """Return the JSON record.
 
     The stages of the first pairing's first rank are repeated at the top level, because mostly there
     is no other.
     """
-    pairs = [_pair_record(pair) for pair in found.pairs]
+    pairs = [_pair_record(pair) for pair in profile.pairs]
     return {
-        "pairing": found.pairs[0].pairing,
-        "problem": found.problem,
-        "routing": found.routing,
-        "traces": [str(rank.trace) for rank in found.pairs[0].ranks],
+        "pairing": profile.pairs[0].pairing,
+        "problem": profile.problem,
+        "routing": profile.routing,
+        "traces": [str(rank.trace) for rank in profile.pairs[0].ranks],
         "merged_trace": pairs[0]["merged_trace"],
         "stages": pairs[0]["ranks"][0]["stages"],
         "pairs": pairs,
-        "output_difference": found.difference,
-        "missing": found.missing,
-        "states": found.states,
-        "environment": found.environment,
-        "peaks": found.peaks,
-        "link_bytes_per_s": found.link,
+        "output_difference": profile.difference,
+        "missing": profile.missing,
+        "states": profile.states,
+        "environment": profile.environment,
+        "peaks": profile.peaks,
+        "link_bytes_per_s": profile.link,
     }
 
 

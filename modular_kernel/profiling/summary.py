@@ -23,8 +23,8 @@ def name_of(row: StageRow) -> str:
     """Return the name of a row; time outside stages is called, for example, "(rest of experts)"."""
     if row.stage == UNATTRIBUTED:
         return "(launch unknown)"
-    plain = row.stage.removeprefix(stages.PREFIX)
-    return plain if row.is_stage else f"(rest of {plain})"
+    short_name = row.stage.removeprefix(stages.PREFIX)
+    return short_name if row.is_stage else f"(rest of {short_name})"
 
 
 def cells(rank: RankProfile) -> list[tuple[str, ...]]:
@@ -32,11 +32,11 @@ def cells(rank: RankProfile) -> list[tuple[str, ...]]:
 
     The percentage of the roofline is not shown if kernels were interpreted.
     """
-    shares = rank.is_timed
+    show_percent = rank.is_timed
     staged = [row for row in rank.rows if row.is_stage]
     # On a GPU, time outside stages is shown only if it includes device work.
-    rests = [row for row in rank.rows if not row.is_stage and row.us > 0]
-    rows = [_cells(row, shares=shares) for row in (*staged, *rests)]
+    unstaged_rows = [row for row in rank.rows if not row.is_stage and row.us > 0]
+    rows = [_cells(row, show_percent=show_percent) for row in (*staged, *unstaged_rows)]
     counts = [row.launches for row in staged if row.launches is not None]
     floors = [row.floor.us for row in staged if row.floor is not None]
     total = (
@@ -47,13 +47,15 @@ def cells(rank: RankProfile) -> list[tuple[str, ...]]:
         number(rank.sum_us) if counts else ABSENT,
         *(ABSENT,) * 3,
         number(sum(floors)) if floors else ABSENT,
-        number(100 * sum(floors) / rank.sum_us) if shares and floors and rank.sum_us else ABSENT,
+        number(100 * sum(floors) / rank.sum_us)
+        if show_percent and floors and rank.sum_us
+        else ABSENT,
         "",
     )
     return [*rows, total]
 
 
-def _cells(row: StageRow, *, shares: bool) -> tuple[str, ...]:
+def _cells(row: StageRow, *, show_percent: bool) -> tuple[str, ...]:
     work = row.work
     return (
         name_of(row),
@@ -65,7 +67,7 @@ def _cells(row: StageRow, *, shares: bool) -> tuple[str, ...]:
         number(work.link / 1e6 if work is not None and work.link else None),
         number(work.flops / 1e9 if work is not None and work.flops else None),
         number(None if row.floor is None else row.floor.us),
-        number(row.percent if shares else None),
+        number(row.percent if show_percent else None),
         "" if row.floor is None else row.floor.bound,
     )
 
@@ -99,7 +101,7 @@ def _total(rank: RankProfile) -> str:
         "graph": "a planned call in a CUDA graph",
         "eager": "a planned call, not in a graph",
         "cpu": "a planned call by the wall clock",
-        "interpreter": "a planned call of interpreted Triton kernels: no machine's speed",
+        "interpreter": "a planned call of interpreted Triton kernels, not a meaningful time",
     }[total.mode]
     text = (
         f"{number(total.us)} us, {description} (median of {len(total.samples_us)}, "
@@ -118,17 +120,17 @@ def _total(rank: RankProfile) -> str:
 
 
 def _eager(rank: RankProfile) -> str:
-    call, clock = rank.call, "the device" if rank.call.launches is not None else "the host"
+    call, clock = rank.call, "device" if rank.call.launches is not None else "host"
     launches = "" if call.launches is None else f" in {call.launches} launches"
     text = (
-        f"Stages, by one eager call of {rank.calls} traced: they sum to {number(rank.sum_us)} us "
-        f"of {clock}{launches} and cover {rank.coverage:.1%} of its time. That is "
-        f"{rank.sum_to_span:.1%} of the {number(call.span_us)} us from the call's first work to "
-        f"its last, and {rank.sum_to_total:.1%} of the total. The host took "
-        f"{number(call.host_us)} us for that call."
+        f"Stages: {number(rank.sum_us)} us of {clock} time{launches} in the median of "
+        f"{rank.calls} traced eager calls, {rank.coverage:.1%} of that call's busy time. This is "
+        f"{rank.sum_to_span:.1%} of the {number(call.span_us)} us from its first work to its last, "
+        f"and {rank.sum_to_total:.1%} of the end-to-end time. Host time of the call: "
+        f"{number(call.host_us)} us."
     )
-    if rank.load.crossing:
-        text += " Exchanges count the time that they wait for other ranks."
+    if rank.load.link_rows:
+        text += " The time of an exchange includes waiting for other ranks."
     return text
 
 
@@ -148,22 +150,22 @@ def _furthest(rank: RankProfile) -> str:
 
 def _memory(rank: RankProfile) -> str:
     memory = rank.memory
-    text = f"Workspace: {number(memory.workspace / 2**20)} MiB held by the plan"
+    text = f"Memory: {number(memory.workspace / 2**20)} MiB of workspace in the plan"
     if memory.prepared:
-        prepared = f"{number(memory.prepared / 2**20)} MiB of weights prepared once, before"
-        text = f"{prepared}, beside the others. {text}"
+        prepared = number(memory.prepared / 2**20)
+        text += f", {prepared} MiB of prepared weights in addition to the weights"
     if memory.peak is None:
         return text + "."
-    return text + f"; {number(memory.peak / 2**20)} MiB at the peak, with outputs."
+    return text + f"; peak {number(memory.peak / 2**20)} MiB, including outputs."
 
 
 def _clocks(pair: PairProfile) -> str:
     if pair.barrier_spread_us is None:
         return ""
     return (
-        "Clocks: every rank's times are of its machine's clock, put on one base. Ranks left "
-        f"one barrier within {number(pair.barrier_spread_us)} us by it: what clocks may differ by, "
-        "and how unequally the barrier let go."
+        "Clocks: the traces of all ranks are shifted to a common time base. By these clocks, ranks "
+        f"leave a common barrier within {number(pair.barrier_spread_us)} us of each other, which "
+        "includes any difference between clocks."
     )
 
 
@@ -178,15 +180,15 @@ def comparison_rows(profile: Profile) -> list[tuple[str, ...]]:
         {name_of(row): row.us for row in rank.rows if row.is_stage} for rank in (first, second)
     )
     rows = [
-        _compared(name, first_times.get(name), second_times.get(name))
+        _comparison_row(name, first_times.get(name), second_times.get(name))
         for name in dict.fromkeys((*first_times, *second_times))
     ]
-    rows.append(_compared("sum of stages", first.sum_us, second.sum_us))
-    rows.append(_compared("total (planned)", first.total.us, second.total.us))
+    rows.append(_comparison_row("sum of stages", first.sum_us, second.sum_us))
+    rows.append(_comparison_row("total (planned)", first.total.us, second.total.us))
     return rows
 
 
-def _compared(name: str, a: float | None, b: float | None) -> tuple[str, ...]:
+def _comparison_row(name: str, a: float | None, b: float | None) -> tuple[str, ...]:
     if a is None or b is None:
         return name, number(a), number(b), ABSENT, ABSENT
     return name, number(a), number(b), number(b - a), number(b / a if a else None)
@@ -199,7 +201,7 @@ def difference(profile: Profile) -> str:
     return f"Outputs on the same inputs differ by {profile.difference:.2e} of the first's RMS."
 
 
-def facts(profile: Profile) -> Sequence[tuple[str, str]]:
+def description(profile: Profile) -> Sequence[tuple[str, str]]:
     """Return (name, text) pairs that describe the problem and the environment."""
     env, peaks = profile.environment, profile.peaks
     rates = ", ".join(f"{name} {rate / 1e12:.3g} Tflop/s" for name, rate in peaks.flops.items())

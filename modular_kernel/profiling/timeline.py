@@ -9,7 +9,7 @@ from modular_kernel.report.pages.document import Figure
 from modular_kernel.report.pages.plots import Scale, svg, text, with_tooltip
 
 _WIDTH, _LEFT, _RIGHT = 920, 140, 20
-_ROW, _BAR = 18, 15
+_ROW_HEIGHT, _BAR_HEIGHT = 18, 15
 _COLORS = {
     stages.QUANTIZE_INPUT: "#b07aa1",
     stages.DISPATCH: "#f28e2b",
@@ -22,15 +22,15 @@ _COLORS = {
     stages.REDUCE: "#76b7b2",
     stages.COMBINE: "#e15759",
 }
-_OTHER = "#a0a0a0"
-_MAIN = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
+_OTHER_COLOR = "#a0a0a0"
+_MAIN_STAGES = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
 
 
 def color(stage: str) -> str:
     """Return the color of a stage; for a fused stage that of its GEMM, exchange or first part."""
     names = stages.parts(stage)
-    main = next((name for name in names if name in _MAIN), names[0])
-    return _COLORS.get(main, _OTHER)
+    main = next((name for name in names if name in _MAIN_STAGES), names[0])
+    return _COLORS.get(main, _OTHER_COLOR)
 
 
 def timeline(call: CallTimes) -> Figure:
@@ -52,7 +52,7 @@ def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
     end = max((span.end_us for span in spans), default=0.0)
     scale = Scale(0.0, max(end - start, 1e-9), 0.0, _WIDTH - _LEFT - _RIGHT, log=False)
     label = f"{name}, {number(end - start)} us"
-    shapes.append(text(_LEFT - 8, y + _BAR - 3, label, ' text-anchor="end"'))
+    shapes.append(text(_LEFT - 8, y + _BAR_HEIGHT - 3, label, ' text-anchor="end"'))
     levels = _levels(spans)
     for span, level in zip(spans, levels, strict=True):
         us = span.end_us - span.start_us
@@ -60,11 +60,12 @@ def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
         if span.name != span.stage:
             title = f"{span.stage} - {title}"
         attributes = (
-            f'x="{_LEFT + scale.at(span.start_us - start):.1f}" y="{y + level * _ROW}" '
-            f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR}" fill="{color(span.stage)}"'
+            f'x="{_LEFT + scale.at(span.start_us - start):.1f}" y="{y + level * _ROW_HEIGHT}" '
+            f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR_HEIGHT}" '
+            f'fill="{color(span.stage)}"'
         )
         shapes.append(with_tooltip("rect", attributes, title))
-    return (max(levels, default=0) + 1) * _ROW
+    return (max(levels, default=0) + 1) * _ROW_HEIGHT
 
 
 def _levels(spans: Sequence[Span]) -> list[int]:
@@ -73,7 +74,7 @@ def _levels(spans: Sequence[Span]) -> list[int]:
     levels, active = [0] * len(spans), list[tuple[float, int]]()
     for index in order:
         active = [item for item in active if item[0] > spans[index].start_us]
-        taken = {level for _, level in active}
-        levels[index] = next(level for level in range(len(taken) + 1) if level not in taken)
+        occupied = {level for _, level in active}
+        levels[index] = next(level for level in range(len(occupied) + 1) if level not in occupied)
         active.append((spans[index].end_us, levels[index]))
     return levels

@@ -44,15 +44,15 @@ def untraced(function: F) -> F:
     return cast("F", call)
 
 
-def run_untraced(function: Callable[..., T], why: str, *args: Any, **kwargs: Any) -> T:
+def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
     """Break the graph of torch.compile and call a function eagerly.
 
-    why: reason shown by fullgraph=True. Under torch.export, which has no graph breaks, raises
+    reason: shown by fullgraph=True. Under torch.export, which has no graph breaks, raises
     UnsupportedError with it.
     """
     if torch.compiler.is_exporting():
-        raise UnsupportedError("torch.export", got=why, need="a call that is an operator")
-    torch._dynamo.graph_break(msg=why)
+        raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")
+    torch._dynamo.graph_break(msg=reason)
     eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
     result: T = eager(*args, **kwargs)
     return result

@@ -374,10 +374,10 @@ def layout_and_pointers(
     return (aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
 
 
-def _layout(given: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
+def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
     """Return everything that checks of weights read, by field; None if that is not sufficient."""
     entries: list[Hashable] = []
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if not is_dense(tensor):
             return None
         try:

@@ -36,7 +36,7 @@ STAGES = (
     *(QUANTIZE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
 )
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
 Watcher = Callable[[str], AbstractContextManager[object]]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher of stages", default=None)
 
@@ -51,9 +51,9 @@ def parts(name: str) -> tuple[str, ...]:
     return tuple(PREFIX + part for part in name.removeprefix(PREFIX).split("+"))
 
 
-def matching_stage(name: str, wanted: Sequence[str]) -> str | None:
-    """Return the first of `wanted` that `name` contains, alone or fused; None if none."""
-    return next((part for part in parts(name) if part in wanted), None)
+def matching_stage(name: str, names: Sequence[str]) -> str | None:
+    """Return the first of `names` that `name` contains, alone or fused; None if none."""
+    return next((part for part in parts(name) if part in names), None)
 
 
 GATHER_GEMM1 = fused(PERMUTE, GEMM1)
@@ -76,7 +76,7 @@ def stage(name: str) -> AbstractContextManager[object]:
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
     watcher = _watcher.get()
-    return _NOTHING if watcher is None else watcher(name)
+    return _NO_RANGE if watcher is None else watcher(name)
 
 
 @contextmanager

@@ -6,10 +6,45 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.pages.document import Block, Code, Document, Heading, Items, Table, Text
+from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
 
 Record = dict[str, Any]
 
+_METHOD = (
+    (
+        "`mk test --mutate PART` changes one place of the part, its kernels, or the operations "
+        "that it uses, in memory only: a mask lost or off by one, a stride, an offset, the "
+        "index of a scale, a clamp, a constant, the dtype of an accumulator, the order or end "
+        "of a loop, a lost step, exchanged operands, a weakened declaration."
+    ),
+    (
+        "Mutants are drawn with the version as seed, from those that a case executes on a CPU "
+        "with kernels in Triton's interpreter."
+    ),
+    (
+        "Each case that executes the changed line is run twice. Where a bit of the result "
+        "differs, and in a dozen cases where none does, all checks of the case are run. The "
+        "first check that fails kills the mutant. A hang, a crash and a rejected valid case "
+        "also count as killed."
+    ),
+    (
+        "Cases over several ranks run in separate processes over gloo. Some run a fault "
+        "scenario, in which ranks disagree about a call, and check the error that each rank "
+        "raises."
+    ),
+    (
+        "Equivalent mutants are not counted. Each is reviewed: either the compiled code of all "
+        "kernels that contain its line is the same (`--only ID --code`), or no bit differs in "
+        "at least 2,000 random problems (`--only ID --bits 2000`). Proofs and reasons are in "
+        "`docs/mutation/*.json`."
+    ),
+    (
+        "Without a GPU no case checks the values of Gluon kernels, TMA copies and the paths "
+        "that use them (gemv_tma, grouped_tma, dequantized, grouped_w4), CUTLASS kernels, "
+        "overlapping launches (PDL), or offsets beyond 32 bits. These kernels are compiled for "
+        "sm_90, and tested with a stand-in or a bitwise reference where there is one."
+    ),
+)
 _NUMERIC = frozenset({"mutants", "executed", "put in", "killed", "equivalent", "survived", "score"})
 
 
@@ -24,7 +59,7 @@ def read_scores(folder: Path) -> tuple[Record, ...]:
 def mutation_document(
     scores: tuple[Record, ...], defects: Path, notes: Path, parts: Sequence[str] = ()
 ) -> Document:
-    """Build the document: table of scores, survivors of each part, and hand-written defects.
+    """Build the document: table of scores, method, surviving mutants, and handwritten defects.
 
     defects: output file of tools/source_defects.py. notes: JSON file with a note per survivor id,
     and under "scores" and "defects" notes on the measurements. Both files are optional. parts:
@@ -34,52 +69,26 @@ def mutation_document(
     return (
         Heading(1, "Mutation scores"),
         Text(
-            "How much does `mk test --level full` notice? `mk test --mutate PART` changes the "
-            "source of a part, its kernels and the operations it uses, one place at a time and "
-            "in memory alone: a mask lost or off by one, a tail, a stride, an offset, an index "
-            "of scales, a bias row, a clamp, a constant, the dtype of an accumulator, the order "
-            "or the end of a loop, a guard for -1, a step forgotten, two operands exchanged, a "
-            "declaration weakened. No unit test takes part, but where a scope of "
-            "`tools/mutation_scopes.json` names modules and tests: there `python "
-            "tools/mutate_modules.py SCOPE` puts mutants before the tests that execute them, then "
-            "before the cases."
+            "A mutant is a copy of the source with one small defect. The mutation score of a part"
+            " is the fraction of its mutants that `mk test --level full` notices (kills). Unit "
+            "tests do not take part, except in scopes of `tools/mutation_scopes.json`."
         ),
-        Text(
-            "Every case that executes the changed line is called twice; where a bit differs, the "
-            "whole case is proven, and so are a dozen of those in which none does. The first case "
-            "that fails kills the mutant. A case that hangs, a crash and a valid case that is "
-            "refused count as killed, and are told apart. Cases over ranks run in ranks of their "
-            "own, over gloo, where an exchange that a rank stays away from is a hang; some play a "
-            "scene in which ranks do not mean one call, and what each is told must be, word for "
-            "word, what the scene says. Mutants are drawn by a seed, the release, from those that "
-            "some case executes on a CPU, kernels in the interpreter. The score is killed / "
-            "(killed + survived)."
-        ),
-        Text(
-            "An equivalent mutant is one reviewed: the compiled code of every kernel that has its "
-            "line in it is the same (`--only ID --code`), or no bit differs in at least 2,000 "
-            "random problems, drawn from the cases that execute it (`--only ID --bits 2000`). One "
-            "such proof may hold for several mutants of unlike places, all in the source at once. "
-            "An equivalent mutant is not run again, and not counted. Nor is one run again that "
-            "died in the score of another part before a case which is this part's, too."
-        ),
-        Text(
-            "Scores are measured on a CPU. Without a GPU no case of `mk test` checks the values of "
-            "Gluon kernels, of TMA copies and of the paths that use them (gemv_tma, grouped_tma, "
-            "dequantized, grouped_w4), of kernels in CUTLASS, of launches that overlap (PDL), or "
-            "of offsets beyond 32 bits: no case has a tensor of 2^31 elements. These kernels are "
-            "compiled for sm_90, and a stand-in or a twin is tested where there is one. "
-            "`mk test` says on every machine which paths its cases entered."
-        ),
+        Heading(2, "Results"),
         Table(
             ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),
             [_row(score) for score in scores],
             numeric=_NUMERIC,
         ),
+        Text(
+            "executed: mutants in lines that a case executes on a CPU. put in: the sample of "
+            "these that was run. score: killed / (killed + survived)."
+        ),
         *_missing(scores, parts),
-        *_said(known, "scores"),
-        *_written(defects, known),
-        *(block for score in scores for block in _part(score, known)),
+        *_note(known, "scores"),
+        Heading(2, "Method"),
+        Items(_METHOD),
+        *_survivors(scores, known),
+        *_handwritten_defects(defects, known),
     )
 
 
@@ -92,11 +101,46 @@ def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, .
     return (Text(f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."),)
 
 
-def _said(known: dict[str, str], key: str) -> tuple[Block, ...]:
+def _note(known: dict[str, str], key: str) -> tuple[Block, ...]:
     return (Text(known[key]),) if key in known else ()
 
 
-def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
+def _survivors(scores: tuple[Record, ...], known: dict[str, str]) -> tuple[Block, ...]:
+    """Build the table of surviving mutants: one row for each, with the parts that share it."""
+    mutants: dict[str, Record] = {}
+    parts: dict[str, list[str]] = {}
+    for score in scores:
+        for item in score["survivors"]:
+            mutants.setdefault(item["id"], item)
+            parts.setdefault(item["id"], []).append(score["part"])
+    if not mutants:
+        return ()
+    rows = [
+        (
+            f"`{ident}`",
+            f"`{item['place']}`",
+            item["operator"],
+            _parts_text(parts[ident]),
+            known.get(ident, "Not reviewed yet."),
+        )
+        for ident, item in sorted(mutants.items(), key=lambda entry: entry[1]["place"])
+    ]
+    return (
+        Heading(2, "Surviving mutants"),
+        Text(
+            "A mutant in code that several parts share survives in each of them. `mk test "
+            "--mutate PART --only ID` shows the change and runs it again. A mutant that looks "
+            "equivalent counts as survived until a proof of it is reviewed."
+        ),
+        Table(("id", "place", "change", "part", "reason"), rows),
+    )
+
+
+def _parts_text(parts: Sequence[str]) -> str:
+    return f"`{parts[0]}`" if len(parts) == 1 else f"{len(parts)} parts, such as `{parts[0]}`"
+
+
+def _handwritten_defects(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
     """Build the section of hand-written defects, with outcomes by level."""
     if not path.is_file():
         return ()
@@ -117,26 +161,26 @@ def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
                 reason += f"; {record['tests']}"
             lists.append(f"{outcome}: {name} (`{record['file']}`){reason}")
     return (
-        Heading(2, "Defects written by hand"),
+        Heading(2, "Handwritten defects"),
         Text(
-            "`tools/source_defects.json` lists realistic slips in kernels, operations and parts; "
-            "`python tools/source_defects.py LEVEL` puts each in, alone, and runs the cases of "
-            "that level which execute it. A defect that smoke kills is not run again: it counts "
-            "as killed in both rows."
+            "`tools/source_defects.json` lists realistic mistakes in kernels, operations and "
+            "parts. `python tools/source_defects.py LEVEL` makes each of them, one at a time, and"
+            " runs the cases of that level that execute it. A defect that smoke kills counts as "
+            "killed in both rows."
         ),
-        *_said(known, "defects"),
+        *_note(known, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
-        *_tested([record["tests"] for record in defects.values() if "tests" in record]),
+        *_killed_by_tests([record["tests"] for record in defects.values() if "tests" in record]),
         *((Text("Not killed:"), Items(lists)) if lists else ()),
     )
 
 
-def _tested(fates: Sequence[str]) -> tuple[Block, ...]:
+def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
     """State how many defects that survive the cases are killed by the tests of operations."""
-    if not fates:
+    if not outcomes:
         return ()
-    killed = sum(fate.startswith("killed") for fate in fates)
-    subject = f"Of the {len(fates)} that full leaves"
+    killed = sum(outcome.startswith("killed") for outcome in outcomes)
+    subject = f"Of the {len(outcomes)} that survive full"
     return (Text(f"{subject}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
 
 
@@ -153,56 +197,3 @@ def _row(score: Record) -> tuple[str, ...]:
     others = len(score["equivalent"]), len(score["survivors"])
     share = f"{score['score']:.1%}" if score["put_in"] else "nothing to change"
     return (f"`{score['part']}`", *map(str, (*counts, *others)), share)
-
-
-def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
-    versions = ", ".join(f"{name} {number}" for name, number in score["versions"].items())
-    ranks = score.get("world_size", 1)
-    on_ranks, per_host = f" over {ranks} ranks" if ranks > 1 else "", score.get("ranks_per_host")
-    on_ranks += f", {per_host} on each host" if per_host else ""
-    tests = f"{score['tests']} tests, and " if "tests" in score else ""
-    about = (
-        f"{tests}{score['cases']} cases of {', '.join(score['pairings'])}{on_ranks}, "
-        f"level {score['level']}; seed {score['seed']}; {versions}."
-    )
-    if score.get("shared"):
-        about += f" {score['shared']} died before a case of theirs in the score of another part."
-    not_executed = sum(score["not_executed"].values())
-    excluded = [f"{count}: {reason}" for reason, count in score["apart"].items()]
-    if not_executed:
-        modules = ", ".join(
-            f"`{module}` {count}" for module, count in score["not_executed"].items()
-        )
-        excluded.append(f"{not_executed}: no case executes them on a CPU. {modules}")
-    blocks: list[Block] = [Heading(2, f"`{score['part']}`"), Text(about)]
-    if score["killed_by"]:
-        blocks.append(Table(("killed by", "mutants"), _counts(score["killed_by"])))
-    if excluded:
-        blocks += [Text("Listed apart, and not counted:"), Items(excluded)]
-    if score["equivalent"]:
-        blocks.append(Heading(3, f"Equivalent in `{score['part']}`"))
-    for item in score["equivalent"]:
-        blocks += [Text(f"{_proof(item)}: {item['reason']}"), _diff(item)]
-    if score["survivors"]:
-        blocks.append(Heading(3, f"Survivors of `{score['part']}`"))
-    for item in score["survivors"]:
-        note = known.get(item["id"], "Not looked into yet.")
-        bits = f"; a bit differs in {item['differing']}" if "differing" in item else ""
-        text = f"{item['cases']} cases pass{bits}. {note} `{item['command']}`"
-        blocks += [_diff(item), Text(text)]
-    return tuple(blocks)
-
-
-def _counts(found: dict[str, int]) -> list[tuple[str, str]]:
-    return [(name, str(count)) for name, count in found.items()]
-
-
-def _proof(one: Record) -> str:
-    if one["proof"] == "code":
-        return f"The same compiled code in {one['forms']} forms of kernels"
-    together = f", {one['beside']} others in the source at once" if one["beside"] else ""
-    return f"No bit differs in {one['problems']:,} problems{together}"
-
-
-def _diff(one: Record) -> Code:
-    return Code("diff", one["diff"])

@@ -20,20 +20,20 @@ from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.select import cache_keys
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.cache import Cache
-from modular_kernel.select.candidates import Candidates, find
+from modular_kernel.select.candidates import Candidates, find_candidates
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.composed_kernel import ComposedKernel, build
 from modular_kernel.select.prior import load_shipped_record
 from modular_kernel.select.process_group import Ranks, ranks_of
 from modular_kernel.select.record import Options, bucket_tokens
-from modular_kernel.select.search import Search, Tell
+from modular_kernel.select.search import BucketCallback, Search
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.text import printable
 from modular_kernel.utils.argument_checks import check_fields, expect
 
 _LOG = logging.getLogger("modular_kernel.select")
-_MOST_BUCKETS = 48
+_MAX_BUCKETS = 48
 BUDGET_S = 20.0
 # Estimated seconds to build, compile and time the first pairing.
 _FIRST_STEP_S = {"cuda": 2.0, "cpu": 0.1}
@@ -54,7 +54,7 @@ class Terms:
     replicated: all ranks pass the same tokens.
     folder: of the cache. None uses the one in the settings.
     fresh: ignore cached times.
-    tell: called with each Bucket after it was timed.
+    on_bucket: called with each Bucket after it was timed.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -65,7 +65,7 @@ class Terms:
     replicated: bool = False
     folder: Path | None = None
     fresh: bool = False
-    tell: Tell | None = None
+    on_bucket: BucketCallback | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "terms: ")
@@ -73,8 +73,8 @@ class Terms:
             raise ConfigurationError("budget", got=self.budget, need="seconds >= 0")
         RoutingKind.parse(self.routing)
         tokens = self.tokens
-        if tokens is not None and (not 1 <= len(tokens) <= _MOST_BUCKETS or min(tokens) < 1):
-            need = f"1 to {_MOST_BUCKETS} numbers >= 1"
+        if tokens is not None and (not 1 <= len(tokens) <= _MAX_BUCKETS or min(tokens) < 1):
+            need = f"1 to {_MAX_BUCKETS} numbers >= 1"
             raise ConfigurationError("tokens to measure", got=tokens, need=need)
 
     def buckets(self, problem: Problem) -> tuple[int, ...]:
@@ -131,14 +131,14 @@ def choose(
     budget = Budget(terms.budget, ranks, first_step=_FIRST_STEP_S[machine.device])
     # Calls with more tokens than the largest bucket, up to the problem's, also need a pairing.
     token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
-    candidates = find(problem, machine, token_counts, replicated=terms.replicated)
+    candidates = find_candidates(problem, machine, token_counts, replicated=terms.replicated)
     options = _options(problem, machine, terms, tokens, candidates)
     identity = cache_keys.identity(
         problem, machine, routing=terms.routing, replicated=terms.replicated
     )
     versions = cache_keys.versions(machine)
-    facts = identity | versions
-    _check_ranks_match(ranks, facts | {"tokens": str(token_counts), "fresh": str(terms.fresh)})
+    key_fields = identity | versions
+    _check_ranks_match(ranks, key_fields | {"tokens": str(token_counts), "fresh": str(terms.fresh)})
     cache = Cache(terms.folder or read_settings().cache_dir, identity, versions)
     search = Search(
         problem,
@@ -151,7 +151,7 @@ def choose(
         routing=terms.routing,
         replicated=terms.replicated,
         fresh=terms.fresh,
-        tell=terms.tell,
+        on_bucket=terms.on_bucket,
     )
     result = search.run()
     return Choice(
@@ -161,10 +161,10 @@ def choose(
         candidates,
         options,
         result.buckets,
-        facts,
+        key_fields,
         result.timed_now,
         result.seconds,
-        result.left,
+        result.untimed_reason,
         result.notes,
     )
 
@@ -178,28 +178,30 @@ def _options(
 ) -> Options:
     """Return the valid pairings, with the estimates of the shipped record."""
     options = Options(
-        tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.silent)
+        tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.untimeable)
     )
     prior = load_shipped_record()
     if prior is None or not prior.covers(problem, machine, routing=terms.routing):
         return options
-    expected = {
+    estimates = {
         number: prior.estimates(problem.with_tokens(number), others, default)
         for number in tokens
         for default, *others in [options.ordered(number)]
         if others
     }
-    return replace(options, expected=expected)
+    return replace(options, estimates=estimates)
 
 
-def _check_ranks_match(team: Ranks, facts: cache_keys.Facts) -> None:
+def _check_ranks_match(ranks: Ranks, key_fields: cache_keys.KeyFields) -> None:
     """Raise ConfigurationError if machines, versions or terms differ between ranks.
 
     Such ranks could not share one choice, nor measure in step.
     """
-    first, *others = team.all(facts)
+    first, *others = ranks.all_gather(key_fields)
     for rank, other in enumerate(others, 1):
-        unlike = {n: other.get(n) for n in first if other.get(n) != first[n]}
-        if unlike:
-            need = {name: first[name] for name in unlike}
-            raise ConfigurationError(f"rank {rank}'s choice", got=unlike, need=f"{need} as rank 0")
+        mismatches = {n: other.get(n) for n in first if other.get(n) != first[n]}
+        if mismatches:
+            need = {name: first[name] for name in mismatches}
+            raise ConfigurationError(
+                f"rank {rank}'s choice", got=mismatches, need=f"{need} as rank 0"
+            )

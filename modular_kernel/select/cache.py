@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import saved_choices
-from modular_kernel.select.cache_keys import Facts, digest
+from modular_kernel.select.cache_keys import KeyFields, digest
 from modular_kernel.select.record import Bucket
 from modular_kernel.select.saved_choices import StoredChoice
 from modular_kernel.utils import json_files
@@ -30,8 +30,8 @@ else:
     fcntl = _fcntl
 
 FOLDER = "choices"
-NOT_KEPT = "choices are not kept: no home directory; set MK_CACHE_DIR"
-_POLL_S = 0.05
+NO_CACHE_FOLDER = "choices are not cached: no home directory; set MK_CACHE_DIR"
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Cache:
     """
 
     folder: Path | None
-    identity: Facts
-    versions: Facts
+    identity: KeyFields
+    versions: KeyFields
 
     @property
     def path(self) -> Path:
@@ -65,7 +65,7 @@ class Cache:
     def load(self) -> CachedRecord:
         """Return the cached record; never raise for the contents of the folder."""
         if self.folder is None:
-            return CachedRecord(None, (NOT_KEPT,))
+            return CachedRecord(None, (NO_CACHE_FOLDER,))
         try:
             records = self._read()
         except ConfigurationError as error:
@@ -77,9 +77,11 @@ class Cache:
         current = next((r for r in records if r.versions == self.versions), None)
         if current is not None or not records:
             return CachedRecord(current)
-        return CachedRecord(None, (f"ignoring cached timings: {self._changes(records[0])}",))
+        return CachedRecord(
+            None, (f"ignoring cached timings: {self._describe_changes(records[0])}",)
+        )
 
-    def keep(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
+    def save(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
         """Add new times to the file; return notes if that fails."""
         if self.folder is None:
             return ()  # `load` has returned the note
@@ -88,14 +90,14 @@ class Cache:
             with self.locked(wait_s=10.0):
                 self._merge(buckets)
         except OSError as error:
-            return (f"not kept: {self.path}: {error.strerror or error}",)
+            return (f"not cached: {self.path}: {error.strerror or error}",)
         return ()
 
     @contextmanager
-    def locked(self, *, wait_s: float, of: str = "lock") -> Iterator[bool]:
+    def locked(self, *, wait_s: float, name: str = "lock") -> Iterator[bool]:
         """Hold this identity's lock; yield False if it is not available within wait_s seconds.
 
-        of: name of the lock. The system releases a process's locks when it ends.
+        name: name of the lock. The system releases a process's locks when it ends.
         """
         if self.folder is None:  # not shared with other processes
             yield True
@@ -103,16 +105,16 @@ class Cache:
         if fcntl is None:
             yield False
             return
-        path = self.path.with_suffix(f".{of}")
+        path = self.path.with_suffix(f".{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            yield _taken(handle, time.monotonic() + wait_s)
+            yield _acquire(fd, time.monotonic() + wait_s)
         finally:
             # A process forked in between shares the handle, so closing it would not unlock.
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
     def _merge(self, buckets: Sequence[Bucket]) -> None:
         try:
@@ -122,24 +124,24 @@ class Cache:
         current = next((r for r in records if r.versions == self.versions), None)
         current = (current or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
         others = [r for r in records if r.versions != self.versions]
-        fresh = StoredChoice(current.versions, time.time(), current.buckets)
-        _replace(self.path, saved_choices.to_text(self.identity, [fresh, *others]) + "\n")
+        updated = StoredChoice(current.versions, time.time(), current.buckets)
+        _replace(self.path, saved_choices.to_text(self.identity, [updated, *others]) + "\n")
 
     def _read(self) -> tuple[StoredChoice, ...]:
         """Return the records of the file, () without one; ConfigurationError if it is invalid."""
         try:
-            content = json_files.read_file(self.path, saved_choices.MOST_BYTES, follow_links=False)
+            content = json_files.read_file(self.path, saved_choices.MAX_BYTES, follow_links=False)
         except FileNotFoundError:
             return ()
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise _refused("a link") from None
+                raise _invalid_file("a link") from None
             raise
         except ValueError as error:
-            raise _refused(str(error)) from None
+            raise _invalid_file(str(error)) from None
         return saved_choices.from_text(content, self.identity)
 
-    def _changes(self, record: StoredChoice) -> str:
+    def _describe_changes(self, record: StoredChoice) -> str:
         names = sorted({*record.versions, *self.versions})
         changed = [
             f"{name} {record.versions.get(name, 'none')[:60]} -> {self.versions.get(name, 'none')}"
@@ -149,33 +151,33 @@ class Cache:
         return "; ".join(changed[:3])
 
 
-def _taken(handle: int, deadline: float) -> bool:
+def _acquire(fd: int, deadline: float) -> bool:
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return False  # a file system without locks
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_SECONDS)
         else:
             return True
 
 
 def _replace(path: Path, text: str) -> None:
     """Replace a file atomically."""
-    part = path.with_name(f"{path.stem}{uuid4().hex}.part")
+    temporary = path.with_name(f"{path.stem}{uuid4().hex}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    handle = os.open(part, flags, 0o666)  # less the umask
+    fd = os.open(temporary, flags, 0o666)  # less the umask
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        part.replace(path)
+        temporary.replace(path)
     except OSError:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _refused(got: str) -> ConfigurationError:
+def _invalid_file(got: str) -> ConfigurationError:
     return ConfigurationError("cached choices", got=got, need=saved_choices.SCHEMA)

@@ -15,14 +15,14 @@ from modular_kernel.utils.package_probes import find, version_of
 
 _DIGITS = 16
 
-Facts = dict[str, str]
+KeyFields = dict[str, str]
 
 
-def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> Facts:
+def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> KeyFields:
     """Return what a cache file is for. It excludes the number of tokens and the rank."""
     parallel = problem.parallel
     tokenless = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
-    facts = {
+    fields = {
         "device": machine.name or platform.processor() or platform.machine(),
         "arch": f"{machine.arch[0]}.{machine.arch[1]}" if machine.arch else machine.device,
         "problem": str(tokenless),
@@ -31,36 +31,36 @@ def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bo
         "routing": routing,
         "input": "replicated" if replicated else "own",
     }
-    return {name: text[:400] for name, text in facts.items()}
+    return {name: text[:400] for name, text in fields.items()}
 
 
-def versions(machine: Machine) -> Facts:
+def versions(machine: Machine) -> KeyFields:
     """Return the versions that must match for cached times to be valid.
 
     tuned: name, size and date of the files in the configuration folder, since `mk tune` changes the
     launches. threads: of a CPU.
     """
-    facts = {
+    fields = {
         "modular-kernel": _version("modular-kernel"),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": str(torch.version.cuda),
-        "parts": _digest(repr(_parts())),
+        "parts": _digest(repr(_part_versions())),
         "packages": ", ".join(f"{name} {_version(name)}" for name in sorted(machine.packages)),
-        "tuned": _files(read_settings().config_dir),
+        "tuned": _digest_of_files(read_settings().config_dir),
     }
     if machine.device == "cpu":
-        facts["threads"] = str(torch.get_num_threads())
-    return facts
+        fields["threads"] = str(torch.get_num_threads())
+    return fields
 
 
-def digest(facts: Facts) -> str:
-    """Return a file name for facts; the file also contains them, for comparison."""
-    return _digest(repr(sorted(facts.items())))
+def digest(fields: KeyFields) -> str:
+    """Return a file name for an identity; the file also contains it, for comparison."""
+    return _digest(repr(sorted(fields.items())))
 
 
 @cache
-def _parts() -> tuple[tuple[str, str, str], ...]:
+def _part_versions() -> tuple[tuple[str, str, str], ...]:
     """Return every part with its origin and the version of that package."""
     catalog = load_catalog()
     return tuple((p.name, p.origin, _version(p.origin.split(" ")[0])) for p in catalog.parts)
@@ -70,13 +70,13 @@ def _parts() -> tuple[tuple[str, str, str], ...]:
 def _version(name: str) -> str:
     """Return the version of a distribution or import package, or "none"."""
     for provider in probes_of(load_catalog()):  # may be a copy inside another package
-        if provider.name == name and (stated := find(provider).version):
-            return stated
+        if provider.name == name and (version := find(provider).version):
+            return version
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))
     return next(filter(None, map(version_of, spellings)), "none")
 
 
-def _files(folder: Path | None) -> str:
+def _digest_of_files(folder: Path | None) -> str:
     """Return a digest of the files below `folder`, or "none"."""
     if folder is None:
         return "none"
@@ -84,8 +84,8 @@ def _files(folder: Path | None) -> str:
         stats = [(path, path.stat()) for path in sorted(folder.rglob("*.json"))]
     except OSError:
         return "unreadable"
-    facts = [(str(p.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for p, stat in stats]
-    return _digest(repr(facts)) if facts else "none"
+    fields = [(str(p.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for p, stat in stats]
+    return _digest(repr(fields)) if fields else "none"
 
 
 def _digest(text: str) -> str:

@@ -10,8 +10,8 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.select.record import Pair
 from modular_kernel.spec.problem import Machine, Problem
 
-# Must match modular_kernel.operators.kernel_cache.usual_experts.
-_USUAL_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
+# Must match modular_kernel.operators.kernel_cache.default_experts.
+_DEFAULT_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
 _INTERPRETED = "Triton's interpreter is enabled in this process, so times are not meaningful"
 
 
@@ -20,18 +20,18 @@ class Candidates:
     """Every pairing, judged for each requested number of tokens.
 
     order: the valid pairings, the default first. valid: by number of tokens. refused: with all
-    reasons, at the largest number of tokens. silent: pairings that can run here but whose times are
-    not meaningful, with the reason. graph: pairings that can be captured in a CUDA graph.
+    reasons, at the largest number of tokens. untimeable: pairings that can run here but whose times
+    are not meaningful, with the reason. graph: pairings that can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
     valid: dict[int, tuple[Pair, ...]]
     refused: tuple[Verdict, ...]
-    silent: dict[Pair, str]
+    untimeable: dict[Pair, str]
     graph: frozenset[Pair]
 
 
-def find(
+def find_candidates(
     problem: Problem, machine: Machine, tokens: Sequence[int], *, replicated: bool = False
 ) -> Candidates:
     """Judge every pairing.
@@ -40,18 +40,19 @@ def find(
     compute another layer and are refused.
     """
     verdicts = {t: _verdicts(problem.with_tokens(t), machine, replicated) for t in tokens}
-    valid = {t: tuple(_pair(v) for v in found if v.ok) for t, found in verdicts.items()}
+    valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair))
     # This includes parts without Triton, because operations that they share are interpreted.
-    silent = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
-    slow = {pair for pair in silent if _uses_triton(pair)}
+    untimeable = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
+    slow = {pair for pair in untimeable if _uses_triton(pair)}
     order = sorted(
-        valid_somewhere, key=lambda pair: (pair in slow, pair not in graph, _batched(pair))
+        valid_somewhere,
+        key=lambda pair: (pair in slow, pair not in graph, _takes_batched_rows(pair)),
     )
     order = _default_first(order, problem, machine)
     refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in valid_somewhere]
-    return Candidates(tuple(order), valid, tuple(refused), silent, graph)
+    return Candidates(tuple(order), valid, tuple(refused), untimeable, graph)
 
 
 def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
@@ -62,8 +63,8 @@ def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> lis
     if not order:
         return order
     exchange = NO_EP if problem.parallel.world_size == 1 else order[0][0]
-    usual = [(exchange, experts) for experts in _USUAL_EXPERTS[machine.device]]
-    default = next((pair for pair in usual if pair in order), order[0])
+    defaults = [(exchange, experts) for experts in _DEFAULT_EXPERTS[machine.device]]
+    default = next((pair for pair in defaults if pair in order), order[0])
     return [default, *(pair for pair in order if pair != default)]
 
 
@@ -78,17 +79,19 @@ def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verd
         pf = catalog.prepare_finalize(pf_name)
         wrong_input = world > 1 and pf.requires.replicated_input is not replicated
         for name in catalog.names("experts"):
-            verdicts = [judge(pf, catalog.experts(name), of_rank, machine) for of_rank in problems]
+            verdicts = [
+                judge(pf, catalog.experts(name), rank_problem, machine) for rank_problem in problems
+            ]
             verdict = next((v for v in verdicts if not v.ok), verdicts[0])
             if wrong_input:
                 verdict = replace(
-                    verdict, rejections=(*verdict.rejections, _input(pf_name, replicated))
+                    verdict, rejections=(*verdict.rejections, _input_rejection(pf_name, replicated))
                 )
             result.append(verdict)
     return result
 
 
-def _input(name: str, replicated: bool) -> Rejection:
+def _input_rejection(name: str, replicated: bool) -> Rejection:
     same, different = "the same tokens on every rank", "its own tokens on every rank"
     got, need = (different, same) if replicated else (same, different)
     hint = "" if replicated else "use replicated=True (--replicated) for such parts"
@@ -111,6 +114,6 @@ def _uses_triton(pair: Pair) -> bool:
     return any(part.requires.triton for part in parts)
 
 
-def _batched(pair: Pair) -> bool:
+def _takes_batched_rows(pair: Pair) -> bool:
     """Return whether the experts take rows for every expert, which may be empty: a last choice."""
     return load_catalog().experts(pair[1]).requires.activation_format.value == "batched_experts"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from modular_kernel.select.cache_keys import Facts
+from modular_kernel.select.cache_keys import KeyFields
 from modular_kernel.select.candidates import Candidates
 from modular_kernel.select.record import (
     Bucket,
@@ -25,8 +25,8 @@ class Choice:
     """The result of `choose`.
 
     options: the valid pairings, with the shipped record's estimates. buckets: measurements, new or
-    cached. timed_now: token counts that were timed by this call, which took `seconds`. left: the
-    reason why candidates were not timed, or "". notes: messages for the user.
+    cached. timed_now: token counts that were timed by this call, which took `seconds`.
+    untimed_reason: the reason why candidates were not timed, or "". notes: messages for the user.
     """
 
     problem: Problem
@@ -35,10 +35,10 @@ class Choice:
     candidates: Candidates
     options: Options
     buckets: tuple[Bucket, ...]
-    facts: Facts
+    key_fields: KeyFields
     timed_now: tuple[int, ...] = ()
     seconds: float = 0.0
-    left: str = ""
+    untimed_reason: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -86,19 +86,20 @@ class Choice:
         bucket = next((b for b in self.buckets if b.tokens == tokens), None)
         known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
         return tuple(
-            known.get(pair) or TimedOutcome(pair, why=self._untimed(tokens, pair))
+            known.get(pair) or TimedOutcome(pair, why=self._reason_untimed(tokens, pair))
             for pair in self.options.ordered(tokens)
         )
 
-    def _untimed(self, tokens: int, pair: Pair) -> str:
-        if pair in self.candidates.silent:
-            return f"not timed: {self.candidates.silent[pair]}"
-        estimate = self.options.expected.get(tokens, {}).get(pair)
+    def _reason_untimed(self, tokens: int, pair: Pair) -> str:
+        if pair in self.candidates.untimeable:
+            return f"not timed: {self.candidates.untimeable[pair]}"
+        estimate = self.options.estimates.get(tokens, {}).get(pair)
         if estimate is not None and pair not in self.options.challengers(tokens):
-            expected = f"{estimate.optimistic:.2f}x the default's time"
-            return f"not timed: the shipped record expects {expected}"
-        timeable = bool(self.options.challengers(tokens))
-        return f"not timed: {self.left if timeable and self.left else 'nothing to compare with'}"
+            ratio = f"{estimate.optimistic:.2f}x the default's time"
+            return f"not timed: the shipped record expects {ratio}"
+        has_challengers = bool(self.options.challengers(tokens))
+        reason = self.untimed_reason if has_challengers else ""
+        return f"not timed: {reason or 'nothing to compare with'}"
 
     @property
     def summary(self) -> str:
@@ -115,7 +116,10 @@ class Choice:
             (count[Source.TIMED] - timed, "from the cache"),
             (count[Source.RECORD], "from the shipped record"),
             (count[Source.ONLY], "with one valid pairing"),
-            (count[Source.DEFAULT], f"default ({self.left})" if self.left else "default"),
+            (
+                count[Source.DEFAULT],
+                f"default ({self.untimed_reason})" if self.untimed_reason else "default",
+            ),
         ]
-        shown = ", ".join(f"{number} {text}" for number, text in parts if number)
-        return f"{counted(len(sources), 'token count')}: {shown or 'no valid pairing'}"
+        described = ", ".join(f"{number} {text}" for number, text in parts if number)
+        return f"{counted(len(sources), 'token count')}: {described or 'no valid pairing'}"

@@ -27,7 +27,7 @@ _SEED = 5
 
 @dataclass(frozen=True)
 class KernelRange:
-    """A kernel for calls of up to `last` tokens, and more than the previous stretch."""
+    """A kernel for calls of up to `last` tokens, and more than the previous range."""
 
     last: int
     kernel: FusedMoEModularKernel
@@ -41,10 +41,10 @@ class ComposedKernel:
     maximum over ranks in this call. With replicated input the numbers are equal anyway.
     """
 
-    def __init__(self, choice: Choice, stretches: Sequence[KernelRange]) -> None:
-        self.choice, self.stretches = choice, tuple(stretches)
+    def __init__(self, choice: Choice, kernel_ranges: Sequence[KernelRange]) -> None:
+        self.choice, self.kernel_ranges = choice, tuple(kernel_ranges)
         self.problem = choice.problem
-        self._switch = KernelLookup(choice, [stretch.last for stretch in stretches])
+        self._lookup = KernelLookup(choice, [kernel_range.last for kernel_range in kernel_ranges])
 
     def __repr__(self) -> str:
         return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
@@ -52,20 +52,24 @@ class ComposedKernel:
     def _repr_html_(self) -> str:
         """Return a table of the pairings by number of tokens, for notebooks."""
         rows, first = [], 0
-        for stretch in self.stretches:
-            rows.append((f"{first} to {stretch.last}", *stretch.kernel.pairing.split(" x ")))
-            first = stretch.last + 1
+        for kernel_range in self.kernel_ranges:
+            rows.append(
+                (f"{first} to {kernel_range.last}", *kernel_range.kernel.pairing.split(" x "))
+            )
+            first = kernel_range.last + 1
         caption = f"composed, {self.problem} on {self.choice.machine}"
         return notebook_html(caption, ("tokens", "prepare_finalize", "experts"), rows)
 
     @property
     def pairing(self) -> str:
         """The pairings in use, few tokens first."""
-        return ", ".join(dict.fromkeys(stretch.kernel.pairing for stretch in self.stretches))
+        return ", ".join(
+            dict.fromkeys(kernel_range.kernel.pairing for kernel_range in self.kernel_ranges)
+        )
 
     def kernel(self, tokens: int) -> FusedMoEModularKernel:
         """Return the kernel for this number of tokens; CapacityError beyond the problem's."""
-        return self.stretches[self._switch.place(tokens, tokens)].kernel
+        return self.kernel_ranges[self._lookup.index(tokens, tokens)].kernel
 
     def __call__(
         self,
@@ -77,16 +81,16 @@ class ComposedKernel:
         max_tokens: int | None = None,
     ) -> torch.Tensor:
         """Run the kernel for x's number of tokens, with the arguments of FusedMoEModularKernel."""
-        stretch = self.stretches[self._switch.place(rows_of(x_TH), max_tokens)]
-        return stretch.kernel(x_TH, weights, routing, out=out)
+        kernel_range = self.kernel_ranges[self._lookup.index(rows_of(x_TH), max_tokens)]
+        return kernel_range.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Return the weights with what the experts of all pairings precompute from them.
 
         See FusedMoEModularKernel.prepare_weights.
         """
-        weights = self.stretches[0].kernel.prepare_weights(weights)
-        for kernel in (stretch.kernel for stretch in self.stretches[1:]):
+        weights = self.kernel_ranges[0].kernel.prepare_weights(weights)
+        for kernel in (kernel_range.kernel for kernel_range in self.kernel_ranges[1:]):
             specs = kernel.experts.prepared_specs()
             if any(getattr(weights, name) is None for name in specs):
                 weights = kernel.prepare_weights(weights)
@@ -95,14 +99,16 @@ class ComposedKernel:
     def plan(self) -> "ComposedPlan":
         """Allocate the buffers of all pairings in use."""
         plans: dict[int, Plan] = {}
-        for stretch in self.stretches:
-            if id(stretch.kernel) not in plans:
-                plans[id(stretch.kernel)] = stretch.kernel.plan()
-        return ComposedPlan(self, [plans[id(stretch.kernel)] for stretch in self.stretches])
+        for kernel_range in self.kernel_ranges:
+            if id(kernel_range.kernel) not in plans:
+                plans[id(kernel_range.kernel)] = kernel_range.kernel.plan()
+        return ComposedPlan(
+            self, [plans[id(kernel_range.kernel)] for kernel_range in self.kernel_ranges]
+        )
 
     def destroy(self) -> None:
         """Release the resources of parts that span ranks."""
-        for kernel in {id(s.kernel): s.kernel for s in self.stretches}.values():
+        for kernel in {id(s.kernel): s.kernel for s in self.kernel_ranges}.values():
             destroy = getattr(kernel.prepare_finalize, "destroy", None)
             if destroy is not None:
                 destroy()
@@ -118,7 +124,7 @@ class ComposedPlan:
     def __init__(self, kernel: ComposedKernel, plans: Sequence[Plan]) -> None:
         self.kernel, self.problem = kernel, kernel.problem
         self.plans = tuple(plans)
-        self._switch = kernel._switch
+        self._lookup = kernel._lookup
 
     def __repr__(self) -> str:
         return f"<plans of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"
@@ -138,7 +144,7 @@ class ComposedPlan:
         max_tokens: int | None = None,
     ) -> torch.Tensor:
         """Run a call like Plan.__call__. max_tokens: see ComposedKernel."""
-        plan = self.plans[self._switch.place(rows_of(x_TH), max_tokens)]
+        plan = self.plans[self._lookup.index(rows_of(x_TH), max_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
@@ -150,49 +156,56 @@ class ComposedPlan:
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
         check_weight_tensors(weights)
-        numbers = warm_tokens(self.problem.tokens)
+        token_counts = warm_tokens(self.problem.tokens)
         if tokens is not None:
-            numbers = expect_each("tokens to warm up", tokens, Size)
+            token_counts = expect_each("tokens to warm up", tokens, Size)
         device = weights.w1.device
         generator = torch.Generator(device).manual_seed(_SEED)
-        for number in numbers:
-            shape = (number, self.problem.hidden)
+        for tokens_of_call in token_counts:
+            shape = (tokens_of_call, self.problem.hidden)
             x_TH = torch.randn(shape, device=device, generator=generator).to(self.problem.dtype)
-            routing = draw(self.problem.with_tokens(number), RoutingKind("uniform"), generator)
-            self(x_TH, weights, routing, max_tokens=number)
-        return len(numbers)
+            routing = draw(
+                self.problem.with_tokens(tokens_of_call), RoutingKind("uniform"), generator
+            )
+            self(x_TH, weights, routing, max_tokens=tokens_of_call)
+        return len(token_counts)
 
 
 class KernelLookup:
-    """Lookup of a call's stretch. lasts: `last` of every stretch, ascending."""
+    """Lookup of the kernel range of a call. range_ends: `last` of every range, ascending."""
 
-    def __init__(self, choice: Choice, lasts: Sequence[int]) -> None:
-        self._lasts = list(lasts)
-        self._most = min(choice.problem.tokens, self._lasts[-1])  # above, no pairing is valid
-        self._alike = choice.problem.parallel.world_size == 1 or choice.replicated
+    def __init__(self, choice: Choice, range_ends: Sequence[int]) -> None:
+        self._range_ends = list(range_ends)
+        # No pairing is valid beyond the last range.
+        self._max_tokens = min(choice.problem.tokens, self._range_ends[-1])
+        self._same_tokens = choice.problem.parallel.world_size == 1 or choice.replicated
 
-    def place(self, tokens: int, max_tokens: int | None) -> int:
-        """Return the index of the stretch; raise CapacityError beyond the problem's tokens."""
+    def index(self, tokens: int, max_tokens: int | None) -> int:
+        """Return the index of the range; raise CapacityError beyond the problem's tokens."""
         if max_tokens is None:
-            max_tokens = tokens if self._alike else self._most
+            max_tokens = tokens if self._same_tokens else self._max_tokens
         elif type(max_tokens) is not int or max_tokens < tokens:
             raise ConfigurationError("max_tokens", got=max_tokens, need=f">= {tokens}, x's")
-        if max_tokens > self._most:
-            raise CapacityError("tokens", got=max_tokens, need=f"<= {self._most}, the kernel's")
-        return bisect_left(self._lasts, max_tokens)
+        if max_tokens > self._max_tokens:
+            raise CapacityError(
+                "tokens", got=max_tokens, need=f"<= {self._max_tokens}, the kernel's"
+            )
+        return bisect_left(self._range_ends, max_tokens)
 
 
-def warm_tokens(most: int) -> tuple[int, ...]:
-    """Return powers of two, 1.5 times those, and one more than each, up to `most`.
+def warm_tokens(max_tokens: int) -> tuple[int, ...]:
+    """Return powers of two, 1.5 times those, and one more than each, up to `max_tokens`.
 
     These include multiples of 16 and odd numbers of every magnitude.
     """
-    numbers = {most}
+    token_counts = {max_tokens}
     power = 1
-    while power <= most:
-        numbers |= {n for n in (power, power + 1, power * 3 // 2, power * 3 // 2 + 1) if n <= most}
+    while power <= max_tokens:
+        token_counts |= {
+            n for n in (power, power + 1, power * 3 // 2, power * 3 // 2 + 1) if n <= max_tokens
+        }
         power *= 2
-    return tuple(sorted(numbers - {0}))
+    return tuple(sorted(token_counts - {0}))
 
 
 def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
@@ -217,25 +230,25 @@ def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKer
     max_tokens: dict[Pair, int] = {}
     for segment in choice.segments:
         max_tokens[segment.pair] = max(max_tokens.get(segment.pair, 0), segment.last)
-    stretches = []
+    kernel_ranges = []
     for segment in choice.segments:
-        if _fixed(kernel(segment.pair, max_tokens[segment.pair])):
-            steps = _steps(segment, choice.tokens)
-            stretches += [KernelRange(last, kernel(segment.pair, last)) for last in steps]
+        if _has_fixed_shape(kernel(segment.pair, max_tokens[segment.pair])):
+            ends = _bucket_ends(segment, choice.tokens)
+            kernel_ranges += [KernelRange(last, kernel(segment.pair, last)) for last in ends]
         else:
-            stretches.append(
+            kernel_ranges.append(
                 KernelRange(segment.last, kernel(segment.pair, max_tokens[segment.pair]))
             )
-    return ComposedKernel(choice, stretches)
+    return ComposedKernel(choice, kernel_ranges)
 
 
-def _fixed(kernel: FusedMoEModularKernel) -> bool:
+def _has_fixed_shape(kernel: FusedMoEModularKernel) -> bool:
     """Return whether the dispatched shape does not depend on a call's number of tokens."""
     tokens = kernel.problem.tokens
     part = kernel.prepare_finalize
     return tokens > 1 and part.dispatch_shape(1) == part.dispatch_shape(tokens)
 
 
-def _steps(segment: Segment, tokens: Sequence[int]) -> list[int]:
+def _bucket_ends(segment: Segment, tokens: Sequence[int]) -> list[int]:
     """Return the token counts of the buckets inside a segment, and the segment's last."""
     return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

@@ -20,52 +20,52 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _SEED = 11
-_ROWS = 8  # rows of an output that are compared
-_LEAST_VALUES = 512  # minimum values to compare: with fewer, the error of plain torch varies
-_MOST_CHECKED = 8  # maximum calls that are checked
+_ROWS_COMPARED = 8  # rows of an output that are compared
+_MIN_VALUES = 512  # minimum values to compare: with fewer, the error of plain torch varies
+_MAX_CHECKED = 8  # maximum calls that are checked
 _FEW_TOKENS = 256  # up to this number calls are short, and more of them are timed
-_CALLS, _CALLS_OF_MANY = 4, 2
+_CALLS, _CALLS_MANY_TOKENS = 4, 2
 _EPS = 1e-6
 
 Input = tuple[torch.Tensor, Routing]
 
 
-def plain(problem: Problem) -> Problem:
+def without_inplace(problem: Problem) -> Problem:
     """Return the problem as it is timed: not in place, because inputs are used by many calls."""
     return replace(problem, inplace=False)
 
 
 def weight_bytes(problem: Problem) -> float:
     """Return the bytes of this rank's experts, unquantized and, if applicable, also quantized."""
-    drawn = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
+    unquantized = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
     if not problem.scheme.quantized:
-        return drawn
-    return drawn + problem.e * expert_bytes(problem, problem.scheme)
+        return unquantized
+    return unquantized + problem.e * expert_bytes(problem, problem.scheme)
 
 
 def make_weights(
-    problem: Problem, device: torch.device, late: Callable[[], bool] | None = None
+    problem: Problem, device: torch.device, is_over: Callable[[], bool] | None = None
 ) -> ExpertWeights:
     """Create random weights of this rank's experts, in slot order, quantized by the scheme.
 
-    late: called after each expert; TimeoutError is raised once it returns True.
+    is_over: called after each expert; TimeoutError is raised once it returns True.
     """
     world = problem.parallel.world_size
     local_experts = (
         problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
     )
-    drawn = _drawn(problem, tuple(local_experts), device, late)
+    unquantized = _draw_weights(problem, tuple(local_experts), device, is_over)
     expert_map = first_experts_map(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
-    return quantize(replace(drawn, expert_map=expert_map), problem)
+    return quantize(replace(unquantized, expert_map=expert_map), problem)
 
 
-def _drawn(
+def _draw_weights(
     problem: Problem,
     experts: Sequence[int],
     device: torch.device,
-    late: Callable[[], bool] | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> ExpertWeights:
     """Draw unquantized weights, normal with standard deviation fan_in ** -0.5."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
@@ -75,7 +75,7 @@ def _drawn(
     b1 = torch.empty(count, n, dtype=dtype, device=device) if problem.bias else None
     b2 = torch.empty(count, h, dtype=dtype, device=device) if problem.bias else None
     for slot, expert in enumerate(experts):
-        if late is not None and late():
+        if is_over is not None and is_over():
             raise TimeoutError(f"{slot} of {count} experts' weights were made in time")
         generator = torch.Generator(device).manual_seed(_SEED + expert)
         w1[slot] = torch.randn(n, h, device=device, generator=generator) * h**-0.5
@@ -88,37 +88,42 @@ def _drawn(
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Some rows of the float64 output for `given`, and the error norm of plain torch."""
+    """Some rows of the float64 output for `call_inputs`.
 
-    given: Input
+    recipe_error: norm of the error of a plain torch implementation of the same scheme.
+    """
+
+    call_inputs: Input
     rows: torch.Tensor
     exact: torch.Tensor
-    fair: float
+    recipe_error: float
 
 
 @dataclass(frozen=True)
 class SelectWorkload:
     """The workload of one number of tokens.
 
-    timed: the inputs of the calls of one run. flush: overwrite the L2 cache before each call,
+    inputs: the inputs of the calls of one run. flush: overwrite the L2 cache before each call,
     because it could hold data that the previous call has read.
     """
 
     problem: Problem
     weights: ExpertWeights
-    timed: tuple[Input, ...]
-    truths: tuple[ExpectedRows, ...]
+    inputs: tuple[Input, ...]
+    expected: tuple[ExpectedRows, ...]
     flush: bool
 
-    def wrong(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Return the error of the outputs for the truths' inputs, or ""."""
+    def find_error(self, outputs: Sequence[torch.Tensor]) -> str:
+        """Return the error of the outputs for the inputs of `expected`, or ""."""
         squared_error = squared_norm = bound = 0.0
-        for out, truth in zip(outputs, self.truths, strict=True):
+        for out, expected_rows in zip(outputs, self.expected, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
                 return "an output of another shape, or values that are not finite"
-            squared_error += float((out[truth.rows].double() - truth.exact).norm()) ** 2
-            squared_norm += float(truth.exact.norm()) ** 2
-            bound += truth.fair**2
+            squared_error += (
+                float((out[expected_rows.rows].double() - expected_rows.exact).norm()) ** 2
+            )
+            squared_norm += float(expected_rows.exact.norm()) ** 2
+            bound += expected_rows.recipe_error**2
         error, allowed = (
             (x / squared_norm) ** 0.5 if squared_norm else x for x in (squared_error, bound)
         )
@@ -136,20 +141,20 @@ def make_workload(
     """Draw inputs of `problem.tokens` tokens for this rank; the same on all ranks if replicated."""
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
-    calls = _CALLS if problem.tokens <= _FEW_TOKENS else _CALLS_OF_MANY
-    values_per_call = min(problem.tokens, _ROWS) * problem.hidden
-    checked = min(max(1, -(-_LEAST_VALUES // values_per_call)), _MOST_CHECKED)
-    inputs = [_input(problem, kind, device, rank, n) for n in range(max(calls, checked))]
-    truths = tuple(_truth(problem, given) for given in inputs[:checked])
-    timed = tuple(inputs[:calls])
-    load = load_of(timed[0][1], _as_one_rank(problem), weights.expert_map)
+    calls = _CALLS if problem.tokens <= _FEW_TOKENS else _CALLS_MANY_TOKENS
+    values_per_call = min(problem.tokens, _ROWS_COMPARED) * problem.hidden
+    checked = min(max(1, -(-_MIN_VALUES // values_per_call)), _MAX_CHECKED)
+    drawn = [_input(problem, kind, device, rank, n) for n in range(max(calls, checked))]
+    expected = tuple(_expected_rows(problem, call_inputs) for call_inputs in drawn[:checked])
+    inputs = tuple(drawn[:calls])
+    load = load_of(inputs[0][1], _on_one_rank(problem), weights.expert_map)
     bytes_moved = work_of(problem, problem.scheme, [load]).bytes
     # Use a single set of weights, because the candidates' buffers need memory.
     flush = rotation(bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
-    return SelectWorkload(problem, weights, timed, truths, flush)
+    return SelectWorkload(problem, weights, inputs, expected, flush)
 
 
-def _as_one_rank(problem: Problem) -> Problem:
+def _on_one_rank(problem: Problem) -> Problem:
     """Return the problem with all experts on one rank, so that every pair counts."""
     if problem.parallel.world_size == 1:
         return problem
@@ -165,14 +170,14 @@ def _input(
     return x_TH.to(problem.dtype), draw(problem, kind, generator)
 
 
-def _truth(problem: Problem, given: Input) -> ExpectedRows:
+def _expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:
     """Compute the expected output of a few rows, with only the experts that they use."""
-    x_TH, routing = given
+    x_TH, routing = call_inputs
     device = x_TH.device
-    rows = torch.linspace(0, len(x_TH) - 1, min(len(x_TH), _ROWS), device=device).long()
+    rows = torch.linspace(0, len(x_TH) - 1, min(len(x_TH), _ROWS_COMPARED), device=device).long()
     row_routing = routing.of(rows)
     ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
-    single_rank = _as_one_rank(problem)
+    single_rank = _on_one_rank(problem)
     if single_rank.expert_map:  # pairs of experts on other ranks do not count
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)
@@ -180,7 +185,7 @@ def _truth(problem: Problem, given: Input) -> ExpectedRows:
         len(ids), dtype=torch.int32, device=device
     )
     row_problem = replace(single_rank, tokens=len(rows), expert_map=True, local_experts=len(ids))
-    drawn = replace(_drawn(problem, ids, device), expert_map=expert_map)
-    exact = oracle(x_TH[rows], drawn, row_routing, replace(row_problem, quant="none"))
-    reference = recipe(x_TH[rows], quantize(drawn, row_problem), row_routing, row_problem)
-    return ExpectedRows(given, rows, exact, float((reference - exact).norm()))
+    unquantized = replace(_draw_weights(problem, ids, device), expert_map=expert_map)
+    exact = oracle(x_TH[rows], unquantized, row_routing, replace(row_problem, quant="none"))
+    reference = recipe(x_TH[rows], quantize(unquantized, row_problem), row_routing, row_problem)
+    return ExpectedRows(call_inputs, rows, exact, float((reference - exact).norm()))

@@ -34,12 +34,13 @@ SCHEMA = "mk-prior/1"
 FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
-_NEAREST = 3
-_REACH = 3.0  # octaves; estimates from cells farther away can exclude a pairing, but not select it
-_MOST_BYTES = 1 << 20
-_MAX_CELLS, _MOST_PAIRS = 4096, 64
-_RATIOS = (1e-4, 1e4)
-_PLAIN = ActivationSpec.parse("silu")  # the activation of all recorded layers
+_NEAREST_CELLS = 3
+# Octaves. Estimates from cells farther away can exclude a pairing, but not select it.
+_MAX_DISTANCE = 3.0
+_MAX_BYTES = 1 << 20
+_MAX_CELLS, _MAX_PAIRS = 4096, 64
+_RATIO_RANGE = (1e-4, 1e4)
+_RECORDED_ACTIVATION = ActivationSpec.parse("silu")  # the activation of all recorded layers
 
 
 @dataclass(frozen=True)
@@ -78,35 +79,42 @@ class Prior:
 
         Pairings without data are omitted.
         """
-        same_layer_kind = problem.act == _PLAIN and not problem.bias and problem.tokens > 0
+        same_layer_kind = (
+            problem.act == _RECORDED_ACTIVATION and not problem.bias and problem.tokens > 0
+        )
         rows = max(problem.tokens, 1) * problem.top_k / problem.experts
         size = float(problem.hidden * problem.intermediate)
         estimates = {}
         for pair in pairs:
-            cells, same_scheme = self._cells(problem, pair, default)
-            nearest = sorted(cells, key=lambda cell: _distance_octaves(cell, rows, size))[:_NEAREST]
+            cells, same_scheme = self._comparable_cells(problem, pair, default)
+            nearest = sorted(cells, key=lambda cell: _distance_octaves(cell, rows, size))[
+                :_NEAREST_CELLS
+            ]
             if not nearest:
                 continue
             ratios = [cell.ratios[pair] / cell.ratios[default] for cell in nearest]
-            in_reach = (
-                len(nearest) == _NEAREST and _distance_octaves(nearest[-1], rows, size) <= _REACH
+            near = (
+                len(nearest) == _NEAREST_CELLS
+                and _distance_octaves(nearest[-1], rows, size) <= _MAX_DISTANCE
             )
             estimates[pair] = Estimate(
-                min(ratios), max(ratios), same_layer_kind and same_scheme and in_reach
+                min(ratios), max(ratios), same_layer_kind and same_scheme and near
             )
         return estimates
 
-    def _cells(self, problem: Problem, pair: Pair, default: Pair) -> tuple[list[Cell], bool]:
+    def _comparable_cells(
+        self, problem: Problem, pair: Pair, default: Pair
+    ) -> tuple[list[Cell], bool]:
         """Return the cells with both pairings, of the same scheme or else of its family.
 
         The second value is True for exactly the same scheme.
         """
-        both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
+        with_both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
         for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
-            if cells := [cell for cell in both if cell.scheme == scheme]:
+            if cells := [cell for cell in with_both if cell.scheme == scheme]:
                 return cells, scheme == problem.quant
         family = _family(problem.scheme.name)
-        return [cell for cell in both if _family(cell.scheme) == family], False
+        return [cell for cell in with_both if _family(cell.scheme) == family], False
 
 
 def _distance_octaves(cell: Cell, rows: float, size: float) -> float:
@@ -123,7 +131,7 @@ def _family(scheme: str) -> tuple[str, str]:
 def load_shipped_record() -> Prior | None:
     """Return the record of this package; None, with a log message, if it cannot be read."""
     try:
-        return parse(json_files.read_file(FILE, _MOST_BYTES))
+        return parse(json_files.read_file(FILE, _MAX_BYTES))
     except (ConfigurationError, OSError, ValueError) as error:
         _LOG.warning("no shipped record of pairings' times: %s: %s", FILE.name, error)
         return None
@@ -134,15 +142,15 @@ def parse(text: str | bytes) -> Prior:
     try:
         record = json_files.parse(text)
     except ValueError as error:
-        raise _bad(f"no JSON: {str(error)[:100]}") from None
+        raise _invalid(f"no JSON: {str(error)[:100]}") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise _bad(f"no {SCHEMA}")
+        raise _invalid(f"no {SCHEMA}")
     arch = record.get("arch")
     if not (isinstance(arch, list) and len(arch) == 2 and all(type(n) is int for n in arch)):
-        raise _bad("arch that is not two numbers")
-    pairs = [_pair(value) for value in _list(record.get("pairs"), "pairs", _MOST_PAIRS)]
+        raise _invalid("arch that is not two numbers")
+    pairs = [_pair(value) for value in _list(record.get("pairs"), "pairs", _MAX_PAIRS)]
     if len(set(pairs)) != len(pairs):
-        raise _bad("a pairing twice")
+        raise _invalid("a pairing twice")
     cells = _list(record.get("cells"), "cells", _MAX_CELLS)
     return Prior((arch[0], arch[1]), tuple(_cell(value, pairs) for value in cells))
 
@@ -150,39 +158,39 @@ def parse(text: str | bytes) -> Prior:
 def _pair(value: Any) -> Pair:
     names = _list(value, "a pairing", 2)
     if len(names) != 2 or not all(isinstance(name, str) and name for name in names):
-        raise _bad("a pairing that is not two names")
+        raise _invalid("a pairing that is not two names")
     return names[0], names[1]
 
 
 def _cell(value: Any, pairs: Sequence[Pair]) -> Cell:
     fields = _list(value, "a cell", 4)
     if len(fields) != 4 or not isinstance(fields[0], str) or fields[0] not in QUANT_SCHEMES:
-        raise _bad("a cell without a scheme")
+        raise _invalid("a cell without a scheme")
     scheme, rows, size, ratios = fields
     ratios = _list(ratios, "ratios", len(pairs))
     if len(ratios) != len(pairs):
-        raise _bad(f"{len(ratios)} ratios for {len(pairs)} pairings")
+        raise _invalid(f"{len(ratios)} ratios for {len(pairs)} pairings")
     ratio_of = {
-        pair: _number(ratio, "a ratio", *_RATIOS)
+        pair: _number(ratio, "a ratio", *_RATIO_RANGE)
         for pair, ratio in zip(pairs, ratios, strict=True)
         if ratio is not None
     }
     return Cell(scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), ratio_of)
 
 
-def _number(value: Any, name: str, least: float, most: float) -> float:
+def _number(value: Any, name: str, minimum: float, maximum: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _bad(f"{name} that is no number")
-    if not least <= value <= most:
-        raise _bad(f"{name} out of range")
+        raise _invalid(f"{name} that is not a number")
+    if not minimum <= value <= maximum:
+        raise _invalid(f"{name} out of range")
     return float(value)
 
 
-def _list(value: Any, name: str, most: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise _bad(f"{name} that is no list of at most {most}")
+def _list(value: Any, name: str, maximum: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > maximum:
+        raise _invalid(f"{name} that is not a list of at most {maximum}")
     return value
 
 
-def _bad(got: str) -> ConfigurationError:
+def _invalid(got: str) -> ConfigurationError:
     return ConfigurationError("the shipped record", got=got, need=SCHEMA)

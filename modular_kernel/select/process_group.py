@@ -25,10 +25,10 @@ class Ranks(Protocol):
     size: int
     group: Any
 
-    def all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank; a barrier."""
 
-    def leader(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return rank 0's value."""
 
 
@@ -37,10 +37,10 @@ class SingleProcess:
 
     rank, size, group = 0, 1, None
 
-    def all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         return [value]
 
-    def leader(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         return value
 
 
@@ -51,13 +51,13 @@ class GroupRanks:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def leader(self, value: T) -> T:
-        return self.all(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
+    def broadcast(self, value: T) -> T:
+        return self.all_gather(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def ranks_of(problem: Problem, group: object | None) -> Ranks:
@@ -70,23 +70,23 @@ def ranks_of(problem: Problem, group: object | None) -> Ranks:
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed, initialized, for a problem of several ranks"
         raise ConfigurationError("group", got="none", need=need)
-    team = GroupRanks(group if group is not None else dist.group.WORLD)
-    if (team.size, team.rank) != (parallel.world_size, parallel.rank):
-        got = f"rank {team.rank} of {team.size}"
+    ranks = GroupRanks(group if group is not None else dist.group.WORLD)
+    if (ranks.size, ranks.rank) != (parallel.world_size, parallel.rank):
+        got = f"rank {ranks.rank} of {ranks.size}"
         need = f"rank {parallel.rank} of {parallel.world_size}, the problem's"
         raise ConfigurationError("group", got=got, need=need)
-    return team
+    return ranks
 
 
-def slowest(team: Ranks, values: Sequence[float]) -> list[float]:
+def max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
     """Return the maximum of each value over ranks."""
-    return [max(column) for column in zip(*team.all(list(values)), strict=True)]
+    return [max(column) for column in zip(*ranks.all_gather(list(values)), strict=True)]
 
 
-def any_failure(team: Ranks, own: str) -> str:
+def first_failure(ranks: Ranks, message: str) -> str:
     """Return the first failure of any rank, or "". With several ranks it names the rank."""
-    texts = team.all(own)
-    rank = next((r for r, text in enumerate(texts) if text), None)
+    messages = ranks.all_gather(message)
+    rank = next((r for r, message_of_rank in enumerate(messages) if message_of_rank), None)
     if rank is None:
         return ""
-    return texts[rank] if team.size == 1 else f"rank {rank}: {texts[rank]}"
+    return messages[rank] if ranks.size == 1 else f"rank {rank}: {messages[rank]}"

@@ -16,7 +16,7 @@ MIN_GAIN = 0.02  # minimum of 1 - ratio to replace the default
 MAX_RATIO_UNTIMED = 0.95  # maximum pessimistic ratio for a choice from the record without timing
 MAX_RATIO_TO_KEEP = 1.01  # keep the smaller bucket's pairing up to this multiple of the best ratio
 _MIN_GAIN_PER_NOISE = 2.0  # minimum of (1 - ratio) / noise to replace the default
-_FEWEST_TOKENS = 1
+_MIN_TOKENS = 1
 
 Pair = tuple[str, str]  # names of a PrepareAndFinalize and of an experts part
 
@@ -125,20 +125,20 @@ class Options:
     """The valid pairings, and what is known of them before timing.
 
     tokens: of the buckets, ascending.
-    most: maximum tokens of a call.
+    max_tokens: maximum tokens of a call.
     order: all pairings that are valid for some number of tokens, the default first.
-    valid: the pairings that are valid at each bucket and at `most`.
-    silent: pairings whose times are not meaningful here.
-    expected: the shipped record's estimates at each bucket, relative to the first valid pairing of
+    valid: the pairings that are valid at each bucket and at `max_tokens`.
+    untimeable: pairings whose times are not meaningful here.
+    estimates: the shipped record's estimates at each bucket, relative to the first valid pairing of
         the order.
     """
 
     tokens: tuple[int, ...]
-    most: int
+    max_tokens: int
     order: tuple[Pair, ...]
     valid: Mapping[int, Sequence[Pair]]
-    silent: Collection[Pair] = ()
-    expected: Mapping[int, Mapping[Pair, Estimate]] = field(default_factory=dict)
+    untimeable: Collection[Pair] = ()
+    estimates: Mapping[int, Mapping[Pair, Estimate]] = field(default_factory=dict)
 
     def ordered(self, tokens: int) -> tuple[Pair, ...]:
         """Return the valid pairings, the default first."""
@@ -150,23 +150,23 @@ class Options:
 
         Those without an estimate come last. Pairings that cannot be timed here are excluded.
         """
-        expected = self.expected.get(tokens, {})
-        timeable = [pair for pair in self.ordered(tokens)[1:] if pair not in self.silent]
-        estimated = [pair for pair in timeable if pair in expected]
-        promising = [pair for pair in estimated if expected[pair].optimistic <= MAX_RATIO_TO_TIME]
-        unknown = [pair for pair in timeable if pair not in expected]
-        return (*sorted(promising, key=lambda pair: expected[pair].optimistic), *unknown)
+        estimates = self.estimates.get(tokens, {})
+        timeable = [pair for pair in self.ordered(tokens)[1:] if pair not in self.untimeable]
+        estimated = [pair for pair in timeable if pair in estimates]
+        promising = [pair for pair in estimated if estimates[pair].optimistic <= MAX_RATIO_TO_TIME]
+        unknown = [pair for pair in timeable if pair not in estimates]
+        return (*sorted(promising, key=lambda pair: estimates[pair].optimistic), *unknown)
 
-    def whole(self, bucket: Bucket) -> bool:
+    def is_complete(self, bucket: Bucket) -> bool:
         """Return whether all candidates of a bucket were timed."""
         tried = {outcome.pair for outcome in bucket.outcomes}
         return tried >= {bucket.default, *self.challengers(bucket.tokens)}
 
 
-def bucket_tokens(most: int) -> tuple[int, ...]:
-    """Return the powers of two below `most`, and `most`."""
-    powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
-    return (*powers, max(most, _FEWEST_TOKENS))
+def bucket_tokens(max_tokens: int) -> tuple[int, ...]:
+    """Return the powers of two below `max_tokens`, and `max_tokens`."""
+    powers = [1 << power for power in range(max_tokens.bit_length()) if 1 << power < max_tokens]
+    return (*powers, max(max_tokens, _MIN_TOKENS))
 
 
 def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
@@ -174,7 +174,7 @@ def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
 
     buckets: those with measurements.
     """
-    decided: dict[int, Pick] = {}
+    picked: dict[int, Pick] = {}
     by_tokens = {bucket.tokens: bucket for bucket in buckets}
     previous: Pair | None = None
     for tokens in options.tokens:
@@ -182,49 +182,53 @@ def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
             continue
         bucket = by_tokens.get(tokens)
         pick = bucket and _pick_timed(options, bucket, previous)
-        pick = pick or _recorded(options, tokens, buckets) or _untimed(options, tokens, buckets)
-        decided[tokens], previous = pick, pick.pair
-    return decided
+        pick = (
+            pick
+            or _pick_recorded(options, tokens, buckets)
+            or _pick_untimed(options, tokens, buckets)
+        )
+        picked[tokens], previous = pick, pick.pair
+    return picked
 
 
-def _pick_timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick | None:
+def _pick_timed(options: Options, bucket: Bucket, previous: Pair | None) -> Pick | None:
     """Return the fastest pairing if it beats the default, else the default if all were timed.
 
-    None if some were not timed. `before`, the pairing of the previous bucket, is kept if it is
+    None if some were not timed. `previous`, the pairing of the previous bucket, is kept if it is
     about as fast as the best one.
     """
     ratios = {o.pair: o.ratio for o in bucket.outcomes if o.faster and o.ratio is not None}
     if ratios:
         best = min(ratios, key=ratios.__getitem__)
-        if before in ratios and ratios[before] <= MAX_RATIO_TO_KEEP * ratios[best]:
-            best = before
+        if previous in ratios and ratios[previous] <= MAX_RATIO_TO_KEEP * ratios[best]:
+            best = previous
         return Pick(best, Source.TIMED)
-    return Pick(bucket.default, Source.TIMED) if options.whole(bucket) else None
+    return Pick(bucket.default, Source.TIMED) if options.is_complete(bucket) else None
 
 
-def _recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick | None:
+def _pick_recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick | None:
     """Return the pairing that the shipped record selects, if it is unambiguous.
 
     A pairing that was tried here, or failed anywhere, is not selected.
     """
     tried = {o.pair for bucket in buckets if bucket.tokens == tokens for o in bucket.outcomes}
     tried.update(*(bucket.failed for bucket in buckets))
-    sure = {
+    trusted_ratios = {
         pair: estimate.pessimistic
-        for pair, estimate in options.expected.get(tokens, {}).items()
+        for pair, estimate in options.estimates.get(tokens, {}).items()
         if estimate.trusted and estimate.pessimistic <= MAX_RATIO_UNTIMED and pair not in tried
     }
-    eligible = [pair for pair in options.ordered(tokens)[1:] if pair in sure]
+    eligible = [pair for pair in options.ordered(tokens)[1:] if pair in trusted_ratios]
     if eligible and default_at(options, tokens, buckets) == options.ordered(tokens)[0]:
-        return Pick(min(eligible, key=sure.__getitem__), Source.RECORD)
+        return Pick(min(eligible, key=trusted_ratios.__getitem__), Source.RECORD)
     return None
 
 
-def _untimed(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick:
+def _pick_untimed(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick:
     default, valid = default_at(options, tokens, buckets), options.ordered(tokens)
     if len(valid) == 1:
         return Pick(default, Source.ONLY)
-    timeable = not any(pair in options.silent for pair in valid)
+    timeable = not any(pair in options.untimeable for pair in valid)
     ruled_out = default == valid[0] and timeable and not options.challengers(tokens)
     return Pick(default, Source.RECORD if ruled_out else Source.DEFAULT)
 
@@ -257,12 +261,12 @@ def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]
     chosen = picks(options, buckets)
     ranges: list[Segment] = []
     previous: int | None = None
-    for tokens in sorted({*options.tokens, options.most}):
+    for tokens in sorted({*options.tokens, options.max_tokens}):
         if not options.ordered(tokens):
             continue
         pick = chosen.get(tokens)
         pair = pick.pair if pick else default_at(options, tokens, buckets)
-        smallest = previous is None and tokens <= _FEWEST_TOKENS
+        smallest = previous is None and tokens <= _MIN_TOKENS
         if smallest or (ranges and ranges[-1].pair == pair):  # 0 tokens are run like 1
             between = pair
         else:
@@ -274,10 +278,10 @@ def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]
     return tuple(ranges)
 
 
-def _append_range(found: list[Segment], first: int, last: int, pair: Pair) -> None:
+def _append_range(ranges: list[Segment], first: int, last: int, pair: Pair) -> None:
     if last < first:
         return
-    if found and found[-1].pair == pair:
-        found[-1] = Segment(found[-1].first, last, pair)
+    if ranges and ranges[-1].pair == pair:
+        ranges[-1] = Segment(ranges[-1].first, last, pair)
     else:
-        found.append(Segment(first, last, pair))
+        ranges.append(Segment(first, last, pair))

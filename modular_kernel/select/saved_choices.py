@@ -12,31 +12,34 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select.cache_keys import Facts
+from modular_kernel.select.cache_keys import KeyFields
 from modular_kernel.select.record import Bucket, Pair, TimedOutcome
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-choices/2"
-MOST_BYTES = 1 << 20
-_MOST_RECORDS = 8  # maximum per identity; the oldest are dropped
-_MOST_BUCKETS = 128
-_MOST_OUTCOMES = 256
-_MOST_TOKENS = 1 << 24
-_MOST_US = 1e12
-_MOST_RATIO = 1e9
-_LONGEST = 400  # maximum characters of a text
+MAX_BYTES = 1 << 20
+_MAX_RECORDS = 8  # maximum per identity; the oldest are dropped
+_MAX_BUCKETS = 128
+_MAX_OUTCOMES = 256
+_MAX_TOKENS = 1 << 24
+_MAX_US = 1e12
+_MAX_RATIO = 1e9
+_MAX_CHARACTERS = 400  # maximum characters of a text
 _MODES = ("graph", "eager", "cpu", "")
 
 
 @dataclass(frozen=True)
 class StoredChoice:
-    """Measurements with one set of versions. made: time of the last one, in seconds since 1970."""
+    """Measurements with one set of versions.
 
-    versions: Facts
-    made: float
+    timestamp: time of the last one, in seconds since 1970.
+    """
+
+    versions: KeyFields
+    timestamp: float
     buckets: tuple[Bucket, ...] = ()
 
-    def at(self, tokens: int) -> Bucket | None:
+    def bucket(self, tokens: int) -> Bucket | None:
         """Return the bucket of this number of tokens, or None."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
@@ -46,34 +49,34 @@ class StoredChoice:
         return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
 
 
-def to_text(identity: Facts, records: Sequence[StoredChoice]) -> str:
+def to_text(identity: KeyFields, records: Sequence[StoredChoice]) -> str:
     """Return a file's content with the newest of the records, within the size limit."""
-    newest = sorted(records, key=lambda r: -r.made)[:_MOST_RECORDS]
+    newest = sorted(records, key=lambda r: -r.timestamp)[:_MAX_RECORDS]
     while True:
-        record_objects = [_plain(record) for record in newest]
+        record_objects = [_to_json(record) for record in newest]
         content = {"schema": SCHEMA, "identity": identity, "records": record_objects}
         text = json.dumps(content, indent=1, allow_nan=False)
-        if len(text) < MOST_BYTES:  # the text is ASCII
+        if len(text) < MAX_BYTES:  # the text is ASCII
             return text
         last = newest.pop()  # readers refuse larger files, so drop the oldest
         if not newest:
             newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
-def from_text(text: str | bytes, identity: Facts) -> tuple[StoredChoice, ...]:
+def from_text(text: str | bytes, identity: KeyFields) -> tuple[StoredChoice, ...]:
     """Parse the records of a file; raise ConfigurationError with the reason if invalid."""
     try:
         content = json_files.parse(text)
     except ValueError as error:
-        raise _bad(f"no JSON: {str(error)[:100]}") from None
+        raise _invalid(f"no JSON: {str(error)[:100]}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise _bad(f"no {SCHEMA}")
+        raise _invalid(f"no {SCHEMA}")
     if content.get("identity") != identity:
-        raise _bad("choices for something else")
-    return tuple(_record(one) for one in _list(content, "records", _MOST_RECORDS))
+        raise _invalid("choices for something else")
+    return tuple(_record(item) for item in _list(content, "records", _MAX_RECORDS))
 
 
-def _plain(record: StoredChoice) -> dict[str, Any]:
+def _to_json(record: StoredChoice) -> dict[str, Any]:
     buckets = [
         {
             "tokens": bucket.tokens,
@@ -86,83 +89,85 @@ def _plain(record: StoredChoice) -> dict[str, Any]:
                     "noise": o.noise,
                     "rough": o.rough,
                     "mode": o.mode,
-                    "why": _line(o.why),
+                    "why": _to_line(o.why),
                 }
                 for o in bucket.outcomes
             ],
         }
-        for bucket in record.buckets[-_MOST_BUCKETS:]
+        for bucket in record.buckets[-_MAX_BUCKETS:]
     ]
-    return {"versions": record.versions, "made": record.made, "buckets": buckets}
+    return {"versions": record.versions, "made": record.timestamp, "buckets": buckets}
 
 
-def _line(text: str) -> str:
-    """Return the text as a line that `_text` accepts."""
-    return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST]
+def _to_line(text: str) -> str:
+    """Return the text as a line that `_is_line` accepts."""
+    return "".join(c if c.isprintable() else " " for c in text)[:_MAX_CHARACTERS]
 
 
 def _record(value: Any) -> StoredChoice:
-    made = _number(value, "made", 1e12)
+    timestamp = _number(value, "made", 1e12)
     versions = value.get("versions")
-    if not isinstance(versions, dict) or not all(_text(t) for t in (*versions, *versions.values())):
-        raise _bad("versions that are no texts")
-    buckets = tuple(_bucket(one) for one in _list(value, "buckets", _MOST_BUCKETS))
+    if not isinstance(versions, dict) or not all(
+        _is_line(t) for t in (*versions, *versions.values())
+    ):
+        raise _invalid("versions that are not strings")
+    buckets = tuple(_bucket(item) for item in _list(value, "buckets", _MAX_BUCKETS))
     if len({b.tokens for b in buckets}) != len(buckets):
-        raise _bad("one number of tokens twice")
-    return StoredChoice(versions, made, buckets)
+        raise _invalid("one number of tokens twice")
+    return StoredChoice(versions, timestamp, buckets)
 
 
 def _bucket(value: Any) -> Bucket:
     tokens = value.get("tokens") if isinstance(value, dict) else None
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS:
-        raise _bad("tokens that are no number of tokens")
-    outcomes = tuple(_outcome(one) for one in _list(value, "outcomes", _MOST_OUTCOMES))
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= _MAX_TOKENS:
+        raise _invalid("tokens that are not a number of tokens")
+    outcomes = tuple(_outcome(item) for item in _list(value, "outcomes", _MAX_OUTCOMES))
     if len({o.pair for o in outcomes}) != len(outcomes):
-        raise _bad("one pairing twice")
+        raise _invalid("one pairing twice")
     return Bucket(tokens, _pair(value, "default"), outcomes)
 
 
 def _outcome(value: Any) -> TimedOutcome:
     pair = _pair(value, "pair")
     mode, why, rough = value.get("mode"), value.get("why"), value.get("rough")
-    if mode not in _MODES or not _text(why) or not isinstance(rough, bool):
-        raise _bad("an outcome of another form")
+    if mode not in _MODES or not _is_line(why) or not isinstance(rough, bool):
+        raise _invalid("an outcome of another form")
     if value.get("us") is None and value.get("ratio") is None:
         if not why:
-            raise _bad("an outcome without a time or a reason")
+            raise _invalid("an outcome without a time or a reason")
         return TimedOutcome(pair, rough=rough, mode=mode, why=why)
-    us, ratio = _number(value, "us", _MOST_US), _number(value, "ratio", _MOST_RATIO)
-    noise = 0.0 if value.get("noise") == 0 else _number(value, "noise", _MOST_RATIO)
+    us, ratio = _number(value, "us", _MAX_US), _number(value, "ratio", _MAX_RATIO)
+    noise = 0.0 if value.get("noise") == 0 else _number(value, "noise", _MAX_RATIO)
     return TimedOutcome(pair, us, ratio, noise, rough, mode, why)
 
 
 def _pair(value: Any, name: str) -> Pair:
     names = _list(value, name, 2)
-    if len(names) != 2 or not all(_text(part) and part for part in names):
-        raise _bad("a pairing that is not two names")
+    if len(names) != 2 or not all(_is_line(part) and part for part in names):
+        raise _invalid("a pairing that is not two names")
     return names[0], names[1]
 
 
-def _text(value: Any) -> bool:
+def _is_line(value: Any) -> bool:
     """Return whether a value is a printable line, without terminal control characters."""
-    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 
-def _number(value: Any, name: str, most: float) -> float:
+def _number(value: Any, name: str, maximum: float) -> float:
     number = value.get(name) if isinstance(value, dict) else None
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise _bad(f"{name} that is no number")
-    if not (0 < number <= most and math.isfinite(number)):
-        raise _bad(f"{name} out of range")
+        raise _invalid(f"{name} that is not a number")
+    if not (0 < number <= maximum and math.isfinite(number)):
+        raise _invalid(f"{name} out of range")
     return float(number)
 
 
-def _list(value: Any, name: str, most: int) -> list[Any]:
+def _list(value: Any, name: str, maximum: int) -> list[Any]:
     values = value.get(name) if isinstance(value, Mapping) else None
-    if not isinstance(values, list) or len(values) > most:
-        raise _bad(f"{name} that are no list of at most {most}")
+    if not isinstance(values, list) or len(values) > maximum:
+        raise _invalid(f"{name} that are not a list of at most {maximum}")
     return values
 
 
-def _bad(got: str) -> ConfigurationError:
+def _invalid(got: str) -> ConfigurationError:
     return ConfigurationError("cached choices", got=got, need=SCHEMA)

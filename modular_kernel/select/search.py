@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.select.budget import Budget
+from modular_kernel.select.budget import Budget, free_bytes, gigabytes
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates
-from modular_kernel.select.inputs import make_weights, make_workload, plain, weight_bytes
-from modular_kernel.select.memory import free_bytes, gigabytes
+from modular_kernel.select.inputs import make_weights, make_workload, weight_bytes, without_inplace
 from modular_kernel.select.process_group import Ranks
 from modular_kernel.select.record import Bucket, Options
 from modular_kernel.select.timing import Stopwatch
@@ -22,10 +21,10 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 
 _LOG = logging.getLogger("modular_kernel.select")
-_SILENT_S = 5.0  # seconds until a waiting caller gets a log message
-_OF_FREE = 0.8  # maximum fraction of free memory for weights
+_WARN_AFTER_SECONDS = 5.0  # seconds until a waiting caller gets a log message
+_MAX_FREE_FRACTION = 0.8  # maximum fraction of free memory for weights
 
-Tell = Callable[[Bucket], object]
+BucketCallback = Callable[[Bucket], object]
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ class SearchResult:
     """The result of a search.
 
     buckets: with outcomes, ascending. timed_now: token counts that were timed in this search, which
-    took `seconds`. left: the reason why candidates were not timed, or "". notes: messages for the
-    user.
+    took `seconds`. untimed_reason: the reason why candidates were not timed, or "". notes: messages
+    for the user.
     """
 
     buckets: tuple[Bucket, ...]
     timed_now: tuple[int, ...] = ()
     seconds: float = 0.0
-    left: str = ""
+    untimed_reason: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -48,13 +47,13 @@ class SearchResult:
 class Search:
     """Search for pairings that are faster than the default. Collective over ranks.
 
-    routing: in the syntax of RoutingKind.parse. fresh: ignore cached times. tell: called on rank 0
-    with each bucket after it was timed.
+    routing: in the syntax of RoutingKind.parse. fresh: ignore cached times. on_bucket: called on
+    rank 0 with each bucket after it was timed.
     """
 
     problem: Problem
     machine: Machine
-    team: Ranks
+    ranks: Ranks
     candidates: Candidates
     options: Options
     cache: Cache
@@ -62,49 +61,51 @@ class Search:
     routing: str = "uniform"
     replicated: bool = False
     fresh: bool = False
-    tell: Tell | None = None
+    on_bucket: BucketCallback | None = None
 
     def run(self) -> SearchResult:
         """Load the cached buckets, and time the others within the budget, few tokens first."""
-        if not self._wanted:
-            return SearchResult((), left=self._reason())
+        if not self._tokens_to_time:
+            return SearchResult((), untimed_reason=self._reason())
         cached, notes = self._cached()
         valid = () if self.fresh else cached
         if not self._missing(valid):
             return SearchResult(valid, notes=notes)
         if not self.budget.allows():
-            return SearchResult(valid, left=self._reason(), notes=notes)
+            return SearchResult(valid, untimed_reason=self._reason(), notes=notes)
         with ExitStack() as stack:
-            notes += self._in_turn(stack)
+            notes += self._wait_for_lock(stack)
             if not self.fresh:  # another process may have measured during the wait
                 valid = self._cached()[0]
-            complete = {bucket.tokens for bucket in cached if self.options.whole(bucket)}
-            with self._announced():
-                new, left, new_notes = self._measure(valid, complete)
+            complete = {bucket.tokens for bucket in cached if self.options.is_complete(bucket)}
+            with self._warn_if_slow():
+                new, untimed_reason, new_notes = self._measure(valid, complete)
         by_tokens = {bucket.tokens: bucket for bucket in (*valid, *new)}
         buckets = tuple(by_tokens[tokens] for tokens in sorted(by_tokens))
-        seconds = self.team.leader(self.budget.spent)
-        return SearchResult(buckets, tuple(b.tokens for b in new), seconds, left, notes + new_notes)
+        seconds = self.ranks.broadcast(self.budget.elapsed)
+        return SearchResult(
+            buckets, tuple(b.tokens for b in new), seconds, untimed_reason, notes + new_notes
+        )
 
     @property
-    def _wanted(self) -> tuple[int, ...]:
+    def _tokens_to_time(self) -> tuple[int, ...]:
         """Token counts with a pairing that may be faster than the default, ascending."""
         return tuple(t for t in self.options.tokens if self.options.challengers(t))
 
     def _reason(self) -> str:
         """Return the reason why candidates stay untimed, or "" if there are none."""
-        if self.candidates.silent:
-            return next(iter(self.candidates.silent.values()))
-        return f"budget of {self.budget.seconds:g} s spent" if self._wanted else ""
+        if self.candidates.untimeable:
+            return next(iter(self.candidates.untimeable.values()))
+        return f"budget of {self.budget.seconds:g} s spent" if self._tokens_to_time else ""
 
     @contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Log a message, once, if a caller without `tell` waits for long."""
-        no_message = self.team.rank or self.tell is not None
+    def _warn_if_slow(self) -> Iterator[None]:
+        """Log a message, once, if a caller without `on_bucket` waits for long."""
+        no_message = self.ranks.rank or self.on_bucket is not None
         message = "timing %d pairings for up to %g s; the times are cached"
-        challengers = {pair for t in self._wanted for pair in self.options.challengers(t)}
+        challengers = {pair for t in self._tokens_to_time for pair in self.options.challengers(t)}
         message_args = (len(challengers) + 1, self.budget.seconds)
-        timer = threading.Timer(_SILENT_S, _LOG.warning, (message, *message_args))
+        timer = threading.Timer(_WARN_AFTER_SECONDS, _LOG.warning, (message, *message_args))
         timer.daemon = True
         if not no_message:
             timer.start()
@@ -115,15 +116,15 @@ class Search:
 
     def _cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
         """Return rank 0's cached buckets that are requested and valid, and the notes."""
-        stored = self.team.leader(self.cache.load() if self.team.rank == 0 else None)
-        assert stored is not None
-        if stored.record is None:
-            return (), stored.notes
-        buckets = (stored.record.at(tokens) for tokens in self._wanted)
-        trusted = [self._trusted(bucket) for bucket in buckets if bucket is not None]
-        return tuple(bucket for bucket in trusted if bucket is not None), stored.notes
+        cached = self.ranks.broadcast(self.cache.load() if self.ranks.rank == 0 else None)
+        assert cached is not None
+        if cached.record is None:
+            return (), cached.notes
+        buckets = (cached.record.bucket(tokens) for tokens in self._tokens_to_time)
+        trusted = [self._drop_invalid(bucket) for bucket in buckets if bucket is not None]
+        return tuple(bucket for bucket in trusted if bucket is not None), cached.notes
 
-    def _trusted(self, bucket: Bucket) -> Bucket | None:
+    def _drop_invalid(self, bucket: Bucket) -> Bucket | None:
         """Return a bucket without pairings that are not valid now; None for another default."""
         valid = self.options.ordered(bucket.tokens)
         outcomes = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
@@ -132,59 +133,59 @@ class Search:
         return trusted if outcomes and trusted.default == default else None
 
     def _missing(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-        complete = {bucket.tokens for bucket in buckets if self.options.whole(bucket)}
-        return tuple(tokens for tokens in self._wanted if tokens not in complete)
+        complete = {bucket.tokens for bucket in buckets if self.options.is_complete(bucket)}
+        return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
 
-    def _in_turn(self, stack: ExitStack) -> tuple[str, ...]:
+    def _wait_for_lock(self, stack: ExitStack) -> tuple[str, ...]:
         """Wait for a process that measures the same, since the two would disturb each other."""
         locked = True
-        if self.team.rank == 0:
+        if self.ranks.rank == 0:
             try:
-                lock = self.cache.locked(wait_s=self.budget.left, of="timing")
+                lock = self.cache.locked(wait_s=self.budget.remaining, name="timing")
                 locked = stack.enter_context(lock)
             except OSError:
                 locked = True  # without a lock file there is no other process to wait for
-        if self.team.leader(locked):
+        if self.ranks.broadcast(locked):
             return ()
         return ("another process may be timing the same: these times may be disturbed",)
 
     def _measure(
-        self, found: Sequence[Bucket], whole: set[int]
+        self, valid: Sequence[Bucket], complete_in_cache: set[int]
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
-        """Time what `found` lacks; return the new buckets, why some are left, and notes.
+        """Time what `valid` lacks; return new buckets, the reason for untimed ones, and notes.
 
-        whole: token counts that are complete in the cache, which an incomplete bucket must not
-        replace.
+        complete_in_cache: token counts that the cache has completely; an incomplete bucket must
+        not replace these.
         """
-        missing, incomplete = self._missing(found), {b.tokens: b for b in found}
+        missing, incomplete = self._missing(valid), {b.tokens: b for b in valid}
         new, notes = list[Bucket](), list[str]()
         if not missing:
             return new, "", ()
-        problem = plain(self.problem)
+        problem = without_inplace(self.problem)
         weights, why = self._weights(problem)
         if weights is None:
             return new, why, ()
-        left = ""
+        untimed_reason = ""
         for tokens in missing:
             if not self.budget.allows(2):  # the default and one candidate
-                left = self._reason()
+                untimed_reason = self._reason()
                 break
             bucket = self._bucket(problem.with_tokens(tokens), weights, incomplete.get(tokens))
-            complete = self.options.whole(bucket)
-            if complete or (bucket.outcomes and tokens not in whole):
+            complete = self.options.is_complete(bucket)
+            if complete or (bucket.outcomes and tokens not in complete_in_cache):
                 new.append(bucket)
-                if self.team.rank == 0:
-                    notes += [n for n in self.cache.keep([bucket]) if n not in notes]
-                    if self.tell is not None:
-                        self.tell(bucket)
+                if self.ranks.rank == 0:
+                    notes += [n for n in self.cache.save([bucket]) if n not in notes]
+                    if self.on_bucket is not None:
+                        self.on_bucket(bucket)
             if not complete:
-                left = self._reason()
+                untimed_reason = self._reason()
                 break
         del weights
-        _free(self.machine)
-        return new, left, self.team.leader(tuple(notes))
+        _release_memory(self.machine)
+        return new, untimed_reason, self.ranks.broadcast(tuple(notes))
 
-    def _bucket(self, problem: Problem, weights: ExpertWeights, begun: Bucket | None) -> Bucket:
+    def _bucket(self, problem: Problem, weights: ExpertWeights, partial: Bucket | None) -> Bucket:
         kind, options = RoutingKind.parse(self.routing), self.options
         with torch.no_grad():
             with self.budget.step():
@@ -194,26 +195,28 @@ class Search:
                 options.ordered(problem.tokens),
                 self.candidates.graph,
                 self.machine,
-                self.team,
+                self.ranks,
                 self.budget,
             )
-            if begun is not None:
-                watch.outcomes.update({outcome.pair: outcome for outcome in begun.outcomes})
+            if partial is not None:
+                watch.outcomes.update({outcome.pair: outcome for outcome in partial.outcomes})
             return watch.bucket(options.challengers(problem.tokens))
 
     def _weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
         """Return the weights; or None and the reason if memory or the budget does not suffice."""
         device = _device(self.machine)
         free, need = free_bytes(device), weight_bytes(problem)
-        fits = all(self.team.all(free is None or need <= _OF_FREE * free))
-        if not fits:
-            available = gigabytes(min(f for f in self.team.all(free) if f is not None))
+        enough_memory = all(
+            self.ranks.all_gather(free is None or need <= _MAX_FREE_FRACTION * free)
+        )
+        if not enough_memory:
+            available = gigabytes(min(f for f in self.ranks.all_gather(free) if f is not None))
             return None, f"weights take {gigabytes(need)}, {available} are free"
-        late = self.budget.over if self.team.size == 1 else None
+        is_over = self.budget.is_over if self.ranks.size == 1 else None
         try:
-            # `late` is collective, but ranks may have different numbers of experts.
+            # `is_over` is collective, but ranks may have different numbers of experts.
             with torch.no_grad():
-                return make_weights(problem, device, late), ""
+                return make_weights(problem, device, is_over), ""
         except TimeoutError as error:
             return None, f"{self._reason()}: {error}"
 
@@ -224,7 +227,7 @@ def _device(machine: Machine) -> torch.device:
     return torch.device("cpu")
 
 
-def _free(machine: Machine) -> None:
+def _release_memory(machine: Machine) -> None:
     if machine.device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

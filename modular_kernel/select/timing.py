@@ -19,30 +19,29 @@ import torch
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, samples_ms
-from modular_kernel.select.budget import Budget
+from modular_kernel.select.budget import Budget, free_bytes, gigabytes
 from modular_kernel.select.inputs import SelectWorkload
-from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.process_group import Ranks, any_failure, slowest
+from modular_kernel.select.process_group import Ranks, first_failure, max_over_ranks
 from modular_kernel.select.record import Bucket, Pair, TimedOutcome
 from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import workspace_bytes
 
 _MAX_RATIO = 1.25  # ratio to the default in two rounds above which timing stops
-_FEWEST_ROUNDS, _MOST_ROUNDS = 9, 41
+_MIN_ROUNDS, _MAX_ROUNDS = 9, 41
 _TARGET_S = 0.06  # seconds on the device for each pairing of a comparison
-_OF_FREE = 0.9  # maximum fraction of free memory for a plan
-_LONGEST = 300
+_MAX_FREE_FRACTION = 0.9  # maximum fraction of free memory for a plan
+_MAX_CHARACTERS = 300
 
 PlannedCall = Callable[[torch.Tensor, Routing], torch.Tensor]
 T = TypeVar("T")
 
 
 @dataclass
-class _Ready:
+class _Prepared:
     """A pairing with correct results, ready to be timed.
 
-    runs: the calls or graphs of one round. trouble: message of a later failure, or "". seconds: of
+    runs: the calls or graphs of one round. failure: message of a later failure, or "". seconds: of
     one call, for each round.
     """
 
@@ -50,7 +49,7 @@ class _Ready:
     kernel: FusedMoEModularKernel
     runs: Sequence[Call]
     mode: str
-    trouble: str = ""
+    failure: str = ""
     seconds: list[float] = field(default_factory=list)
 
     def close(self) -> None:
@@ -66,26 +65,26 @@ def _close(kernel: FusedMoEModularKernel) -> None:
 
 @dataclass
 class Stopwatch:
-    """Timing of pairings in one situation.
+    """Timing of pairings on one workload.
 
-    order: the valid pairings, the default first. graph: those that can be captured. hopeless: ratio
-    to the default above which a pairing is not timed further. outcomes: initially those already
-    known.
+    order: the valid pairings, the default first. graph: those that can be captured. max_ratio:
+    ratio to the default above which a pairing is not timed further. outcomes: initially those
+    already known.
     """
 
-    situation: SelectWorkload
+    workload: SelectWorkload
     order: Sequence[Pair]
     graph: frozenset[Pair]
     machine: Machine
-    team: Ranks
+    ranks: Ranks
     budget: Budget
-    hopeless: float = _MAX_RATIO
+    max_ratio: float = _MAX_RATIO
     outcomes: dict[Pair, TimedOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._device = self.situation.weights.w1.device
+        self._device = self.workload.weights.w1.device
         self._clock = clock_of(self._device)
-        self._wipe = l2_flusher(self._device) if self.situation.flush else None
+        self._flush_l2 = l2_flusher(self._device) if self.workload.flush else None
 
     def bucket(self, challengers: Iterable[Pair]) -> Bucket:
         """Time the default and the challengers, as far as the budget allows.
@@ -99,12 +98,12 @@ class Stopwatch:
             if not self.budget.allows(2):  # this one and one challenger
                 break
             with self.budget.step():
-                default = self._default(pair)
+                default = self._prepare_default(pair)
             if default is None:
                 continue
             try:
-                self._time(challengers, default)
-                why = any_failure(self.team, default.trouble)
+                self._time_challengers(challengers, default)
+                why = first_failure(self.ranks, default.failure)
                 if not why:
                     us = median(default.seconds) * 1e6
                     self.outcomes[pair] = TimedOutcome(pair, us, 1.0, mode=default.mode)
@@ -115,30 +114,32 @@ class Stopwatch:
             finally:
                 default.close()
                 default = None
-                self._free()
+                self._release_memory()
         if self._device.type == "cuda":
             gc.collect()  # takes 0.1 s, so not after each candidate
         working = (pair for pair in self.order if not self._has_failed(pair))
         default_pair = next(working, self.order[0])
         outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
-        return Bucket(self.situation.problem.tokens, default_pair, outcomes)
+        return Bucket(self.workload.problem.tokens, default_pair, outcomes)
 
     def _has_failed(self, pair: Pair) -> bool:
         return pair in self.outcomes and self.outcomes[pair].us is None
 
-    def _default(self, pair: Pair) -> _Ready | None:
+    def _prepare_default(self, pair: Pair) -> _Prepared | None:
         """Prepare the default pairing, or record why it failed."""
-        ready, why = self._ready(pair)
-        if ready is not None:
-            ready.seconds = slowest(self.team, [self._once(ready) for _ in range(2)])
-            why = any_failure(self.team, ready.trouble)
+        prepared, why = self._prepare(pair)
+        if prepared is not None:
+            prepared.seconds = max_over_ranks(
+                self.ranks, [self._time_once(prepared) for _ in range(2)]
+            )
+            why = first_failure(self.ranks, prepared.failure)
             if not why:
-                return ready
-            ready.close()
+                return prepared
+            prepared.close()
         self.outcomes[pair] = TimedOutcome(pair, why=why)
         return None
 
-    def _time(self, challengers: Sequence[Pair], default: _Ready) -> None:
+    def _time_challengers(self, challengers: Sequence[Pair], default: _Prepared) -> None:
         """Record the outcome of the challengers, as far as the budget allows."""
         for pair in challengers:
             if pair == default.pair or pair in self.outcomes:
@@ -146,138 +147,144 @@ class Stopwatch:
             if not self.budget.allows():
                 return
             with self.budget.step():
-                outcome = self._against(pair, default)
+                outcome = self._time_challenger(pair, default)
             if outcome is None:
                 return
             self.outcomes[pair] = outcome
 
-    def _against(self, pair: Pair, default: _Ready) -> TimedOutcome | None:
+    def _time_challenger(self, pair: Pair, default: _Prepared) -> TimedOutcome | None:
         """Build a pairing, and time it alternately with the default; None if the default fails."""
-        ready, why = self._ready(pair)
-        if ready is None:
+        prepared, why = self._prepare(pair)
+        if prepared is None:
             return TimedOutcome(pair, why=why)
         try:
-            times = self._rounds(ready, default, 2)
-            rough = min(times) > self.hopeless * min(default.seconds[-2:])
+            times = self._time_rounds(prepared, default, 2)
+            rough = min(times) > self.max_ratio * min(default.seconds[-2:])
             if not rough:
-                longest = max(*times, *default.seconds[-2:]) * len(self.situation.timed)
-                count = int(_TARGET_S / longest) if longest else _MOST_ROUNDS
-                count = min(max(count, _FEWEST_ROUNDS), _MOST_ROUNDS)
-                times = self._rounds(ready, default, count)
-            if any_failure(self.team, default.trouble):
+                longest = max(*times, *default.seconds[-2:]) * len(self.workload.inputs)
+                count = int(_TARGET_S / longest) if longest else _MAX_ROUNDS
+                count = min(max(count, _MIN_ROUNDS), _MAX_ROUNDS)
+                times = self._time_rounds(prepared, default, count)
+            if first_failure(self.ranks, default.failure):
                 return None
-            why = any_failure(self.team, ready.trouble)
+            why = first_failure(self.ranks, prepared.failure)
             if why:
                 return TimedOutcome(pair, why=why)
-            return _compare(ready, times, default.seconds[-len(times) :], rough=rough)
+            return _compare(prepared, times, default.seconds[-len(times) :], rough=rough)
         finally:
-            ready.close()
-            ready = None
-            self._free()
+            prepared.close()
+            prepared = None
+            self._release_memory()
 
-    def _rounds(self, ready: _Ready, default: _Ready, count: int) -> list[float]:
-        """Time both in each round, alternating the order; return the seconds of `ready`.
+    def _time_rounds(self, prepared: _Prepared, default: _Prepared, count: int) -> list[float]:
+        """Time both in each round, alternating the order; return the seconds of `prepared`.
 
         The default's seconds are appended to its own list.
         """
         ready_times: list[float] = []
         default_times: list[float] = []
         for number in range(count):
-            pairings = ((ready, ready_times), (default, default_times))
+            pairings = ((prepared, ready_times), (default, default_times))
             for pairing, times in pairings if number % 2 else reversed(pairings):
-                times.append(self._once(pairing))
-        default.seconds += slowest(self.team, default_times)
-        return slowest(self.team, ready_times)
+                times.append(self._time_once(pairing))
+        default.seconds += max_over_ranks(self.ranks, default_times)
+        return max_over_ranks(self.ranks, ready_times)
 
-    def _once(self, ready: _Ready) -> float:
+    def _time_once(self, prepared: _Prepared) -> float:
         """Return the seconds of a call in one run.
 
         Ranks start together, and only if none has failed.
         """
-        if any(self.team.all(bool(ready.trouble))):
+        if any(self.ranks.all_gather(bool(prepared.failure))):
             return math.inf
         try:
-            return self._run(ready)
-        # As in _guarded, any exception is a failure of the candidate.
+            return self._run(prepared)
+        # As in _run_on_all_ranks, any exception is a failure of the candidate.
         except Exception as error:  # noqa: BLE001
-            ready.trouble = _one_line(error)
+            prepared.failure = _one_line(error)
             return math.inf
 
-    def _run(self, ready: _Ready) -> float:
-        times = samples_ms(ready.runs, self._clock, self._wipe)
-        return sum(times) / len(self.situation.timed) / 1e3
+    def _run(self, prepared: _Prepared) -> float:
+        times = samples_ms(prepared.runs, self._clock, self._flush_l2)
+        return sum(times) / len(self.workload.inputs) / 1e3
 
-    def _ready(self, pair: Pair) -> tuple[_Ready | None, str]:
+    def _prepare(self, pair: Pair) -> tuple[_Prepared | None, str]:
         """Build, check and capture a pairing; or return the reason of a failure."""
-        kernel, why = self._guarded(lambda: self._built(pair))
+        kernel, why = self._run_on_all_ranks(lambda: self._build(pair))
         if kernel is None:
             return None, why
-        ready, why = self._proved(kernel, pair)
-        if ready is None:
+        prepared, why = self._check_and_capture(kernel, pair)
+        if prepared is None:
             _close(kernel)
-        return ready, why
+        return prepared, why
 
-    def _proved(self, kernel: FusedMoEModularKernel, pair: Pair) -> tuple[_Ready | None, str]:
+    def _check_and_capture(
+        self, kernel: FusedMoEModularKernel, pair: Pair
+    ) -> tuple[_Prepared | None, str]:
         """Plan, check and capture a kernel.
 
         Each step is agreed on by all ranks: if one stopped, the others would wait for it.
         """
-        call, why = self._guarded(lambda: self._planned(kernel))
+        call, why = self._run_on_all_ranks(lambda: self._plan(kernel))
         if call is None:
             return None, why
-        outputs, why = self._guarded(lambda: self._outputs(call))
+        outputs, why = self._run_on_all_ranks(lambda: self._run_for_check(call))
         if outputs is None:
             return None, why
-        _, why = self._guarded(lambda: self._judge(outputs))
-        return (None, why) if why else self._guarded(lambda: self._captured(kernel, call, pair))
+        _, why = self._run_on_all_ranks(lambda: self._check_outputs(outputs))
+        return (
+            (None, why)
+            if why
+            else self._run_on_all_ranks(lambda: self._capture(kernel, call, pair))
+        )
 
-    def _built(self, pair: Pair) -> FusedMoEModularKernel:
-        problem = self.situation.problem
-        kernel = make_kernel(*pair, problem, group=self.team.group, machine=self.machine)
+    def _build(self, pair: Pair) -> FusedMoEModularKernel:
+        problem = self.workload.problem
+        kernel = make_kernel(*pair, problem, group=self.ranks.group, machine=self.machine)
         need = workspace_bytes(kernel.workspace_specs(problem.tokens))
         free = free_bytes(self._device)
-        if free is not None and need > _OF_FREE * free:
+        if free is not None and need > _MAX_FREE_FRACTION * free:
             raise MemoryError(f"its plan takes {gigabytes(need)}, {gigabytes(free)} are free")
         return kernel
 
-    def _planned(self, kernel: FusedMoEModularKernel) -> PlannedCall:
-        plan, weights = kernel.plan(), self.situation.weights
+    def _plan(self, kernel: FusedMoEModularKernel) -> PlannedCall:
+        plan, weights = kernel.plan(), self.workload.weights
         return lambda x_TH, routing: plan(x_TH, weights, routing)
 
-    def _outputs(self, call: PlannedCall) -> list[torch.Tensor]:
-        """Return the outputs for the truths' inputs.
+    def _run_for_check(self, call: PlannedCall) -> list[torch.Tensor]:
+        """Return the outputs for the inputs of `workload.expected`.
 
         The output is filled with NaN before each call, so that values that are not written do not
         pass.
         """
-        call(*self.situation.truths[0].given).fill_(math.nan)
+        call(*self.workload.expected[0].call_inputs).fill_(math.nan)
         outputs = []
-        for truth in self.situation.truths:
-            out = call(*truth.given)
+        for expected_rows in self.workload.expected:
+            out = call(*expected_rows.call_inputs)
             outputs.append(out.clone())
             out.fill_(math.nan)
         self._clock.wait()
         return outputs
 
-    def _judge(self, outputs: Sequence[torch.Tensor]) -> None:
-        why = self.situation.wrong(outputs)
+    def _check_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        why = self.workload.find_error(outputs)
         if why:
             raise ArithmeticError(why)
 
-    def _captured(self, kernel: FusedMoEModularKernel, call: PlannedCall, pair: Pair) -> _Ready:
+    def _capture(self, kernel: FusedMoEModularKernel, call: PlannedCall, pair: Pair) -> _Prepared:
         """Return the runs of a round: a graph of all calls, or of each call, or the calls."""
-        calls = [partial(call, *given) for given in self.situation.timed]
+        calls = [partial(call, *call_inputs) for call_inputs in self.workload.inputs]
         for planned_call in calls:
             planned_call()
-        groups = [[planned_call] for planned_call in calls] if self.situation.flush else [calls]
+        groups = [[planned_call] for planned_call in calls] if self.workload.flush else [calls]
         if self._device.type == "cuda" and pair in self.graph:
             graphs = capture(groups)
             if graphs is not None:
-                return _Ready(pair, kernel, graphs, "graph")
+                return _Prepared(pair, kernel, graphs, "graph")
         mode = "eager" if self._device.type == "cuda" else "cpu"
-        return _Ready(pair, kernel, [partial(_call_all, group) for group in groups], mode)
+        return _Prepared(pair, kernel, [partial(_call_all, group) for group in groups], mode)
 
-    def _guarded(self, work: Callable[[], T]) -> tuple[T | None, str]:
+    def _run_on_all_ranks(self, work: Callable[[], T]) -> tuple[T | None, str]:
         """Return the result of `work`, or the reason of a failure on any rank."""
         failure, result = "", None
         try:
@@ -285,18 +292,18 @@ class Stopwatch:
         # Any exception is an outcome of the candidate, and does not end the choice.
         except Exception as error:  # noqa: BLE001
             failure = _one_line(error)
-        why = any_failure(self.team, failure)
+        why = first_failure(self.ranks, failure)
         if why and isinstance(result, FusedMoEModularKernel):
             _close(result)  # built here, but failed on another rank
         return (None, why) if why else (result, "")
 
-    def _free(self) -> None:
+    def _release_memory(self) -> None:
         if self._device.type == "cuda":  # other allocators free memory with its last owner
             torch.cuda.empty_cache()
 
 
 def _compare(
-    ready: _Ready, times: Sequence[float], default: Sequence[float], *, rough: bool
+    prepared: _Prepared, times: Sequence[float], default: Sequence[float], *, rough: bool
 ) -> TimedOutcome:
     """Return the outcome of a pairing that was timed in the same rounds as the default."""
     us = (min(times) if rough else median(times)) * 1e6
@@ -306,14 +313,14 @@ def _compare(
         ratios = [time / default_time for time, default_time in zip(times, default, strict=True)]
         quartiles = quantiles(ratios, n=4)
         ratio, noise = median(ratios), (quartiles[2] - quartiles[0]) / len(ratios) ** 0.5
-    return TimedOutcome(ready.pair, us, ratio, noise, rough, ready.mode)
+    return TimedOutcome(prepared.pair, us, ratio, noise, rough, prepared.mode)
 
 
 def _one_line(error: Exception) -> str:
     """Format an exception as one line; errors raised by this module without their type."""
     text = str(error).partition("\n")[0]
-    is_own = isinstance(error, ArithmeticError | MemoryError)
-    return (text if is_own else f"{type(error).__name__}: {text}")[:_LONGEST]
+    from_this_module = isinstance(error, ArithmeticError | MemoryError)
+    return (text if from_this_module else f"{type(error).__name__}: {text}")[:_MAX_CHARACTERS]
 
 
 def _call_all(calls: Sequence[Call]) -> torch.Tensor:

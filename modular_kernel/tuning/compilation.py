@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from modular_kernel.testing.compile.report import CompileRecord
 
 _META = torch.device("meta")
-_AT_ONCE = 3  # choices per task: queueing costs as much as a lookup of a compiled kernel
-_LONGEST = 300.0  # seconds to wait for one choice, including those before it in the queue
+_CHOICES_PER_TASK = 3  # choices per task: queueing costs as much as a lookup of a compiled kernel
+_MAX_WAIT_SECONDS = 300.0  # seconds to wait for one choice, including those before it in the queue
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class TunedPair:
         if space is not None and self.prepared:
             space = space.for_prepared_weights()
         if space is None:
-            with_them = " with prepared weights" if self.prepared else ""
-            need = f"a part whose launches can be tuned{with_them}"
+            suffix = " with prepared weights" if self.prepared else ""
+            need = f"a part whose launches can be tuned{suffix}"
             raise ConfigurationError(f"experts part {self.experts}", got="no choice", need=need)
         return space
 
@@ -133,7 +133,7 @@ class Compiler:
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus)
-        self._begun: dict[tuple[TunedPair, Problem, Choice], tuple[Future[list[str]], int]] = {}
+        self._futures: dict[tuple[TunedPair, Problem, Choice], tuple[Future[list[str]], int]] = {}
 
     def __enter__(self) -> "Compiler":
         return self
@@ -141,25 +141,27 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(
+    def submit(
         self, pair: TunedPair, space: Tunable, problem: Problem, choices: Sequence[Choice]
     ) -> None:
         """Queue choices that were not queued before, in small tasks."""
-        new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
-        for start in range(0, len(new), _AT_ONCE):
-            task = CompileTask(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
+        unqueued = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._futures]
+        for start in range(0, len(unqueued), _CHOICES_PER_TASK):
+            task = CompileTask(
+                pair, space, problem, tuple(unqueued[start : start + _CHOICES_PER_TASK])
+            )
             future = self._pool.submit(task.run)
             for index, choice in enumerate(task.choices):
-                self._begun[pair, problem, choice] = future, index
+                self._futures[pair, problem, choice] = future, index
 
     def refusal(
         self, pair: TunedPair, space: Tunable, problem: Problem, choice: Choice
     ) -> Refusal | None:
         """Wait for this choice; return the reason why it is not worth a launch, or None."""
-        self.begin(pair, space, problem, [choice])
-        future, index = self._begun[pair, problem, choice]
+        self.submit(pair, space, problem, [choice])
+        future, index = self._futures[pair, problem, choice]
         try:
-            reason = future.result(timeout=_LONGEST)[index]
+            reason = future.result(timeout=_MAX_WAIT_SECONDS)[index]
         except TimeoutError:
-            reason = f"not compiled in {_LONGEST:.0f} s"
+            reason = f"not compiled in {_MAX_WAIT_SECONDS:.0f} s"
         return Refusal(reason) if reason else None

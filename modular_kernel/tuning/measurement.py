@@ -26,13 +26,12 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.tuning.compilation import Compiler, TunedPair
 from modular_kernel.tuning.search import Bench, Refusal
 from modular_kernel.tuning.stage_timer import StageClock, median_times
-from modular_kernel.tuning.weights import tuning_weights
-from modular_kernel.tuning.workload import TuneWorkload, Workloads
+from modular_kernel.tuning.workload import TuneWorkload, Workloads, tuning_weights
 from modular_kernel.workspace import Workspace
 
-_HOPELESS = 1.3  # ratio to the best above which a choice is not timed again
-_MORE = 2  # additional timings of the other choices
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20  # rounds of a comparison
+_MAX_RATIO_TO_BEST = 1.3  # ratio to the best above which a choice is not timed again
+_EXTRA_TIMINGS = 2  # additional timings of the other choices
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 20  # rounds of a comparison
 
 Result = TypeVar("Result")
 
@@ -65,40 +64,42 @@ class TimedSearch(Bench):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._clock = StageClock(self.space.stages, self.device)
         weights = tuning_weights(problem, self.device)
-        situations = Workloads(problem, weights, tokens, self.routing)
-        self.weights = self._prepared(weights) if pair.prepared else weights
-        self._situation = lru_cache(maxsize=1)(situations.at)
+        workloads = Workloads(problem, weights, tokens, self.routing)
+        self.weights = self._prepare_weights(weights) if pair.prepared else weights
+        self._workload = lru_cache(maxsize=1)(workloads.workload)
 
-    def _prepared(self, weights: ExpertWeights) -> ExpertWeights:
+    def _prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Return prepared weights for all kernels of the search, which differ only in tokens."""
         names = self.pair.prepare_finalize, self.pair.experts
         return make_kernel(*names, self.problem, machine=self.pair.machine).prepare_weights(weights)
 
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
         problem = self.problem.with_tokens(tokens)
-        self.compiler.begin(self.pair, self.space, problem, choices)
+        self.compiler.submit(self.pair, self.space, problem, choices)
 
     def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
         problem = self.problem.with_tokens(tokens)
         return self.compiler.refusal(self.pair, self.space, problem, choice)
 
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
-        situation = self._situation(tokens)
-        return self._guarded(choice, lambda: self._screen_workload(situation))
+        workload = self._workload(tokens)
+        return self._catch_errors(choice, lambda: self._screen_workload(workload))
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        situation = self._situation(tokens)
+        workload = self._workload(tokens)
         runs: dict[Choice, list[Call]] = {}
         outcomes: dict[Choice, float | Refusal] = {}
         for choice in choices:
-            calls = self._guarded(choice, lambda: self._ready(situation))
+            calls = self._catch_errors(choice, lambda: self._check_and_capture(workload))
             if isinstance(calls, Refusal):
                 outcomes[choice] = calls
             else:
                 runs[choice] = calls
-        return outcomes | (self._time_alternately(runs, situation) if runs else {})
+        return outcomes | (self._time_alternately(runs, workload) if runs else {})
 
-    def _guarded(self, choice: Choice, work: Callable[[], Result | Refusal]) -> Result | Refusal:
+    def _catch_errors(
+        self, choice: Choice, work: Callable[[], Result | Refusal]
+    ) -> Result | Refusal:
         try:
             with self.space.using(choice):
                 return work()
@@ -109,26 +110,26 @@ class TimedSearch(Bench):
                 torch.cuda.synchronize(self.device)
             return Refusal(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def _screen_workload(self, situation: TuneWorkload) -> StageTimes | Refusal:
-        wrong = self._wrong(situation)
-        if wrong:
-            return Refusal(wrong, wrong=True)
-        calls = self._staged_calls(situation)
-        wipe = self._wipe if situation.flush else None
-        times = self._clock.times(calls, wipe)
-        if self._worth_more(median_times(times), situation):
-            for _ in range(_MORE):
-                times += self._clock.times(calls, wipe)
+    def _screen_workload(self, workload: TuneWorkload) -> StageTimes | Refusal:
+        error = self._find_error(workload)
+        if error:
+            return Refusal(error, wrong=True)
+        calls = self._staged_calls(workload)
+        flush_l2 = self._flush_l2 if workload.flush else None
+        times = self._clock.times(calls, flush_l2)
+        if self._is_promising(median_times(times), workload):
+            for _ in range(_EXTRA_TIMINGS):
+                times += self._clock.times(calls, flush_l2)
         return median_times(times)
 
-    def _wrong(self, situation: TuneWorkload) -> str:
-        x_TH, routing = situation.inputs[0]
-        return situation.wrong(self._kernel(situation, poison=True)(x_TH, self.weights, routing))
+    def _find_error(self, workload: TuneWorkload) -> str:
+        x_TH, routing = workload.inputs[0]
+        return workload.find_error(self._kernel(workload, poison=True)(x_TH, self.weights, routing))
 
-    def _staged_calls(self, situation: TuneWorkload) -> list[Call]:
+    def _staged_calls(self, workload: TuneWorkload) -> list[Call]:
         """Return calls that run every stage on the host, unlike a plan, which replays launches."""
-        kernel = self._kernel(situation, poison=False)
-        problem = situation.problem
+        kernel = self._kernel(workload, poison=False)
+        problem = workload.problem
         workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
         out = torch.empty(problem.output_shape, dtype=problem.dtype, device=self.device)
 
@@ -136,65 +137,65 @@ class TimedSearch(Bench):
             pending = kernel.start_checked(x_TH, self.weights, routing, out, workspace)
             return pending.finish()
 
-        return [partial(call, x_TH, routing) for x_TH, routing in situation.inputs]
+        return [partial(call, x_TH, routing) for x_TH, routing in workload.inputs]
 
-    def _worth_more(self, took: StageTimes, situation: TuneWorkload) -> bool:
+    def _is_promising(self, measured: StageTimes, workload: TuneWorkload) -> bool:
         """Return whether some stage, or the call without stages, is near the fastest."""
-        times = dict(took.stages) or {"": took.seconds}
-        fastest = situation.fastest
+        times = dict(measured.stages) or {"": measured.seconds}
+        fastest = workload.fastest
         for name, seconds in times.items():
             fastest[name] = min(seconds, fastest.get(name, seconds))
-        return any(seconds <= _HOPELESS * fastest[name] for name, seconds in times.items())
+        return any(seconds <= _MAX_RATIO_TO_BEST * fastest[name] for name, seconds in times.items())
 
-    def _ready(self, situation: TuneWorkload) -> list[Call] | Refusal:
+    def _check_and_capture(self, workload: TuneWorkload) -> list[Call] | Refusal:
         """Return the runs of one round of a comparison.
 
         They are a graph of all calls, or one graph per call.
         """
-        wrong = self._wrong(situation)
-        if wrong:
-            return Refusal(wrong, wrong=True)
-        plan = self._kernel(situation, poison=False).plan()
-        calls = [partial(plan, x_TH, self.weights, r) for x_TH, r in situation.inputs]
+        error = self._find_error(workload)
+        if error:
+            return Refusal(error, wrong=True)
+        plan = self._kernel(workload, poison=False).plan()
+        calls = [partial(plan, x_TH, self.weights, r) for x_TH, r in workload.inputs]
         for call in calls:
             call()
-        if not self._captured:
+        if not self._is_capturable:
             return list(calls)
-        graphs = capture([[call] for call in calls] if situation.flush else [calls])
+        graphs = capture([[call] for call in calls] if workload.flush else [calls])
         return graphs or Refusal("could not be captured in a CUDA graph")
 
     @cached_property
-    def _captured(self) -> bool:
+    def _is_capturable(self) -> bool:
         pair, graph = self.pair, replace(self.problem, graph=True)
         names = pair.prepare_finalize, pair.experts
         return self.device.type == "cuda" and check(*names, graph, pair.machine).ok
 
     @cached_property
-    def _wipe(self) -> Callable[[], object] | None:
+    def _flush_l2(self) -> Callable[[], object] | None:
         return l2_flusher(self.device)
 
     def _time_alternately(
-        self, runs: Mapping[Choice, Sequence[Call]], situation: TuneWorkload
+        self, runs: Mapping[Choice, Sequence[Call]], workload: TuneWorkload
     ) -> dict[Choice, float]:
         """Return median seconds per call, timed alternately so that drift affects all choices."""
-        clock, wipe = clock_of(self.device), self._wipe if situation.flush else None
+        clock, flush_l2 = clock_of(self.device), self._flush_l2 if workload.flush else None
 
-        def once(choice: Choice) -> float:
+        def time_once(choice: Choice) -> float:
             with self.space.using(choice):  # needed for calls that are not captured
-                times = samples_ms(runs[choice], clock, wipe)
-            return sum(times) / len(situation.inputs) / 1e3
+                times = samples_ms(runs[choice], clock, flush_l2)
+            return sum(times) / len(workload.inputs) / 1e3
 
         times: dict[Choice, list[float]] = {choice: [] for choice in runs}
-        slowest = max(once(choice) for choice in runs) * len(situation.inputs)
+        slowest = max(time_once(choice) for choice in runs) * len(workload.inputs)
         rounds = int(self.target_ms / 1e3 / max(slowest, 1e-9))
-        for _ in range(min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)):
+        for _ in range(min(max(rounds, _MIN_ROUNDS), _MAX_ROUNDS)):
             for choice in runs:
-                times[choice].append(once(choice))
+                times[choice].append(time_once(choice))
         return {choice: median(samples) for choice, samples in times.items()}
 
-    def _kernel(self, situation: TuneWorkload, *, poison: bool) -> FusedMoEModularKernel:
+    def _kernel(self, workload: TuneWorkload, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair
         names = pair.prepare_finalize, pair.experts
         return make_kernel(
-            *names, situation.problem, machine=pair.machine, poison=poison, auto_prepare=False
+            *names, workload.problem, machine=pair.machine, poison=poison, auto_prepare=False
         )

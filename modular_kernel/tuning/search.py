@@ -12,7 +12,7 @@ from pathlib import Path
 from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 
 _MAX_RATIO_TO_UNTUNED = 0.99  # maximum ratio to the untuned time; smaller gains are noise
-_AHEAD = 2  # token counts to compile ahead, including the current one
+_TOKEN_COUNTS_AHEAD = 2  # token counts to compile ahead, including the current one
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Bench(ABC):
 class TuneResult:
     """The result for one number of tokens. best: None if no choice ran correctly.
 
-    took: times of the screened choices. finished: all candidates were screened. file: where `best`
+    times: times of the screened choices. finished: all candidates were screened. file: where `best`
     was saved.
     """
 
     tokens: int
     best: TunedChoice | None
-    took: Mapping[Choice, StageTimes]
+    times: Mapping[Choice, StageTimes]
     refused: Mapping[Choice, Refusal]
     finished: bool
     file: Path | None = None
@@ -68,10 +68,10 @@ class TuneResult:
 
 
 Clock = Callable[[], float]
-Tick = Callable[[], None]
+ProgressCallback = Callable[[], None]
 
 
-def _no_tick() -> None:
+def _ignore() -> None:
     pass
 
 
@@ -80,7 +80,7 @@ class TuneJob:
     """What to tune, and the limits.
 
     folder: for the results. budget: seconds for all of `tokens`. fresh: ignore the results in the
-    folder instead of continuing from them. tick: called after every measurement.
+    folder instead of continuing from them. on_measurement: called after every measurement.
     """
 
     space: Tunable
@@ -89,7 +89,7 @@ class TuneJob:
     folder: Path
     budget: float
     fresh: bool = False
-    tick: Tick = _no_tick
+    on_measurement: ProgressCallback = _ignore
     clock: Clock = time.monotonic
 
 
@@ -112,12 +112,12 @@ def tune(job: TuneJob) -> Iterator[TuneResult]:
     done = {} if job.fresh else dict(job.space.saved(job.folder))
     end = job.clock() + job.budget
     for index, tokens in enumerate(todo):
-        left = end - job.clock()
-        if left <= 0:
+        remaining_seconds = end - job.clock()
+        if remaining_seconds <= 0:
             return
-        for upcoming in todo[index : index + _AHEAD]:
+        for upcoming in todo[index : index + _TOKEN_COUNTS_AHEAD]:
             job.bench.compile_ahead(upcoming, job.space.candidates(upcoming))
-        tuned = _Trial(job, tokens, job.clock() + left / (len(todo) - index)).run()
+        tuned = _Trial(job, tokens, job.clock() + remaining_seconds / (len(todo) - index)).run()
         if tuned.best is not None:
             done[tokens] = tuned.best
             tuned = replace(tuned, file=job.space.save(done, job.folder))
@@ -131,7 +131,7 @@ class _Trial:
     job: TuneJob
     tokens: int
     deadline: float
-    took: dict[Choice, StageTimes] = field(default_factory=dict)
+    times: dict[Choice, StageTimes] = field(default_factory=dict)
     refused: dict[Choice, Refusal] = field(default_factory=dict)
 
     def run(self) -> TuneResult:
@@ -139,16 +139,16 @@ class _Trial:
         untuned = space.untuned(self.tokens)
         self._screen(untuned)  # even if the compiler refuses it, since it is the current launch
         finished = self._screen_all(space.candidates(self.tokens))
-        finalists = dict.fromkeys(space.finalists(self.tokens, self.took))
-        if untuned in self.took:
+        finalists = dict.fromkeys(space.finalists(self.tokens, self.times))
+        if untuned in self.times:
             finalists[untuned] = None
         best = self._best(list(finalists), untuned)
-        return TuneResult(self.tokens, best, self.took, self.refused, finished)
+        return TuneResult(self.tokens, best, self.times, self.refused, finished)
 
     def _screen_all(self, candidates: Sequence[Choice]) -> bool:
         """Screen all candidates; return False if the time did not suffice."""
         for choice in candidates:
-            if choice in self.took or choice in self.refused:
+            if choice in self.times or choice in self.refused:
                 continue
             if self.job.clock() >= self.deadline:
                 return False
@@ -161,15 +161,15 @@ class _Trial:
 
     def _screen(self, choice: Choice) -> None:
         outcome = self.job.bench.screen(self.tokens, choice)
-        self.job.tick()
+        self.job.on_measurement()
         if isinstance(outcome, Refusal):
             self.refused[choice] = outcome
         else:
-            self.took[choice] = outcome
+            self.times[choice] = outcome
 
     def _best(self, finalists: Sequence[Choice], untuned: Choice) -> TunedChoice | None:
         outcomes = self.job.bench.compare(self.tokens, finalists) if finalists else {}
-        self.job.tick()
+        self.job.on_measurement()
         seconds: dict[Choice, float] = {}
         for choice, outcome in outcomes.items():
             if isinstance(outcome, Refusal):

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import StageTimes
-from modular_kernel.measure.timing import Clock, Wiper, clock_of
+from modular_kernel.measure.timing import Clock, L2Flush, clock_of
 from modular_kernel.replay import stages
 
-_CYCLES = 2.0e9  # upper bound of a GPU's cycles per second
+_MAX_CYCLES_PER_SECOND = 2.0e9  # upper bound of a GPU's cycles per second
 _FIRST_PAUSE = 3e-4  # seconds per call
-_SPARE = 1.5  # pause relative to the host's time
-_TRIES = 4
-_NOTHING: AbstractContextManager[object] = nullcontext()
+_PAUSE_MARGIN = 1.5  # pause relative to the host's time
+_MAX_ATTEMPTS = 4
+_NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 Call = Callable[[], object]
 Spans = dict[str, list[tuple[Any, Any]]]
@@ -35,25 +35,27 @@ class StageClock:
         self._clock: Clock = clock_of(device)
         self._pause = _FIRST_PAUSE
 
-    def times(self, calls: Sequence[Call], wipe: Wiper = None) -> list[StageTimes]:
+    def times(self, calls: Sequence[Call], flush_l2: L2Flush = None) -> list[StageTimes]:
         """Run each of `calls` once, and return their times.
 
-        wipe: called before each, not timed.
+        flush_l2: called before each, not timed.
         """
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             pause = self._pause * len(calls)
             start = time.perf_counter()
             if self._device.type == "cuda":
-                torch.cuda._sleep(int(pause * _CYCLES))  # type: ignore[no-untyped-call]
-            marks = [self._marked(call, wipe) for call in calls]
-            host = time.perf_counter() - start
+                torch.cuda._sleep(int(pause * _MAX_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+            spans_of_calls = [self._record_spans(call, flush_l2) for call in calls]
+            host_seconds = time.perf_counter() - start
             self._clock.wait()
-            if self._device.type != "cuda" or host < pause:
+            if self._device.type != "cuda" or host_seconds < pause:
                 break
-            self._pause = _SPARE * host / len(calls)  # the GPU may have waited for the host
-        return [self._stage_times(*mark) for mark in marks]
+            self._pause = (
+                _PAUSE_MARGIN * host_seconds / len(calls)
+            )  # the GPU may have waited for the host
+        return [self._stage_times(*call_spans) for call_spans in spans_of_calls]
 
-    def _marked(self, call: Call, wipe: Wiper) -> tuple[Any, Any, Spans]:
+    def _record_spans(self, call: Call, flush_l2: L2Flush) -> tuple[Any, Any, Spans]:
         spans: Spans = {}
         clock = self._clock
 
@@ -63,12 +65,12 @@ class StageClock:
             yield
             spans.setdefault(name, []).append((start, clock.mark()))
 
-        if wipe is not None:
-            wipe()
+        if flush_l2 is not None:
+            flush_l2()
 
         def watch(name: str) -> AbstractContextManager[object]:
             stage = stages.matching_stage(name, self._names)
-            return _NOTHING if stage is None else span(stage)
+            return _NO_SPAN if stage is None else span(stage)
 
         with stages.watch_stages(watch):
             start = clock.mark()
@@ -78,14 +80,16 @@ class StageClock:
 
     def _stage_times(self, start: Any, end: Any, spans: Spans) -> StageTimes:
         ms = self._clock.ms
-        inside = {name: sum(ms(*mark) for mark in marks) / 1e3 for name, marks in spans.items()}
-        return StageTimes(ms(start, end) / 1e3, inside)
+        stage_seconds = {
+            name: sum(ms(*mark) for mark in marks) / 1e3 for name, marks in spans.items()
+        }
+        return StageTimes(ms(start, end) / 1e3, stage_seconds)
 
 
-def median_times(took: Sequence[StageTimes]) -> StageTimes:
+def median_times(samples: Sequence[StageTimes]) -> StageTimes:
     """Return the medians of the whole call and of every stage."""
-    names = took[0].stages
+    names = samples[0].stages
     return StageTimes(
-        median(one.seconds for one in took),
-        {name: median(one.stages.get(name, 0.0) for one in took) for name in names},
+        median(sample.seconds for sample in samples),
+        {name: median(sample.stages.get(name, 0.0) for sample in samples) for name in names},
     )

@@ -1,23 +1,31 @@
-"""Inputs for tuning, and the expected outputs."""
+"""Weights and inputs for tuning, and the expected outputs.
+
+Weights are created quickly: a few random experts, and scaled copies as the others. Each copy has
+its own scale, so that a wrong expert index changes the result.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from modular_kernel.measure.cases import first_experts_map, make_weights, quantize
 from modular_kernel.measure.roofline import work_of
 from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
 from modular_kernel.measure.timing import l2_bytes, rotation
+from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compare
 
 _FIRST_ROWS = 4  # rows of an output that are compared, in addition to the last one
-_MOST_CALLS = 4
+_MAX_CALLS = 4
 _FEW_TOKENS = 256  # up to this number calls are short, and more of them are timed
-_SEED = 1000
+_INPUT_SEED = 1000
+_WEIGHT_SEED = 11
+_DISTINCT_EXPERTS = 4
 
 Input = tuple[torch.Tensor, Routing]
 
@@ -26,17 +34,17 @@ Input = tuple[torch.Tensor, Routing]
 class ExpectedRows:
     """Expected output. rows: tokens that are compared, ascending.
 
-    exact: the rows in float64. fair: the rows as plain torch computes them.
+    exact: the rows in float64. recipe_rows: the rows as plain torch computes them.
     """
 
     rows: torch.Tensor
     exact: torch.Tensor
-    fair: torch.Tensor
+    recipe_rows: torch.Tensor
 
     def up_to(self, tokens: int) -> "ExpectedRows":
         """Return the part for the first `tokens` tokens."""
         selected = self.rows < tokens
-        return ExpectedRows(self.rows[selected], self.exact[selected], self.fair[selected])
+        return ExpectedRows(self.rows[selected], self.exact[selected], self.recipe_rows[selected])
 
 
 @dataclass
@@ -44,52 +52,55 @@ class TuneWorkload:
     """The workload of one number of tokens, for all choices.
 
     inputs: one per call. flush: overwrite the L2 cache before each call. fastest: seconds of each
-    stage in the choice with the fastest one. whole: the output of the first correct choice.
+    stage in the choice with the fastest one. first_output: the output of the first correct choice.
     """
 
     problem: Problem
     inputs: tuple[Input, ...]
-    truth: ExpectedRows
+    expected: ExpectedRows
     flush: bool
     fastest: dict[str, float] = field(default_factory=dict)
-    whole: torch.Tensor | None = None
+    first_output: torch.Tensor | None = None
 
-    def wrong(self, out: torch.Tensor) -> str:
+    def find_error(self, out: torch.Tensor) -> str:
         """Return the error of the output for the first input, or ""."""
         if not bool(out.isfinite().all()):
             return "values that are not finite"
-        truth = self.truth
-        rows_problem = self.problem.with_tokens(len(truth.rows))
-        comparison = compare(out[truth.rows], truth.exact, truth.fair, rows_problem)
+        expected = self.expected
+        rows_problem = self.problem.with_tokens(len(expected.rows))
+        comparison = compare(out[expected.rows], expected.exact, expected.recipe_rows, rows_problem)
         if comparison.problems:
             return "; ".join(comparison.problems)
-        if self.whole is None:
-            self.whole = out.clone()
+        if self.first_output is None:
+            self.first_output = out.clone()
             return ""
-        return self._unlike(out, self.whole)
+        return self._compare_outputs(out, self.first_output)
 
-    def _unlike(self, out: torch.Tensor, whole: torch.Tensor) -> str:
+    def _compare_outputs(self, out: torch.Tensor, first_output: torch.Tensor) -> str:
         """Compare two outputs: they may differ by the sum of their allowed errors."""
-        truth = self.truth
-        fair_error = float((truth.fair - truth.exact).norm() / truth.exact.norm())
-        difference, reference = (out.float() - whole.float()).flatten(1), whole.float().flatten(1)
+        expected = self.expected
+        recipe_error = float((expected.recipe_rows - expected.exact).norm() / expected.exact.norm())
+        difference, reference = (
+            (out.float() - first_output.float()).flatten(1),
+            first_output.float().flatten(1),
+        )
         error = float(difference.norm() / reference.norm())
-        worst = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
-        bound, row_bound = 2 * (FACTOR * fair_error + EPS), 2 * ROW_FACTOR * (fair_error + EPS)
+        worst_row = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
+        bound, row_bound = 2 * (FACTOR * recipe_error + EPS), 2 * ROW_FACTOR * (recipe_error + EPS)
         if not error <= bound:
             return f"differs from another correct choice by {error:.2e}, more than {bound:.2e}"
-        if not worst <= row_bound:
+        if not worst_row <= row_bound:
             return (
-                f"a row differs from that of another correct choice by {worst:.2e}, more than "
+                f"a row differs from that of another correct choice by {worst_row:.2e}, more than "
                 f"{row_bound:.2e}"
             )
         return ""
 
 
 class Workloads:
-    """Creates the situation for each of `tokens`, at most problem.tokens.
+    """Creates the workload of each token count in `tokens`, at most problem.tokens.
 
-    The first input for fewer tokens is the beginning of that for more, so one oracle is sufficient.
+    The first input for fewer tokens is the beginning of that for more, so the oracle runs once.
     """
 
     def __init__(
@@ -97,27 +108,27 @@ class Workloads:
     ) -> None:
         self.problem, self.weights, self.routing = problem, weights, routing
         self._device = weights.w1.device
-        self._longest = self._drawn(max(tokens), 0)
+        self._largest_input = self._draw_input(max(tokens), 0)
         rows = {row for number in tokens for row in (*range(min(number, _FIRST_ROWS)), number - 1)}
-        self._truth = self._true(torch.tensor(sorted(rows), device=self._device))
+        self._expected = self._compute_expected(torch.tensor(sorted(rows), device=self._device))
 
-    def at(self, tokens: int) -> TuneWorkload:
+    def workload(self, tokens: int) -> TuneWorkload:
         problem = self.problem.with_tokens(tokens)
-        x_TH, routing = self._longest
+        x_TH, routing = self._largest_input
         first_input = (x_TH[:tokens], routing.of(slice(tokens)))
-        calls = _MOST_CALLS if tokens <= _FEW_TOKENS else 2
-        inputs = (first_input, *(self._drawn(tokens, index) for index in range(1, calls)))
+        calls = _MAX_CALLS if tokens <= _FEW_TOKENS else 2
+        inputs = (first_input, *(self._draw_input(tokens, index) for index in range(1, calls)))
         flush = self._stays_in_cache(problem, first_input[1])
-        return TuneWorkload(problem, inputs, self._truth.up_to(tokens), flush)
+        return TuneWorkload(problem, inputs, self._expected.up_to(tokens), flush)
 
-    def _drawn(self, tokens: int, index: int) -> Input:
-        generator = torch.Generator(self._device).manual_seed(_SEED * tokens + index)
+    def _draw_input(self, tokens: int, index: int) -> Input:
+        generator = torch.Generator(self._device).manual_seed(_INPUT_SEED * tokens + index)
         shape = (tokens, self.problem.hidden)
         x_TH = torch.randn(shape, device=self._device, generator=generator).to(self.problem.dtype)
         return x_TH, draw(self.problem.with_tokens(tokens), self.routing, generator)
 
-    def _true(self, rows: torch.Tensor) -> ExpectedRows:
-        x_TH, routing = self._longest
+    def _compute_expected(self, rows: torch.Tensor) -> ExpectedRows:
+        x_TH, routing = self._largest_input
         rows_routing = routing.of(rows)
         problem = self.problem.with_tokens(len(rows))
         exact = oracle(x_TH[rows], self.weights, rows_routing, problem)
@@ -130,3 +141,42 @@ class Workloads:
         size = l2_bytes(self._device)
         # Use a single set of weights, since all choices would have to be checked on each set.
         return rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
+
+
+def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
+    """Create weights of `problem`, quantized by its scheme."""
+    num_drawn = min(_DISTINCT_EXPERTS, problem.e)
+    drawn_problem = replace(problem, local_experts=num_drawn, expert_map=True)
+    weights = quantize(make_weights(replace(drawn_problem, quant="none"), device), drawn_problem)
+    source_experts = torch.arange(problem.e, device=device) % num_drawn
+    tensors = {}
+    for name in ("w1", "w2", "b1", "b2", *SCALE_FIELDS):
+        tensor = getattr(weights, name)
+        if tensor is not None:
+            tensors[name] = _repeat_experts(tensor, source_experts)
+    generator = torch.Generator(device).manual_seed(_WEIGHT_SEED)
+    for name in ("w1", "w2"):
+        rescaled = f"{name}_scale" if problem.scheme.quantized else name
+        if problem.scheme.matrix_scales:
+            rescaled = f"{name}_global_scale"
+        _rescale(tensors[rescaled], generator)
+    return replace(weights, **tensors, expert_map=first_experts_map(problem, device))
+
+
+def _repeat_experts(tensor: torch.Tensor, source_experts: torch.Tensor) -> torch.Tensor:
+    """Return tensor[source_experts] for any dtype."""
+    raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return raw.index_select(0, source_experts).view(tensor.dtype)
+
+
+def _rescale(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Multiply each expert by a random factor.
+
+    The factor is from 1/2 to 1, or a power of two if the tensor stores exponents.
+    """
+    shape = (tensor.shape[0], *[1] * (tensor.dim() - 1))
+    random = torch.rand(shape, device=tensor.device, generator=generator)
+    if tensor.dtype is torch.uint8:
+        tensor -= (random * 4).to(torch.uint8)
+    else:
+        tensor *= (0.5 + 0.5 * random).to(tensor.dtype)

@@ -71,7 +71,7 @@ def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (timing.us, timing.us_min, timing.spread) == pytest.approx((1000, 1000, 0))
     assert (timing.mode, timing.replays) == ("cpu", 10)
     assert len(calls) == 2 + 2 + 2 * 10 + 2
-    assert timing.last.tolist() == [len(calls)] * 3
+    assert timing.last_output.tolist() == [len(calls)] * 3
     assert host_cost(call, CPU) is None
     assert count_launches(call, CPU) is None
 
@@ -149,9 +149,9 @@ def test_a_graph_holds_all_calls_and_its_last_output_is_checked(
     timing = time_calls(calls, GPU, target_ms=8)
     assert (timing.us, timing.mode, timing.replays) == (400.0, "graph", 10)
     assert len(gpu.graphs) == 1
-    assert timing.last.tolist() == [500.0, 500.0]
+    assert timing.last_output.tolist() == [500.0, 500.0]
     gpu.replays_write = False  # a graph that does nothing must not pass by what was there before
-    assert time_calls(calls, GPU).last.isnan().all()
+    assert time_calls(calls, GPU).last_output.isnan().all()
 
 
 def test_a_gpu_settles_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def cell(routing: str = "uniform", **changes: Any) -> LayerCase:
 
 
 def judge_output(out: torch.Tensor, answer: ExpectedOutput, problem: Problem) -> CheckResult:
-    return check_calls([(out.clone, answer)], problem).finding
+    return check_calls([(out.clone, answer)], problem).result
 
 
 def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, ExpectedOutput]:
@@ -264,16 +264,16 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
     given, weights, answer = asked(one)
     right = recipe(given.x_TH, weights, given.routing, one.problem).to(one.problem.dtype)
     finding = judge_output(right, answer, one.problem)
-    assert not finding.wrong
+    assert not finding.failure
     assert finding.error is not None
     assert finding.error < finding.bound < 0.02
     for wrong in (right * 1.02, right.roll(1, -1), torch.zeros_like(right)):
-        assert "relative error" in judge_output(wrong, answer, one.problem).wrong
+        assert "relative error" in judge_output(wrong, answer, one.problem).failure
     hole = right.clone()
     hole[-1 if one.problem.tokens < 4 else 3, ..., 5] = math.nan
-    assert "not finite" in judge_output(hole, answer, one.problem).wrong
-    assert "should be" in judge_output(right.double(), answer, one.problem).wrong
-    assert "should be" in judge_output(right[:, ..., 1:], answer, one.problem).wrong
+    assert "not finite" in judge_output(hole, answer, one.problem).failure
+    assert "should be" in judge_output(right.double(), answer, one.problem).failure
+    assert "should be" in judge_output(right[:, ..., 1:], answer, one.problem).failure
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
     out = recipe(given.x_TH, stored, given.routing, problem).to(problem.dtype)
     finding = judge_output(out, answer, problem)
     assert least < finding.bound / 2 < most
-    assert not finding.wrong
+    assert not finding.failure
     swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
     out = oracle(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
-    assert judge_output(out, answer, problem).wrong
+    assert judge_output(out, answer, problem).failure
 
 
 def test_calls_are_judged_together_and_each_for_its_form() -> None:
@@ -313,18 +313,18 @@ def test_calls_are_judged_together_and_each_for_its_form() -> None:
     def judged(*outs: torch.Tensor) -> Checked:
         return check_calls([(out.clone, answer) for out in outs], one.problem)
 
-    assert judged(off).finding.wrong
+    assert judged(off).result.failure
     both = judged(off, right)
-    assert not both.finding.wrong, "a scatter that the other call makes up for"
-    assert torch.equal(both.last, right[answer.rows].double())
+    assert not both.result.failure, "a scatter that the other call makes up for"
+    assert torch.equal(both.last_rows, right[answer.rows].double())
     hole = right.index_fill(0, torch.tensor([3]), math.nan)
-    assert "not finite" in judged(right, hole).finding.wrong
-    assert not check_unchanged(right, answer, both, one.problem).wrong
+    assert "not finite" in judged(right, hole).result.failure
+    assert not check_unchanged(right, answer, both, one.problem).failure
     assert (
         "differs from the earlier output"
-        in check_unchanged(right * 1.02, answer, both, one.problem).wrong
+        in check_unchanged(right * 1.02, answer, both, one.problem).failure
     )
-    assert "not finite" in check_unchanged(hole, answer, both, one.problem).wrong
+    assert "not finite" in check_unchanged(hole, answer, both, one.problem).failure
 
 
 def test_inputs_and_weights_differ_by_index_and_come_again() -> None:
@@ -353,7 +353,7 @@ def test_grouped_mm_is_a_right_baseline(changes: dict[str, Any]) -> None:
     assert layer.refusal(one.problem) is None
     given, weights, answer = asked(one)
     layer.setup(one.problem, weights)
-    assert not judge_output(layer.call(given.x_TH, given.routing), answer, one.problem).wrong
+    assert not judge_output(layer.call(given.x_TH, given.routing), answer, one.problem).failure
 
 
 @pytest.mark.parametrize(

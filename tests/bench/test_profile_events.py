@@ -17,7 +17,7 @@ from modular_kernel.profiling.events import (
     calls_of,
     median_call,
 )
-from modular_kernel.profiling.stderr import suppress_profiler_lines
+from modular_kernel.profiling.record import suppress_profiler_lines
 from modular_kernel.replay import stages
 
 

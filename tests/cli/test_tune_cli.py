@@ -31,7 +31,7 @@ from modular_kernel.tuning import compilation
 from modular_kernel.tuning.compilation import TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
 from modular_kernel.tuning.search import Refusal, TuneResult
-from modular_kernel.tuning.weights import tuning_weights
+from modular_kernel.tuning.workload import tuning_weights
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -233,7 +233,7 @@ def test_a_layer_is_tuned_from_end_to_end(
         def __exit__(self, *_: object) -> None:
             pass
 
-        def begin(self, *_: object) -> None:
+        def submit(self, *_: object) -> None:
             pass
 
         def refusal(self, *_: object) -> None:

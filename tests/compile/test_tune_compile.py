@@ -61,7 +61,7 @@ def test_a_choice_that_does_not_compile_has_its_reason() -> None:
 def test_other_processes_find_the_same() -> None:
     with Compiler(workers=1) as compiler:
         space = PAIR.space(PROBLEM)
-        compiler.begin(PAIR, space, PROBLEM, [GOOD])
+        compiler.submit(PAIR, space, PROBLEM, [GOOD])
         assert compiler.refusal(PAIR, space, PROBLEM, GOOD) is None
         refusal = compiler.refusal(PAIR, PAIR.space(SPILLS), SPILLS, GOOD)
     assert refusal is not None

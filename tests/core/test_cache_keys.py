@@ -55,7 +55,7 @@ PROBLEM_CHANGES: dict[str, Any] = {
 
 def identity(
     problem: Problem = BASE, machine: Machine = H200, routing: str = "uniform", own: bool = True
-) -> cache_keys.Facts:
+) -> cache_keys.KeyFields:
     return cache_keys.identity(problem, machine, routing=routing, replicated=not own)
 
 
@@ -111,7 +111,9 @@ VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
     "triton": set_version("triton"),
     "torch": lambda patch, _: patch.setattr(torch, "__version__", "9.9"),
     "cuda": lambda patch, _: patch.setattr(torch.version, "cuda", "99.9"),
-    "parts": lambda patch, _: patch.setattr(cache_keys, "_parts", lambda: (("Part", "mine", "2"),)),
+    "parts": lambda patch, _: patch.setattr(
+        cache_keys, "_part_versions", lambda: (("Part", "mine", "2"),)
+    ),
     "packages": set_version("triton"),
     "tuned": set_folder,
 }

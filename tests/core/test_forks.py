@@ -164,14 +164,14 @@ def test_a_pool_that_a_thread_was_loading_into_has_no_rest_of_it_in_the_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, pool = Gate(), AdapterPool(LORA)
-    in_halves, tensors = pool._in_halves, pool._tensors
+    split_gate_up, tensors = pool._split_gate_up, pool._tensors
 
     def slow(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "lora_a2":  # others are in the slot by now
             gate.pass_through()
-        return in_halves(name, tensor)
+        return split_gate_up(name, tensor)
 
-    monkeypatch.setattr(pool, "_in_halves", slow)
+    monkeypatch.setattr(pool, "_split_gate_up", slow)
     small = layer_adapter(1, 2, halves=2)
 
     def child() -> tuple[int, dict[str, torch.Tensor]]:

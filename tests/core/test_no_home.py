@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.select.cache import NOT_KEPT
+from modular_kernel.select.cache import NO_CACHE_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "MoEPrepareAndFinalizeNoEP"
@@ -67,7 +67,7 @@ def test_compose_keeps_where_it_is_told_and_else_says_that_it_does_not(
     program = f"{HOMELESS}from modular_kernel.cli.main import run; run(sys.argv[1:])"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # nothing interpreted is timed, or kept
     found = json.loads(homeless(program, *words, "--budget", "0"))
-    assert NOT_KEPT in found["notes"]
+    assert NO_CACHE_FOLDER in found["notes"]
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     first, second = (json.loads(homeless(program, *words)) for _ in range(2))
     assert (first["timed_now"], second["timed_now"]) == (1, 0)

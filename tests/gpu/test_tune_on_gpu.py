@@ -51,7 +51,7 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
         for tuned in found:
             assert tuned.finished
             assert tuned.wrong == ()
-            assert len(tuned.took) > 4
+            assert len(tuned.times) > 4
             assert tuned.best is not None
             assert tuned.best.untuned_seconds is not None
             assert tuned.best.seconds <= tuned.best.untuned_seconds

@@ -1,6 +1,6 @@
 """Every public callable, and what one call of it is made of: its arguments, and their tensors.
 
-Public are the names of docs/api.md, of the packages' `__all__`, and of MODULES. `public_recipes`
+Public are the names of docs/api/*.md, of the packages' `__all__`, and of MODULES. `public_recipes`
 says how each is called; `test_public_tensors` and `test_public_junk` spoil one argument at a time.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-API = Path(__file__).parents[2] / "docs" / "api.md"
+API = Path(__file__).parents[2] / "docs" / "api"
 # Modules that export: by `__all__`, or all that they define and do not mark as private.
 MODULES = (
     "modular_kernel",
@@ -143,7 +143,8 @@ def _inside(value: object) -> dict[str, object] | None:
 
 
 def _exported() -> Iterator[object]:
-    blocks = re.findall(r"```\{api\}\n(.*?)```", API.read_text(encoding="utf-8"), re.DOTALL)
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted(API.glob("*.md")))
+    blocks = re.findall(r"```\{api\}\n(.*?)```", text, re.DOTALL)
     for line in (*"".join(blocks).splitlines(), *NAMES):
         module, _, names = line.partition(":")
         if not module.startswith(OPTIONAL):

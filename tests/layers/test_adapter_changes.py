@@ -59,14 +59,14 @@ def alone(own: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that have chosen their slots, and not taken them yet, wait a while for others."""
-    check, barrier = AdapterPool._check, threading.Barrier(THREADS)
+    check, barrier = AdapterPool._check_adapter, threading.Barrier(THREADS)
 
     def slow(self: AdapterPool, *given: Any) -> int:
         with suppress(threading.BrokenBarrierError):  # a turn each
             barrier.wait(0.3)
         return check(self, *given)
 
-    monkeypatch.setattr(AdapterPool, "_check", slow)
+    monkeypatch.setattr(AdapterPool, "_check_adapter", slow)
 
 
 @pytest.mark.usefixtures("meeting")

@@ -238,7 +238,7 @@ def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -
             raise StateError("a copy", got="no memory", need="some")
         return tensor.reshape(E, -1, 4, tensor.shape[-1]) if "_a" in name else tensor
 
-    monkeypatch.setattr(pool, "_in_halves", fail)
+    monkeypatch.setattr(pool, "_split_gate_up", fail)
     with pytest.raises(StateError, match="a copy"):
         unchanged(pool, "a", adapter())
 

@@ -29,7 +29,7 @@ def test_every_estimate_counts_what_the_experts_of_a_rank_declare(world: int) ->
     assert declared_bytes(PART, problem, HOPPER) * world == declared_bytes(PART, MIXTRAL, HOPPER)
     for one in found.estimates:
         assert one.prepared == declared_bytes(PART, problem, HOPPER) > 0
-        assert one.held == one.weights + one.prepared
+        assert one.total_weight_bytes == one.weights + one.prepared
         assert one.prepared == pytest.approx(one.weights, rel=0.01), "a copy in another order"
     assert [replace(one, prepared=0) for one in found.estimates] == list(plain.estimates)
 

@@ -74,7 +74,7 @@ def test_uniform_loads_are_those_that_are_counted(world: int, tokens: int) -> No
         meets += float((ranks == 0).any(1).float().mean()) / trials
     assert load.pairs == pytest.approx(fullest, rel=0.05)
     assert load.touched == pytest.approx(touched, rel=0.06)
-    assert load.meets == pytest.approx(meets, rel=0.05)
+    assert load.p_rank == pytest.approx(meets, rel=0.05)
 
 
 @given(
@@ -87,7 +87,7 @@ def test_loads_stay_within_what_is_possible(kind: str, world: int, tokens: int, 
     assert 0 < load.touched <= 32 / world + 1e-9
     assert load.touched <= load.pairs + 1e-9
     assert tokens * top_k - 1e-6 <= load.pairs
-    assert 0 < load.meets <= load.meets_fullest <= 1
+    assert 0 < load.p_rank <= load.p_fullest_rank <= 1
     assert load.tokens <= tokens * world
 
 
@@ -172,8 +172,8 @@ def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
     assert {1, 2, 4, 32, 64, 128} <= worlds
     predicted = [one for one in found if not (one.cell.fitted or one.cell.eager)]
     assert len(predicted) >= 90
-    assert [(one.cell.label, one.error) for one in predicted if not one.good] == []
-    by_what = {summary.what: summary for summary in summaries(found)}
+    assert [(one.cell.label, one.error) for one in predicted if not one.is_accurate] == []
+    by_what = {summary.quantity: summary for summary in summaries(found)}
     assert by_what["  1 GPU, predicted"].count == 54
     assert by_what["  1 GPU, predicted"].mean < 0.1
     assert (by_what["  2 GPUs, predicted"].count, by_what["  4 GPUs, predicted"].count) == (
@@ -181,7 +181,7 @@ def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
         16,
     )
     eager = [one for one in found if one.cell.eager]
-    assert sum(one.good for one in eager) >= 0.75 * len(eager)
+    assert sum(one.is_accurate for one in eager) >= 0.75 * len(eager)
 
 
 @pytest.mark.parametrize("world", [2, 8, 16, 64, 256])
@@ -196,7 +196,7 @@ def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
     times = [estimate.seconds for estimate in sized.estimates]
     assert times == sorted(times)
     assert all(e.weights == pytest.approx(256 / world * 3 * 7168 * 2048) for e in sized.estimates)
-    assert any("no measured efficiency" in why for _, why in sized.without)
+    assert any("no measured efficiency" in why for _, why in sized.unestimated)
 
 
 def test_a_row_once_to_a_rank_is_less_than_one_for_each_expert() -> None:
@@ -243,7 +243,7 @@ def test_groups_that_are_drawn_are_met_as_often_as_is_said(groups: Groups) -> No
     ids = score.topk(top_k).indices
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=9,
                      kind=RoutingKind("uniform"), per_host=2, groups=groups)  # fmt: skip
-    for said, each in ((load.meets, experts // world), (load.meets_host, experts // 8)):
+    for said, each in ((load.p_rank, experts // world), (load.p_host, experts // 8)):
         met = torch.stack([(ids // each == at).any(1) for at in range(experts // each)])
         assert said == pytest.approx(float(met.float().mean()), rel=0.02)
 
@@ -257,8 +257,8 @@ def test_rows_that_go_on_from_a_host() -> None:
     load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
                      kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
     # To the other host, and 4 ranks' rows of which half are for the neighbor.
-    network = 1000 * load.meets_host * 2000 / (10e9 * 0.5)
-    inside = 1000 * 4 * load.meets / 2 * 2000 / (100e9 * 0.5)
+    network = 1000 * load.p_host * 2000 / (10e9 * 0.5)
+    inside = 1000 * 4 * load.p_rank / 2 * 2000 / (100e9 * 0.5)
     found = exchange_time(problem, part, load, cluster)
     assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
     serial = exchange_time(problem, replace(part, pieces=1), load, cluster)
@@ -276,7 +276,7 @@ def test_what_a_library_is_not_made_for_is_said() -> None:
 
     assert told(256) == ""
     assert "made for at most 256 tokens: for 4096 its buffer takes 60 GB" in told(4096)
-    without = dict(size(over_ranks(problem, 24, 8), Cluster(), others=True).without)
+    without = dict(size(over_ranks(problem, 24, 8), Cluster(), others=True).unestimated)
     assert "got 24, need one of" in without["DeepEP high throughput x TritonExperts"]
 
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -138,7 +138,8 @@ def test_rows_of_the_site_s_tables_keep_their_names_when_scrolled() -> None:
 
 def test_every_page_can_be_found() -> None:
     """As Sphinx demands it: from the index, by name or by pattern."""
-    lines = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
+    contents = [DOCS / "index.md", DOCS / "api.md"]
+    lines = [line for page in contents for line in page.read_text("utf-8").splitlines()]
     named = {path for line in lines for path in DOCS.glob(f"{line}.md") if line}
     assert sorted(set(DOCS.rglob("*.md")) - named) == [DOCS / "index.md"]
 
@@ -146,7 +147,7 @@ def test_every_page_can_be_found() -> None:
 def test_the_reference_names_what_is_public() -> None:
     """It is read from the source, so a name must be where it is defined."""
     found: set[str] = set()
-    for block in blocks_of(DOCS / "api.md"):
+    for block in (block for page in (DOCS / "api").glob("*.md") for block in blocks_of(page)):
         for line in block.text.splitlines():
             module, _, names = line.partition(":")
             for name in names.split(","):
@@ -160,23 +161,73 @@ def test_the_reference_names_what_is_public() -> None:
 # ---------------------------------------------------------------------------- the API reference
 
 
-def test_an_example_of_a_docstring_is_shown_as_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a fence Markdown reads a prompt as quotations, and curls the quotes."""
-    for name in ("docutils", "sphinx.application", "sphinx.util.docutils"):  # need not be here
+@pytest.fixture
+def directive(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The directive, where Sphinx need not be installed."""
+    for name in ("docutils", "sphinx.application", "sphinx.pycode", "sphinx.util.docutils"):
         stand_in = ModuleType(name)
         stand_in.__dict__.update(
-            nodes=SimpleNamespace(Node=object), Sphinx=object, SphinxDirective=object
+            nodes=SimpleNamespace(Node=object, Element=object, TextElement=object),
+            Sphinx=object,
+            SphinxDirective=object,
+            ModuleAnalyzer=object,
         )
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.syspath_prepend(str(DOCS))
-    directive = import_module("api_directive")
+    yield import_module("api_directive")
+    monkeypatch.delitem(sys.modules, "api_directive")
+
+
+def test_an_example_of_a_docstring_is_shown_as_code(directive: ModuleType) -> None:
+    """Without a fence Markdown reads a prompt as quotations, and curls the quotes."""
     name = "modular_kernel.catalog"
     text = "\n\n".join(directive.described(name, directive.source_of(name), ["check"]))
-    monkeypatch.delitem(sys.modules, "api_directive")
     (example,) = re.findall(r"^```pycon\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
     assert example.startswith(">>> problem = ")
     assert example.endswith("(False, ['format', 'reduce'])")
     assert text.count(">>> problem = ") == 1
+
+
+def test_a_build_fetches_nothing_and_accepts_no_unresolved_reference() -> None:
+    text = (DOCS / "conf.py").read_text(encoding="utf-8")
+    assert "\nnitpicky = True " in text
+    inventories = re.findall(r'"(inventories/\w+\.inv)"', text)
+    assert len(inventories) == text.count('("https://') == 2
+    for name in inventories:  # without an inventory Sphinx would fetch one
+        lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
+        assert lines[0] == "# Sphinx inventory version 1"
+        assert lines[3:] == sorted(set(lines[3:]))
+        assert all(len(line.split()) == 3 for line in lines[3:])
+
+
+def test_a_folder_of_versions_lists_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    publish = import_module("publish")
+    monkeypatch.delitem(sys.modules, "publish")
+    built, site = tmp_path / "docs", tmp_path / "site"
+    with pytest.raises(SystemExit, match=r"no index\.html"):
+        publish.publish(built, site, "0.9.0")
+    built.mkdir()
+    (built / "index.html").write_text("new", encoding="utf-8")
+    for version in ("0.9.0", "0.10.0", "0.9.0"):
+        listed = publish.publish(built, site, version)
+    assert listed == ["0.10.0", "0.9.0"]
+    assert '["0.10.0", "0.9.0"]' in (site / "versions.js").read_text(encoding="utf-8")
+    assert (site / "0.9.0/index.html").read_text(encoding="utf-8") == "new"
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert page.index("0.10.0/index.html") < page.index("0.9.0/index.html")
+    stated = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f'version="{publish.version_of_checkout()}"' in stated
+
+
+def test_arguments_of_a_docstring_are_a_list(directive: ModuleType) -> None:
+    name = "modular_kernel.select.autotune"
+    (text,) = directive.described(name, directive.source_of(name), ["Terms"])
+    assert "\n- `budget`: seconds" in text
+    assert "budget: float = BUDGET_S" in text
+    assert "pathlib.Path | None" in text  # types are qualified, so that they can be linked
 
 
 def test_prose_is_copied_as_it_was_typed() -> None:

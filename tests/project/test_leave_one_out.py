@@ -94,7 +94,7 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def begin(
+    def submit(
         self, pair: object, space: object, problem: Problem, choices: list[MoEConfig]
     ) -> None:
         Compiler.begun += choices

@@ -48,15 +48,15 @@ Log = list[tuple[int, tuple[str, str]]]
 def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
     """Have every pairing take so long; NAIVE wins everywhere. Returns what was begun."""
     begun: Log = []
-    ready = Stopwatch._ready
+    ready = Stopwatch._prepare
 
     def slow(self: Stopwatch, pair: tuple[str, str]):
-        begun.append((self.situation.problem.tokens, pair))
+        begun.append((self.workload.problem.tokens, pair))
         clock.now += seconds
         return ready(self, pair)
 
-    monkeypatch.setattr(Stopwatch, "_ready", slow)
-    monkeypatch.setattr(Stopwatch, "_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
+    monkeypatch.setattr(Stopwatch, "_prepare", slow)
+    monkeypatch.setattr(Stopwatch, "_time_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
     return begun
 
 
@@ -69,7 +69,7 @@ def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clo
     assert budget.allows(9)
     with budget.step():
         clock.now += 4
-    assert (budget.left, budget.spent) == (5, 5)
+    assert (budget.remaining, budget.elapsed) == (5, 5)
     assert budget.allows(1)
     assert not budget.allows(2)
     with budget.step():
@@ -77,15 +77,15 @@ def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clo
     assert budget.allows(1)  # 4.5 left, 4 needed
     clock.now += 1
     assert not budget.allows(1)
-    assert not budget.over()
+    assert not budget.is_over()
     clock.now += 10
-    assert (budget.left, budget.over()) == (0, True)
+    assert (budget.remaining, budget.is_over()) == (0, True)
 
 
 def test_no_budget_begins_nothing(clock: Clock) -> None:
     budget = Budget(0, SingleProcess(), first_step=0)
     assert not budget.allows()
-    assert budget.over()
+    assert budget.is_over()
 
 
 def test_few_tokens_come_first_and_the_rest_runs_on_the_default(
@@ -109,15 +109,15 @@ def test_what_was_timed_when_the_budget_ended_is_kept(
 ) -> None:
     """The default takes 1 s, another one 6: none of the latter is begun with less left."""
     begun = costly(monkeypatch, clock, 1)
-    ready = Stopwatch._ready
+    ready = Stopwatch._prepare
 
     def slower(self: Stopwatch, pair: tuple[str, str]):
         clock.now += 5 if pair == NAIVE else 0
         return ready(self, pair)
 
-    monkeypatch.setattr(Stopwatch, "_ready", slower)
+    monkeypatch.setattr(Stopwatch, "_prepare", slower)
     told = []
-    terms = Terms(tokens=(1, 2), budget=20, tell=told.append)
+    terms = Terms(tokens=(1, 2), budget=20, on_bucket=told.append)
     first = choose(PROBLEM, CPU, terms=terms)
     assert begun == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 14

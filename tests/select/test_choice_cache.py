@@ -9,7 +9,7 @@ import pytest
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import saved_choices
-from modular_kernel.select.cache import NOT_KEPT, Cache, CachedRecord
+from modular_kernel.select.cache import NO_CACHE_FOLDER, Cache, CachedRecord
 from modular_kernel.select.record import Bucket, TimedOutcome
 
 IDENTITY = {"device": "D", "problem": "P"}
@@ -34,14 +34,14 @@ def cache(tmp_path: Path) -> Cache:
 
 def whole(cache: Cache) -> dict:
     """What a good file holds."""
-    cache.keep([ONE])
+    cache.save([ONE])
     return json.loads(cache.path.read_text())
 
 
 def test_what_was_kept_comes_back(cache: Cache) -> None:
     assert cache.load().record is None
     assert cache.load().notes == ()
-    assert cache.keep([ONE]) == ()
+    assert cache.save([ONE]) == ()
     found = cache.load()
     assert found.notes == ()
     assert found.record is not None
@@ -49,29 +49,29 @@ def test_what_was_kept_comes_back(cache: Cache) -> None:
 
 
 def test_buckets_of_later_runs_join_and_replace(cache: Cache) -> None:
-    cache.keep([ONE])
+    cache.save([ONE])
     again = Bucket(4, PAIR, (TimedOutcome(PAIR, 9.0, 1.0, mode="cpu"),))
     two = Bucket(2, PAIR, ONE.outcomes)
-    cache.keep([again, two])
+    cache.save([again, two])
     record = cache.load().record
     assert record is not None
     assert record.buckets == (two, again)
 
 
 def test_other_versions_are_told_and_kept_beside(cache: Cache, tmp_path: Path) -> None:
-    cache.keep([ONE])
+    cache.save([ONE])
     newer = Cache(tmp_path, IDENTITY, VERSIONS | {"torch": "2"})
     found = newer.load()
     assert found.record is None
     assert found.notes == ("ignoring cached timings: torch 1 -> 2",)
-    newer.keep([ONE])
+    newer.save([ONE])
     assert newer.load().record is not None
     assert cache.load().record is not None
 
 
 def test_the_oldest_versions_go(tmp_path: Path) -> None:
     for number in range(12):
-        Cache(tmp_path, IDENTITY, {"torch": str(number)}).keep([ONE])
+        Cache(tmp_path, IDENTITY, {"torch": str(number)}).save([ONE])
     kept = [Cache(tmp_path, IDENTITY, {"torch": str(n)}).load().record for n in range(12)]
     assert [record is not None for record in kept] == [False] * 4 + [True] * 8
 
@@ -143,7 +143,7 @@ def test_a_forged_entry_is_refused_and_the_file_rebuilt(
     (note,) = loaded.notes
     assert "will be replaced" in note
     assert note.isprintable()
-    assert cache.keep([ONE]) == ()
+    assert cache.save([ONE]) == ()
     assert cache.load().record is not None
 
 
@@ -155,7 +155,7 @@ CORRUPT = {
     "a duplicate key": b'{"schema": 1, "schema": "mk-choices/2"}',
     "deep": b"[" * 100_000,
     "long number": b"[" + b"9" * 10_000 + b"]",
-    "large": b" " * (saved_choices.MOST_BYTES + 1),
+    "large": b" " * (saved_choices.MAX_BYTES + 1),
     "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
 }
 
@@ -167,7 +167,7 @@ def test_a_corrupt_file_is_refused_and_rebuilt(cache: Cache, content: bytes) -> 
     found = cache.load()
     assert found.record is None
     assert len(found.notes) == 1
-    cache.keep([ONE])
+    cache.save([ONE])
     assert cache.load().record is not None
 
 
@@ -178,7 +178,7 @@ def test_what_is_no_file_is_not_read(cache: Cache, tmp_path: Path) -> None:
     cache.path.symlink_to(secret)
     assert cache.load().record is None
     assert "a link" in cache.load().notes[0]
-    cache.keep([ONE])  # replaces the link, not what it points to
+    cache.save([ONE])  # replaces the link, not what it points to
     assert not cache.path.is_symlink()
     cache.path.unlink()
     os.mkfifo(cache.path)  # opening one to read would wait for a writer
@@ -191,9 +191,9 @@ def test_what_is_no_file_is_not_read(cache: Cache, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    (note,) = cache.keep([ONE])
+    (note,) = cache.save([ONE])
     tmp_path.chmod(0o700)
-    assert note.startswith("not kept: ")
+    assert note.startswith("not cached: ")
 
 
 def test_files_have_the_mode_that_the_umask_gives(cache: Cache) -> None:
@@ -207,16 +207,16 @@ def test_files_have_the_mode_that_the_umask_gives(cache: Cache) -> None:
 
 def test_without_a_folder_nothing_is_kept_and_one_note_says_so() -> None:
     nowhere = Cache(None, IDENTITY, VERSIONS)
-    assert nowhere.keep([ONE]) == ()
-    assert nowhere.load() == CachedRecord(None, (NOT_KEPT,))
+    assert nowhere.save([ONE]) == ()
+    assert nowhere.load() == CachedRecord(None, (NO_CACHE_FOLDER,))
     with nowhere.locked(wait_s=0) as held:
         assert held
 
 
 def test_a_file_where_the_folder_should_be_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (note,) = Cache(tmp_path / "file", IDENTITY, VERSIONS).keep([ONE])
-    assert note.startswith("not kept: ")
+    (note,) = Cache(tmp_path / "file", IDENTITY, VERSIONS).save([ONE])
+    assert note.startswith("not cached: ")
 
 
 def test_only_one_holds_the_lock(cache: Cache) -> None:
@@ -237,8 +237,8 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
 
 def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> None:
     outcomes = tuple(TimedOutcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
-    cache.keep([Bucket(tokens, outcomes[0].pair, outcomes) for tokens in range(1, 120)])
-    assert cache.path.stat().st_size <= saved_choices.MOST_BYTES
+    cache.save([Bucket(tokens, outcomes[0].pair, outcomes) for tokens in range(1, 120)])
+    assert cache.path.stat().st_size <= saved_choices.MAX_BYTES
     record = cache.load().record
     assert record is not None
     assert record.buckets[-1].tokens == 119

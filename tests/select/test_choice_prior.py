@@ -151,7 +151,7 @@ def test_on_a_recorded_gpu_the_default_needs_no_timing(tmp_path: Path) -> None:
     (why,) = (o.why for o in choice.outcomes(16) if o.pair[1] == "TorchExperts")
     assert why.startswith("not timed: the shipped record expects ")
     assert why.endswith("x the default's time")
-    assert all(e.optimistic > MAX_RATIO_TO_TIME for e in choice.options.expected[16].values())
+    assert all(e.optimistic > MAX_RATIO_TO_TIME for e in choice.options.estimates[16].values())
 
 
 def test_what_the_record_is_sure_of_runs_without_timing(

@@ -44,12 +44,12 @@ def options(
     tokens: tuple[int, ...] | None = None,
     *,
     valid: dict[int, tuple[Pair, ...]] | None = None,
-    expected: dict[int, dict[Pair, Estimate]] | None = None,
-    silent: tuple[Pair, ...] = (),
+    estimates: dict[int, dict[Pair, Estimate]] | None = None,
+    untimeable: tuple[Pair, ...] = (),
 ) -> Options:
     tokens = bucket_tokens(most) if tokens is None else tokens
     everywhere = dict.fromkeys((*tokens, most), ORDER)
-    return Options(tokens, most, ORDER, valid or everywhere, silent, expected or {})
+    return Options(tokens, most, ORDER, valid or everywhere, untimeable, estimates or {})
 
 
 def test_buckets_are_powers_of_two_and_the_most() -> None:
@@ -159,25 +159,25 @@ def test_a_pairing_that_failed_is_not_the_default_beside_it() -> None:
 def test_only_what_may_be_faster_is_timed_the_most_promising_first() -> None:
     def of(b: Estimate | None, c: Estimate | None) -> tuple[Pair, ...]:
         known = {pair: e for pair, e in ((B, b), (C, c)) if e is not None}
-        return options(1, expected={1: known}).challengers(1)
+        return options(1, estimates={1: known}).challengers(1)
 
     assert of(None, None) == (B, C)
     assert of(Estimate(0.97, 2.0), Estimate(0.9, 2.0)) == (C, B)
     assert of(None, Estimate(0.98, 2.0)) == (C, B)  # unknown ones last
     assert of(Estimate(0.981, 0.99), Estimate(1.3, 1.4)) == ()
-    assert options(1, silent=(B,)).challengers(1) == (C,)
+    assert options(1, untimeable=(B,)).challengers(1) == (C,)
 
 
 def test_where_the_record_rules_all_out_it_decides() -> None:
     slow = {1: dict.fromkeys((B, C), Estimate(1.1, 1.2, True))}
-    assert picks(options(1, expected=slow), ()) == {1: Pick(A, Source.RECORD)}
-    assert picks(options(1, expected=slow, silent=ORDER), ()) == {1: Pick(A, Source.DEFAULT)}
+    assert picks(options(1, estimates=slow), ()) == {1: Pick(A, Source.RECORD)}
+    assert picks(options(1, estimates=slow, untimeable=ORDER), ()) == {1: Pick(A, Source.DEFAULT)}
 
 
 def test_the_record_chooses_what_was_not_timed_only_beyond_doubt() -> None:
     def pick(estimate: Estimate, *buckets: Bucket) -> Pair:
         expected = {t: {B: estimate, C: Estimate(1.5, 1.6, True)} for t in (1, 2)}
-        return picks(options(2, expected=expected), buckets)[2].pair
+        return picks(options(2, estimates=expected), buckets)[2].pair
 
     assert pick(Estimate(0.8, 0.95, True)) == B
     assert pick(Estimate(0.8, 0.96, True)) == A
@@ -203,7 +203,7 @@ def situations(draw) -> tuple[Options, list[Bucket]]:
     most = draw(st.integers(1, 80))
     tokens = tuple(sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=8))))
     expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}
-    found = options(most, tokens, expected=expected)
+    found = options(most, tokens, estimates=expected)
     buckets = []
     for t in draw(st.sets(st.sampled_from(tokens))):
         b, c, noise, fails = draw(OUTCOMES)
@@ -225,7 +225,7 @@ def test_no_number_of_tokens_runs_on_what_may_be_slower(
         own = at[tokens].outcome(pair) if tokens in at else None
         if own is not None and own.ratio is not None and pair != at[tokens].default:
             return own.ratio <= 1 - max(0.02, 2 * own.noise)
-        estimate = found.expected[tokens].get(pair)
+        estimate = found.estimates[tokens].get(pair)
         return (
             own is None
             and estimate is not None
@@ -234,11 +234,11 @@ def test_no_number_of_tokens_runs_on_what_may_be_slower(
         )
 
     runs = segments(found, buckets)
-    assert (runs[0].first, runs[-1].last) == (0, found.most)
+    assert (runs[0].first, runs[-1].last) == (0, found.max_tokens)
     assert all(high.first == low.last + 1 for low, high in pairwise(runs))
     assert all(run.first <= run.last for run in runs)
     assert all(low.pair != high.pair for low, high in pairwise(runs))
-    for tokens in range(found.most + 1):
+    for tokens in range(found.max_tokens + 1):
         (pair,) = (run.pair for run in runs if run.first <= tokens <= run.last)
         bucket_of = 1 if tokens == 0 and 1 in found.tokens else tokens
         if bucket_of in found.tokens:
@@ -247,7 +247,7 @@ def test_no_number_of_tokens_runs_on_what_may_be_slower(
             continue
         below = max((t for t in found.tokens if t < tokens), default=None)
         above = min((t for t in found.tokens if t > tokens), default=None)
-        default = default_at(found, above or found.most, buckets, above=below)
+        default = default_at(found, above or found.max_tokens, buckets, above=below)
         both = below is not None and above is not None
         assert pair == default or (both and chosen(below, pair) and chosen(above, pair))
 

@@ -36,7 +36,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
     def once(_self: Stopwatch, ready) -> float:
         return seconds(type(ready.kernel.experts).__name__, next(runs))
 
-    monkeypatch.setattr(Stopwatch, "_once", once)
+    monkeypatch.setattr(Stopwatch, "_time_once", once)
     return choose(PROBLEM, Machine("cpu"), terms=TERMS)
 
 
@@ -133,17 +133,17 @@ def test_ratios_to_a_default_that_failed_later_are_taken_anew(
     def ready(_self: Stopwatch, pair: tuple[str, str]):
         built.append(pair)
         kernel = SimpleNamespace(prepare_finalize=None)
-        return timing._Ready(pair, kernel, (), "cpu"), ""  # type: ignore[arg-type]
+        return timing._Prepared(pair, kernel, (), "cpu"), ""  # type: ignore[arg-type]
 
     def run(_self: Stopwatch, one) -> float:
         if one.pair == a and built[-1] == b:
             raise RuntimeError("no such luck")
         return seconds[one.pair]
 
-    monkeypatch.setattr(Stopwatch, "_ready", ready)
+    monkeypatch.setattr(Stopwatch, "_prepare", ready)
     monkeypatch.setattr(Stopwatch, "_run", run)
     weights = SimpleNamespace(w1=torch.empty(0))
-    given = SimpleNamespace(weights=weights, flush=False, timed=(1,), problem=PROBLEM)
+    given = SimpleNamespace(weights=weights, flush=False, inputs=(1,), problem=PROBLEM)
     budget = Budget(60, SingleProcess(), first_step=0)
     watch = Stopwatch(given, (a, b, c, d), frozenset(), Machine("cpu"), SingleProcess(), budget)  # type: ignore[arg-type]
     bucket = watch.bucket((c, b, d))

@@ -48,11 +48,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     per_token = {"TorchExperts": 1e-6, "NaiveBatchedExperts": 3e-6}
 
     def once(self: Stopwatch, ready) -> float:
-        tokens = self.situation.problem.tokens
+        tokens = self.workload.problem.tokens
         name = type(ready.kernel.experts).__name__
         return per_token[name] * tokens + (4e-6 if name == "TorchExperts" else 0)
 
-    monkeypatch.setattr(Stopwatch, "_once", once)
+    monkeypatch.setattr(Stopwatch, "_time_once", once)
     return per_token
 
 
@@ -99,7 +99,7 @@ def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.Monke
     for machine in (CPU, gpu):
         for quant in ("none", "fp8_w8a8_block", "nvfp4_w4a4"):
             problem = replace(PROBLEM, quant=quant, hidden=256, intermediate=256)
-            order = candidates.find(problem, machine, (1, 8)).order
+            order = candidates.find_candidates(problem, machine, (1, 8)).order
             usual = default_experts(NO_EP, problem, torch.device(machine.device))
             assert order[0] == (NO_EP, usual), (machine, quant)
 
@@ -108,7 +108,7 @@ def test_over_ranks_the_usual_experts_come_first_behind_the_first_exchange() -> 
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     problem = replace(PROBLEM, parallel=Parallel(2))
     for machine, experts in ((CPU, "TorchExperts"), (gpu, "TritonExperts")):
-        first, *_ = candidates.find(problem, machine, (8,)).order
+        first, *_ = candidates.find_candidates(problem, machine, (8,)).order
         assert first[1] == experts
         assert first[0] != NO_EP
 
@@ -269,7 +269,7 @@ def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
     machine = Machine("cpu", packages=packages, interpreter=True)
     choice = choose(PROBLEM, machine, terms=Terms(folder=tmp_path))
     assert choice.candidates.order[:2] == (TORCH, NAIVE)
-    assert set(choice.candidates.silent) == set(choice.candidates.order) > {TORCH, NAIVE}
+    assert set(choice.candidates.untimeable) == set(choice.candidates.order) > {TORCH, NAIVE}
     assert (choice.timed, choice.measured) == (0, False)
     assert [segment.pair for segment in choice.segments] == [TORCH]
     assert choice.summary.startswith("4 token counts: 4 default (Triton's interpreter is enabled")
@@ -419,8 +419,8 @@ def test_the_verb_chooses_explains_and_reuses(
 def test_who_waits_is_told_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool
 ) -> None:
-    monkeypatch.setattr(search, "_SILENT_S", 0.0)
-    monkeypatch.setattr(Stopwatch, "_once", lambda *_: time.sleep(0.02) or 1e-3)
-    compose(PROBLEM, CPU, terms=Terms(tell=(lambda _: None) if quiet else None))
+    monkeypatch.setattr(search, "_WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(Stopwatch, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
+    compose(PROBLEM, CPU, terms=Terms(on_bucket=(lambda _: None) if quiet else None))
     told = "timing 2 pairings for up to 20 s; the times are cached"
     assert [record.getMessage() for record in caplog.records] == ([] if quiet else [told])

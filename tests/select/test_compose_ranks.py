@@ -54,7 +54,7 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, fresh=True)
 
-    owner, name = {"wrong": (SelectWorkload, "wrong"), "run": (Stopwatch, "_run")}[where]
+    owner, name = {"wrong": (SelectWorkload, "find_error"), "run": (Stopwatch, "_run")}[where]
     real = getattr(owner, name)
 
     def planted(*arguments: object) -> None:
@@ -127,7 +127,7 @@ def test_ranks_that_ask_for_other_things_are_told(
 def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
     cache = Cache(folder, {"device": "D"}, {"torch": "1"})
     for number in range(40):
-        cache.keep(
+        cache.save(
             [Bucket(2 * number + 1 + rank, ("P", "E"), (TimedOutcome(("P", "E"), 1.0, 1.0),))]
         )
         assert cache.load().record is not None

@@ -117,7 +117,7 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
         lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
         (WRONG,),
     ),
-    (files.stored_files, saved_choices, "_text", lambda *_: True, (RAW, WRONG)),
+    (files.stored_files, saved_choices, "_is_line", lambda *_: True, (RAW, WRONG)),
     (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
     (compose_calls.composed_call, autotune, "expect", _nothing, (RAW, ACCEPTED)),
     (checkpoints.checkpoints, slices.LayerSource, "check", lambda _: {}, (RAW, WRONG)),
@@ -208,12 +208,12 @@ def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = autotune.find
+    plain = autotune.find_candidates
 
     def measured_alone(problem: Problem, machine: Machine, asked: Any, **options: Any) -> Any:
         return plain(problem, machine, asked[:-1] or asked, **options)
 
-    monkeypatch.setattr(autotune, "find", measured_alone)
+    monkeypatch.setattr(autotune, "find_candidates", measured_alone)
     assert WRONG in _kinds(compose_calls.composed_call)
 
 

@@ -101,7 +101,11 @@ def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) 
     for record in read_scores(scores):
         assert f"| `{record['part']}` |" in page
         for survivor in record["survivors"]:
-            assert survivor["command"].split(" --pf-type")[0] in " ".join(page.split())
+            (row,) = (
+                line for line in page.splitlines() if line.startswith(f"| `{survivor['id']}`")
+            )
+            assert survivor["place"] in row
+            assert not row.endswith("| Not reviewed yet. |")
     (tmp_path / "Other.json").write_text('{"part": "Another"}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="another form"):
         read_scores(tmp_path)

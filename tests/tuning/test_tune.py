@@ -14,7 +14,7 @@ def test_the_fastest_right_choice_wins() -> None:
     bench = Fake(TIMES)
     tuned = only(space, bench)
     assert tuned.best == TunedChoice(2, 5.0, 10.0)
-    assert (len(tuned.took), tuned.finished, tuned.refused) == (4, True, {})
+    assert (len(tuned.times), tuned.finished, tuned.refused) == (4, True, {})
     assert tuned.file == FOLDER / "file"
     assert space.kept == {64: tuned.best}
     assert bench.compared == [2, 1, 0], "finalists, and the untuned one beside them"
@@ -112,7 +112,7 @@ def test_the_budget_is_shared_and_what_is_unused_goes_on() -> None:
     bench = Fake(lambda tokens, choice: 5.0)
     found = list(tune(job(space, bench, 1, 2, 3, 4, budget=80.0)))
     assert [tuned.finished for tuned in found] == [False] * 4
-    tried = [len(tuned.took) for tuned in found]
+    tried = [len(tuned.times) for tuned in found]
     assert all(8 <= count <= 20 for count in tried), tried
     quick = Space((1,))
     bench = Fake(lambda tokens, choice: 5.0)
@@ -137,5 +137,5 @@ def test_the_next_number_of_tokens_is_compiled_ahead() -> None:
 
 def test_every_measurement_ticks() -> None:
     bench, ticks = Fake(TIMES), list[int]()
-    only(Space(), bench, tick=lambda: ticks.append(1))
+    only(Space(), bench, on_measurement=lambda: ticks.append(1))
     assert len(ticks) == len(bench.timed) + 1, "the comparison is one"

@@ -43,7 +43,7 @@ def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None
     tuned = only(space, Fake(model), tokens=(128,), folder=here)
     assert tuned.best is not None
     assert tuned.best.choice == MoEConfig(*WANTED, "aligned"), "put together of two candidates"
-    assert len(tuned.took) < 60
+    assert len(tuned.times) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
     recipe = read_config_file(tuned.file)
     assert recipe.tuned_for is not None
