@@ -1,7 +1,6 @@
 """The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k."""
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 import torch
 
@@ -38,7 +37,6 @@ class AlignedPath(Path):
 
     name = aligned_config.NAME
     refuses = False
-    former_names: ClassVar[tuple[str, ...]] = (aligned_config.NAME,)
     roundings = Roundings()
 
     @classmethod

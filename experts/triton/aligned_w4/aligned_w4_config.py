@@ -28,9 +28,9 @@ _ROWS = {"uint4": 11, "float4_e2m1": 6}
 # H200, 2026-11-22. mxfp4: replaces the tiles of 32 rows, which are always slower (H200, 2026-11-24,
 # triton 3.6.0, 1 to 1024 tokens).
 _MOST_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
-# Launches that files of version 1 store under "aligned" and that now use this path: (max block_m,
-# max mean rows per expert).
-_REPLACED_V1_TILES: dict[str, tuple[int, float]] = {
+# Launches of the aligned path that are slower than this one: (max block_m, max mean rows per
+# expert).
+_SLOW_ALIGNED_TILES: dict[str, tuple[int, float]] = {
     "uint4": (16, 12),
     "float4_e2m1": (32, math.inf),
 }
@@ -175,7 +175,7 @@ def serves(problem: Problem) -> bool:
     """
     if not supports_w4(problem):
         return False
-    return not problem.batch_invariant or _REPLACED_V1_TILES[problem.scheme.weight][1] == math.inf
+    return not problem.batch_invariant or _SLOW_ALIGNED_TILES[problem.scheme.weight][1] == math.inf
 
 
 def max_tokens(problem: Problem) -> int:
@@ -187,9 +187,9 @@ def max_tokens(problem: Problem) -> int:
     return rows * problem.experts // problem.top_k
 
 
-def replaces_v1_tiles(problem: Problem, tokens: int, block_m: int) -> bool:
-    """Return whether this path replaces tiles of block_m rows in a file of version 1."""
-    max_block_m, rows = _REPLACED_V1_TILES[problem.scheme.weight]
+def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
+    """Return whether this path is faster than the aligned path with tiles of block_m rows."""
+    max_block_m, rows = _SLOW_ALIGNED_TILES[problem.scheme.weight]
     return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
 
 

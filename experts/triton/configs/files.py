@@ -13,8 +13,7 @@ Our format:
 
 The key "64" is a number of tokens. "path" is one of experts.triton.paths, by default the first,
 and determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts
-output columns: a gated GEMM 1 computes that many gate columns and that many up columns. Version 1
-has fewer path names (see `former`), and its launches are always those of LaunchConfig.
+output columns: a gated GEMM 1 computes that many gate columns and that many up columns.
 
 Files of vLLM and SGLang have no "format" and use one launch for both GEMMs,
 {"64": {"BLOCK_SIZE_M": ...}}; SGLang may have a second file, NAME_down.json, for GEMM 2. Their
@@ -34,7 +33,6 @@ from typing import Any
 
 import torch
 
-from experts.triton.configs.former import V1_NAMES
 from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
 from experts.triton.paths import BASE, BY_NAME, NAMES
 from modular_kernel.errors import ConfigurationError
@@ -180,9 +178,7 @@ def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
         yield replace(key, per_channel=False)
 
 
-VERSION = 2
-FORMAT = f"modular_kernel.tiles/{VERSION}"
-FORMATS = {"modular_kernel.tiles/1": 1, FORMAT: VERSION}
+FORMAT = "modular_kernel.tiles/2"
 MAX_FILE_BYTES = 1 << 20
 _TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _TOP = ("format", "triton_version", "tuned_for")
@@ -221,8 +217,7 @@ class TunedConfigs:
 
     gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
     columns together. strict: a launch that does not fit is an error; otherwise it is clamped.
-    paths: (tokens, path name in this version); BASE for missing numbers of tokens. version: of our
-    file format.
+    paths: (tokens, path name); BASE for missing numbers of tokens.
     """
 
     origin: str
@@ -233,7 +228,6 @@ class TunedConfigs:
     triton: str | None = None
     tuned_for: TunedFor | None = None
     paths: tuple[tuple[int, str], ...] = ()
-    version: int = VERSION
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
     def configs(self) -> dict[int, MoEConfig]:
@@ -296,19 +290,14 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
         contents = {"1": contents}
     by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
     recipe = _build_recipe(by_key, what, what)
-    version = recipe.version if "format" in contents else VERSION
-    return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
+    return replace(recipe, strict=True, triton=None, tuned_for=None)
 
 
 def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
     top = _require_mapping(value, what)
-    ours, version = "format" in top, 1
-    if ours:
-        format_name = top["format"]
-        version = FORMATS.get(format_name, 0) if isinstance(format_name, str) else 0
-        if not version:
-            need = f"one of {', '.join(FORMATS)}"
-            raise ConfigurationError(f"{what}: format", got=_short(format_name), need=need)
+    ours = "format" in top
+    if ours and top["format"] != FORMAT:
+        raise ConfigurationError(f"{what}: format", got=_short(top["format"]), need=FORMAT)
     entries: dict[int, Mapping[str, object]] = {}
     for key, entry in top.items():
         if key in _TOP:
@@ -323,7 +312,7 @@ def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
     for tokens in sorted(entries):
         entry_label = f"{what}: tokens {tokens}"
         configs[tokens] = (
-            _parse_our_entry(entries[tokens], entry_label, version)
+            _parse_our_entry(entries[tokens], entry_label)
             if ours
             else _parse_foreign_entry(entries[tokens], entry_label)
         )
@@ -336,7 +325,6 @@ def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
         triton=_version(top, what),
         tuned_for=_tuned_for(top, what) if ours else None,
         paths=tuple((tokens, config.path) for tokens, config in configs.items()) if ours else (),
-        version=version,
         times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
     )
 
@@ -356,9 +344,9 @@ def _require_mapping(value: object, what: str) -> Mapping[Any, object]:
     return value
 
 
-def _parse_our_entry(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
-    path = _parse_path(entry, what, version)
-    launch = BY_NAME[path].launch if version == VERSION else LaunchConfig
+def _parse_our_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
+    path = _parse_path(entry, what)
+    launch = BY_NAME[path].launch
     for name in ("gemm1", "gemm2"):
         if name not in entry:
             raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
@@ -418,13 +406,11 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
     return TunedFor(part, hidden, top_k)
 
 
-def _parse_path(entry: Mapping[str, object], what: str, version: int) -> str:
-    path, valid_names = entry.get("path", BASE.name), NAMES if version == VERSION else V1_NAMES
-    if isinstance(path, str) and path in valid_names:
+def _parse_path(entry: Mapping[str, object], what: str) -> str:
+    path = entry.get("path", BASE.name)
+    if isinstance(path, str) and path in NAMES:
         return path
-    raise ConfigurationError(
-        f"{what}: path", got=_short(path), need=f"one of {', '.join(valid_names)}"
-    )
+    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(NAMES)}")
 
 
 def _times(entry: Mapping[str, object]) -> Times | None:

@@ -129,6 +129,23 @@ def with_prepared(
     return steps
 
 
+def replace_foreign_configs(
+    steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
+) -> ConfigSteps:
+    """Replace launches from a file of vLLM or SGLang where one of `paths` is faster."""
+    for path in PATHS:
+        if path.name not in paths or not path.serves(problem, device):
+            continue
+
+        def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
+            return path.replace_foreign_config(config, last, problem, device)
+
+        min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
+        ends = min_tokens - 1, *path.breakpoints(problem), max_tokens or UNBOUNDED_TOKENS
+        steps = steps.changed(ends, change)
+    return steps
+
+
 def overlay_path(
     steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
 ) -> ConfigSteps:

@@ -24,18 +24,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from experts.triton.configs.files import (
-    VERSION,
     ConfigKey,
     TunedConfigs,
     file_names_for,
     read_config_file,
 )
-from experts.triton.configs.former import V1_PATHS, apply_newer_paths, config_from_v1, path_from_v1
-from experts.triton.configs.heuristics import ConfigSteps, heuristics, require_config, with_prepared
+from experts.triton.configs.heuristics import (
+    ConfigSteps,
+    heuristics,
+    replace_foreign_configs,
+    require_config,
+    with_prepared,
+)
 from experts.triton.configs.nearest import (
     TunedLayer,
     borrow_configs,
     prefer_heuristics_by_rows,
+    split_at_breakpoints,
     steps_from_borrowed,
 )
 from experts.triton.launch_config import (
@@ -73,18 +78,18 @@ class Source:
     """The configurations of a problem and their origin.
 
     origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: token counts in the
-    file. whose: the layer that each step is borrowed from. notes: remarks for `explain`.
-    looked_in: places without a usable file, in order. former: the origin is a file of version 1.
+    file. lenders: the layer that each step is borrowed from. notes: remarks for `explain`.
+    looked_in: locations without a usable file, in order. foreign: a file of vLLM or SGLang.
     prepared: the steps apply to calls with prepared weights.
     """
 
     steps: ConfigSteps
     origin: str
     keys: tuple[int, ...] = ()
-    whose: tuple[str, ...] = ()
+    lenders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
-    is_v1: bool = False
+    foreign: bool = False
     prepared: bool = False
 
     def launched(
@@ -95,12 +100,13 @@ class Source:
         prepared: for calls with prepared weights.
         """
         steps = self.steps
-        if self.is_v1:
-            steps = apply_newer_paths(steps, problem, device, paths)
+        if self.foreign:
+            steps = replace_foreign_configs(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
             own = heuristics(problem, device, paths, prepared=prepared)
             steps = steps.within(paths, own)
         if self.origin == NEAREST:
+            steps = split_at_breakpoints(steps, problem, device)
             steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, paths), problem)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
@@ -157,15 +163,14 @@ class ConfigLookup:
             steps = heuristics(problem, self.device)
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
         borrowed = borrow_configs(
-            tuned_layers, problem, self.device, heuristics(problem, self.device, V1_PATHS)
+            tuned_layers, problem, self.device, heuristics(problem, self.device)
         )
         lenders = tuple(entry.origin for entry in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
             NEAREST,
-            whose=lenders,
+            lenders=lenders,
             looked_in=tuple(looked_in),
-            is_v1=True,
         )
 
     def _known(self, problem: Problem) -> list[TunedLayer]:
@@ -276,8 +281,6 @@ def fit_to_problem(
             first, second, clamps = _fitted(first, second, recipe, problem, device, tuple(places))
             notes |= dict.fromkeys(clamps)
         config = MoEConfig(first, second, dict(recipe.paths).get(tokens, BASE.name))
-        if recipe.version < VERSION:
-            config = config_from_v1(config, problem, device)
         # A path that does not support the problem is replaced later; see Steps.within.
         if BY_NAME[config.path].serves(problem, device):
             require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
@@ -285,10 +288,10 @@ def fit_to_problem(
     if problem.batch_invariant:
         _require_single_config(configs, problem, device, recipe.origin)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
-    former = recipe.version < VERSION
     steps = ConfigSteps(tuple(boundaries), tuple(configs))
+    foreign = not recipe.strict
     return Source(
-        steps, recipe.origin, keys, notes=_few(list(notes)), is_v1=former, prepared=prepared
+        steps, recipe.origin, keys, notes=_few(list(notes)), foreign=foreign, prepared=prepared
     )
 
 
@@ -304,8 +307,7 @@ def _top(
     Small-M paths read weights once per pair, so their launches are not extended beyond
     `max_tokens`. With prepared weights there is no limit.
     """
-    former = recipe.version < VERSION
-    path = path_from_v1(name, problem, device) if former else BY_NAME[name]
+    path = BY_NAME[name]
     if prepared and path.prepared_configs(problem):
         return UNBOUNDED_TOKENS
     max_tokens = path.max_tokens(problem)

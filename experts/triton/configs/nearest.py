@@ -6,16 +6,15 @@ call uses the entry of the nearest point, whichever layer it was tuned for.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts.triton.configs.files import VERSION, ConfigKey, TunedConfigs
-from experts.triton.configs.former import config_from_v1
+from experts.triton.configs.files import ConfigKey, TunedConfigs
 from experts.triton.configs.heuristics import ConfigSteps, is_launchable
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.path import UNBOUNDED_TOKENS
-from experts.triton.paths import BASE, BY_NAME
+from experts.triton.path import UNBOUNDED_TOKENS, Path
+from experts.triton.paths import BASE, BY_NAME, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
@@ -79,12 +78,6 @@ class TunedLayer:
         sizes = self.experts, self.top_k, self.hidden, self.intermediate
         return "E={}, K={}, H={}, I={}".format(*sizes)
 
-    def configs(self, problem: Problem, device: Device) -> Iterator[tuple[int, MoEConfig]]:
-        """Yield (tokens, configuration) of the file; version 1 paths are resolved for `problem`."""
-        for tokens, config in self.recipe.configs().items():
-            former = self.recipe.version < VERSION
-            yield tokens, config_from_v1(config, problem, device) if former else config
-
     def point(self, tokens: int) -> Point:
         return Point.of(self.experts, self.top_k, self.hidden, self.intermediate, tokens)
 
@@ -118,7 +111,7 @@ def borrow_configs(
             _top(config, tuned_tokens, problem),
         )
         for layer in known
-        for tuned_tokens, config in layer.configs(problem, device)
+        for tuned_tokens, config in layer.recipe.configs().items()
         for label in (counted(tuned_tokens, "token"),)
         if is_launchable(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
@@ -197,5 +190,22 @@ def prefer_heuristics_by_rows(
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
     """Build a step function that picks the nearest token count."""
-    between = [(one.tokens + two.tokens) // 2 for one, two in pairwise(borrowed)]
-    return ConfigSteps((*between, UNBOUNDED_TOKENS), tuple(one.config for one in borrowed))
+    midpoints = [(low.tokens + high.tokens) // 2 for low, high in pairwise(borrowed)]
+    return ConfigSteps((*midpoints, UNBOUNDED_TOKENS), tuple(b.config for b in borrowed))
+
+
+def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:
+    """Split the borrowed steps of each path with `transferable` False at its breakpoints.
+
+    Such steps use the launches of the path's default_config, which change there.
+    """
+    for path in PATHS:
+        if path.transferable or not path.serves(problem, device):
+            continue
+
+        def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
+            is_default = config.path == path.name
+            return path.default_config(problem, last, device) if is_default else config
+
+        steps = steps.changed(path.breakpoints(problem), change)
+    return steps

@@ -163,7 +163,7 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
-    lender = source.whose[source.steps.index(tokens)] if source.whose else ""
+    lender = source.lenders[source.steps.index(tokens)] if source.lenders else ""
     if lender == "heuristics":
         return "heuristics: no tuned layer is close enough"
     if lender:

@@ -7,7 +7,6 @@ dequantized weights (dequantized_config). Only experts with rows are dequantized
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
@@ -39,7 +38,6 @@ class DequantizedPath(GroupedTmaPath):
     """The path for the problems of dequantized_config.serves."""
 
     name = dequantized_config.NAME
-    former_names: ClassVar[tuple[str, ...]] = (dequantized_config.NAME,)
     roundings = Roundings(weights=True)
 
     @classmethod

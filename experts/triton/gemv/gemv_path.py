@@ -57,7 +57,6 @@ class GemvPath(Path):
 
     name = gemv_config.NAME
     refuses = False
-    former_names = ("single",)
     quantizes_input = True
 
     @classmethod

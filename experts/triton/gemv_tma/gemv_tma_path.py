@@ -47,7 +47,6 @@ class GemvTmaPath(Path):
     """The path for the problems of gemv_tma_config.serves. Row p of h is pair p."""
 
     name = gemv_tma_config.NAME
-    former_names = ("streamed",)
     quantizes_input = True
     transferable = False
 

@@ -32,7 +32,6 @@ class GemvW4Path(Path):
     """The path for the problems of gemv_w4_config.serves. Row p of h is pair p."""
 
     name = gemv_w4_config.NAME
-    former_names = ("single",)
     launch = GemvW4Config
     transferable = False
 

@@ -6,7 +6,6 @@ experts.triton.grouped.base.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 import torch
 
@@ -42,7 +41,6 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     """Grouped GEMMs in Gluon, for the problems of grouped_tma_config.serves."""
 
     name = grouped_tma_config.NAME
-    former_names: ClassVar[tuple[str, ...]] = ("permuted",)
     roundings = Roundings()
 
     @classmethod

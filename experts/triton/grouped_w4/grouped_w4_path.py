@@ -35,8 +35,6 @@ class GroupedW4Path(DequantizedPath):
     """The path for the problems of grouped_w4_config.serves."""
 
     name = grouped_w4_config.NAME
-    former_names = ()
-    overrides_v1_files = True
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
@@ -75,6 +73,17 @@ class GroupedW4Path(DequantizedPath):
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
         """Return the candidates of grouped_w4_config."""
         return grouped_w4_config.candidates(problem, tokens)
+
+    @classmethod
+    def replace_foreign_config(
+        cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return the default configuration wherever it is used without a tuned file."""
+        max_tokens = cls.max_tokens(problem)
+        above = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
+        if above or tokens < cls.min_tokens(problem):
+            return config
+        return cls.default_config(problem, tokens, device)
 
     @classmethod
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 
 from experts.triton.configs.files import (
-    VERSION,
     ConfigKey,
     Times,
     TunedConfigs,
@@ -16,7 +15,6 @@ from experts.triton.configs.files import (
     dump_config_file,
     read_config_file,
 )
-from experts.triton.configs.former import launched_config_from_v1
 from experts.triton.configs.heuristics import ConfigSteps, heuristics, is_launchable
 from experts.triton.configs.lookup import triton_subfolder
 from experts.triton.configs.select import (
@@ -163,10 +161,6 @@ class ConfigSpace(Tunable):
             times = recipe.times.get(tokens)
             if times is None:
                 continue
-            if recipe.version < VERSION:
-                config = launched_config_from_v1(
-                    config, tokens, self.problem, self._device, self.paths
-                )
             result[tokens] = TunedChoice(config, times.us / 1e6, _seconds(times.untuned_us))
         return result
 
