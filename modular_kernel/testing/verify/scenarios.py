@@ -353,7 +353,7 @@ def finished_out_of_order(on: ScenarioContext) -> Lines:
         each.finish()
     outcome = outcome_of(lambda: on.judged(on.call(kernel)))
     got, need = (
-        "the exchanges before it in another order",
+        "a different order of earlier exchanges",
         "one layer, call, pairing, step and order",
     )
     yield outcome, on.counts_error(got, need, layer=1, call=3, step=3)
