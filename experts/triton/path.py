@@ -21,7 +21,7 @@ from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeig
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
-_MOST_ROOMS = 64
+_MAX_ENTRIES = 64
 K = TypeVar("K", bound=Hashable)
 
 
@@ -163,7 +163,7 @@ class WorkspaceCache:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, WorkspaceShapes] = {}
+        self._shapes: dict[Hashable, WorkspaceShapes] = {}
 
     def of(
         self,
@@ -173,11 +173,11 @@ class WorkspaceCache:
         specs: Callable[[K], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
         """Return a workspace that fits any of `kinds`; specs(kind) returns its buffers."""
-        shapes = self._known.get((shape, kinds))
+        shapes = self._shapes.get((shape, kinds))
         if shapes is None:
             shapes = merged_workspace(problem, shape, map(specs, kinds))
-            if len(self._known) < _MOST_ROOMS:
-                self._known[shape, kinds] = shapes
+            if len(self._shapes) < _MAX_ENTRIES:
+                self._shapes[shape, kinds] = shapes
         return shapes
 
 

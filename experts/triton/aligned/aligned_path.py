@@ -122,7 +122,7 @@ class AlignedPath(Path):
             rows = (call.tokens.x_TH, call.tokens.scale)
             self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
         u2 = None if adapters is None else adapters.of_w2(h_PI)
-        h_rows = self._quantized(h_PI, call)
+        h_rows = self._quantize(h_PI, call)
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
@@ -153,7 +153,7 @@ class AlignedPath(Path):
             return None
         return PairShrink(call, self.problem, aligned, slots_T)
 
-    def _quantized(
+    def _quantize(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the input rows of GEMM 2 and their scales; h_PI and None if not quantized."""
@@ -164,8 +164,8 @@ class AlignedPath(Path):
             shape = (h_PI.shape[0], h_PI.shape[1])
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
-            live = PairRows(call.tokens.routing, self.problem.e)
-            quantize_rows(h_PI, scheme, out=out, live=live)
+            valid_rows = PairRows(call.tokens.routing, self.problem.e)
+            quantize_rows(h_PI, scheme, out=out, live=valid_rows)
         return out.q_RK, out.scale
 
     def multiply(

@@ -46,10 +46,10 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_LEAST_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
+_MIN_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
 _VECTOR = 16  # bytes per vector load of a thread
 _MAX_AMAX_BLOCK = 8192  # columns of x per step of the amax
-_MOST_IDS = 1024
+_MAX_IDS = 1024
 
 
 class GemvPath(Path):
@@ -102,7 +102,7 @@ class GemvPath(Path):
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
         if activation_scale_kind(problem.scheme, problem.intermediate) in ("token", "tensor"):
-            blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
+            blocks = -(-problem.intermediate // _MIN_BLOCK_N)
             specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs | adapter_specs(problem, pairs)
 
@@ -113,9 +113,9 @@ class GemvPath(Path):
     def run(self, call: PathCall) -> None:
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
-        one, two = call.config.both(LaunchConfig)
+        launch1, launch2 = call.config.both(LaunchConfig)
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
-        largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
+        largest, blocks = h_PI, -(-problem.intermediate // launch1.block_n)
         stores_amax = activation_scale_kind(problem.scheme, problem.intermediate) in (
             "token",
             "tensor",
@@ -137,8 +137,8 @@ class GemvPath(Path):
                 TOP_K=problem.top_k,
                 HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
                 KEEP_LARGEST=stores_amax,
-                BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
-                **self._up_arguments(call, one),
+                BLOCK_P=min(next_power_of_2(pairs), _MAX_IDS),
+                **self._up_arguments(call, launch1),
                 **up,
                 **ids,
             )
@@ -146,7 +146,7 @@ class GemvPath(Path):
             down = self._adapters(call, "lora_u2", h_PI)
             launch(
                 self._down,
-                self._down_grid(pairs, two),
+                self._down_grid(pairs, launch2),
                 h_ptr=h_PI,
                 largest_ptr=largest,
                 row_weights_ptr=routing.topk_weights_TK,
@@ -155,7 +155,7 @@ class GemvPath(Path):
                 blocks=blocks,
                 HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
                 BLOCK_B=next_power_of_2(blocks),
-                **self._down_arguments(call, two),
+                **self._down_arguments(call, launch2),
                 **down,
                 **ids,
             )

@@ -25,7 +25,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_MOST_IDS = 128  # ids checked per step; fixed, so that one kernel serves all token counts
+_MAX_IDS = 128  # ids checked per step; fixed, so that one kernel serves all token counts
 
 
 class GemvW4Path(Path):
@@ -124,7 +124,7 @@ class GemvW4Path(Path):
             ROW_STEP=product.step,
             TOP_K=problem.top_k,
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-            BLOCK_P=_MOST_IDS,
+            BLOCK_P=_MAX_IDS,
             **product.constants,
             **_arguments(product, tile, 1),
             maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._in_lanes),

@@ -97,7 +97,7 @@ class GroupedW4Path(DequantizedPath):
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.prepared_configs(problem))
         floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
-        self._most_prepared = {
+        self._max_prepared = {
             scale: grouped_w4_config.max_prepared_tokens(problem, scale) for scale in floats
         }
         self._chunk_size = grouped_w4_config.chunk_size(problem)
@@ -127,7 +127,7 @@ class GroupedW4Path(DequantizedPath):
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether unpacking in every GEMM tile is cheaper than dequantizing to bf16 once."""
         assert weights.w1_scale is not None
-        max_tokens = self._most_prepared.get(weights.w1_scale.dtype)
+        max_tokens = self._max_prepared.get(weights.w1_scale.dtype)
         return max_tokens is None or tokens <= max_tokens
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:

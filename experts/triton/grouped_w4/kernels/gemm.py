@@ -60,7 +60,7 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    x_ring, w_ring, scale_ring, full, empty, turn, steps, PART: gl.constexpr,
+    x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART: gl.constexpr,
     TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Multiply both blocks of a warpgroup by the first TOKENS rows of a tile."""
@@ -70,8 +70,8 @@ def _multiply(
     acc0 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
     acc1 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
     for _ in range(steps):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
         scales0, scales1 = scales_of_blocks(scale_ring.index(stage), PART, FORM)
         words = w_ring.index(stage)
         x = x_ring.index(stage).slice(0, TOKENS, 0).permute((1, 0))
@@ -82,7 +82,7 @@ def _multiply(
         # No wgmma stays in flight across iterations, because ptxas would serialize all of them.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
         mbarrier.arrive(empty.index(stage))
-        turn += 1
+        iteration += 1
     return acc0, acc1
 
 
@@ -120,7 +120,7 @@ def _store_transposed(
 
 @gluon.jit
 def _tile(
-    x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0, factor1,
+    x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0, factor1,
     bias_ptr, up_row, out_ptr, out_desc, staging, columns, PART: gl.constexpr,
     TOKENS: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -128,7 +128,7 @@ def _tile(
     """Multiply and store the first TOKENS rows of a tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply(
-        x_ring, w_ring, scale_ring, full, empty, turn, steps, PART, TOKENS, MMA, FORM
+        x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART, TOKENS, MMA, FORM
     )
     if GATED:
         column = (2 * n + PART) * BLOCK
