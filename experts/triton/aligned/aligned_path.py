@@ -73,7 +73,7 @@ class AlignedPath(Path):
 
         self.problem = problem
         self._kernel = grouped_gemm_kernel
-        self._sums = problem.combine is Combine.SUM
+        self._sums_topk = problem.combine is Combine.SUM
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: the kernel takes every stride as an argument."""
@@ -86,7 +86,7 @@ class AlignedPath(Path):
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
             **align_specs(pairs, block_m, problem.e),
         }
-        if self._sums:
+        if self._sums_topk:
             # The output of GEMM 1 is dead once it is quantized into another buffer.
             over = ("workspace13",) if problem.scheme.quantizes_activations else ()
             specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
@@ -106,7 +106,7 @@ class AlignedPath(Path):
                 block_size=call.config.gemm1.block_m,
                 num_local=self.problem.e,
                 workspace=call.workspace,
-                ignore_invalid=self._sums,
+                ignore_invalid=self._sums_topk,
             )
 
     def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
@@ -124,7 +124,7 @@ class AlignedPath(Path):
         u2 = None if adapters is None else adapters.of_w2(h_PI)
         h_rows = self._quantize(h_PI, call)
         rows_PH = call.output
-        if self._sums:
+        if self._sums_topk:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
             product = gemm2_operands(call.weights, problem)
@@ -133,7 +133,7 @@ class AlignedPath(Path):
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
         """Sum the rows over top-k into call.output; if top-k is kept they are already there."""
-        if not self._sums:
+        if not self._sums_topk:
             return
         problem, routing = self.problem, call.tokens.routing
         with stages.stage(stages.REDUCE):
@@ -200,7 +200,7 @@ class AlignedPath(Path):
             num_m=blocks,
             stride_am=a.stride(0),
             A_TOP_K=pairs // a.shape[0],
-            WRITE_ZEROS=not self._sums,
+            WRITE_ZEROS=not self._sums_topk,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
             **self.arguments(rows, product, config, shrunk),
             **pdl_arguments(),

@@ -149,9 +149,11 @@ class GroupedW4Path(DequantizedPath):
             zero = None if zero is None else zero.contiguous()
             product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
-            for first in range(0, self.problem.e, self._chunk_size):
-                chunk = Tiled(*(part[first : first + self._chunk_size] for part in tiled))
-                tile_experts(product, starts, chunk, first)
+            for first_expert in range(0, self.problem.e, self._chunk_size):
+                chunk = Tiled(
+                    *(part[first_expert : first_expert + self._chunk_size] for part in tiled)
+                )
+                tile_experts(product, starts, chunk, first_expert)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the layout of the tensors is supported; prepared weights always are."""
@@ -174,22 +176,24 @@ class GroupedW4Path(DequantizedPath):
         else:
             self.multiply(rows, replace(product, scheme=self._scheme), tile, order, out)
 
-    def ready(
+    def prepare_operands(
         self,
         product: GemmOperands,
-        first: int,
+        first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from `first` on, with tiled weights."""
+        """Return the operands of `count` experts from `first_expert` on, with tiled weights."""
         form = tile_form_of(product)
         gated = bool(product.constants["GATED"])
         shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
         tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
-        tile_experts(product, order.starts, tiled, first)
+        tile_experts(product, order.starts, tiled, first_expert)
         global_scale = product.global_scale
-        global_scale = None if global_scale is None else global_scale[first : first + count]
+        global_scale = (
+            None if global_scale is None else global_scale[first_expert : first_expert + count]
+        )
         return replace(
             product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
         )

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from experts.triton.grouped_tma.kernels.gemm import load_tile_info
 from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
-from experts.triton.kernels.gluon_epilogue import activate, store_by_threads, store_rows
+from experts.triton.kernels.gluon_epilogue import activate, store_masked, store_rows
 from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.replay.launch.triton_versions import load_box
 
@@ -115,7 +115,7 @@ def _store_transposed(
                 tma.store_wait(0)
             buffer = staging.index(slot).slice(0, transposed.shape[0], 0)
             buffer.store(transposed)
-            store_by_threads(buffer, row, end, column, out_ptr, columns, LAYOUT)
+            store_masked(buffer, row, end, column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit
