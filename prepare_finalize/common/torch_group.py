@@ -166,7 +166,7 @@ class TorchGroup:
         step: int,
         phase: str,
     ) -> "Exchange":
-        """Send given_rows[r] rows of `inputs` to rank r; receive out_rows[r] rows from it."""
+        """Send input_splits[r] rows of `inputs` to rank r; receive output_splits[r] rows."""
         splits = list(output_splits), list(input_splits)
         return self._start(
             lambda: self._communicator.group.alltoall_base(out, inputs, *splits),

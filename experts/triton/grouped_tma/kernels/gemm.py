@@ -355,7 +355,7 @@ def grouped_gemm_tma_kernel(
     unused. Not with MODE "block". EVEN_K: K is a multiple of 128 bytes.
     SLOTS: staging buffers per warpgroup, 1 or 2.
     LORA_STEPS: 0, or the number of boxes of u per slot; only with MODE "plain", not GATHERED.
-    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in a tile, in the order of named_ptr:
+    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in a tile, in the order of tile_slots:
     int32, stride_named values per tile, the number of slots and then the slots. lora_b_desc: B of
     all slots, slot_rows rows per slot, expert i from row i * expert_rows on, in boxes as in b_desc.
     u_up: column offset from gate's u to up's.
