@@ -45,8 +45,8 @@ class GroupedGemmExperts(TritonExpertsBase):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._products = MGroupedGemms(problem)
-        self._rooms = WorkspaceCache()
+        self._gemms = MGroupedGemms(problem)
+        self._workspace_cache = WorkspaceCache()
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -67,11 +67,11 @@ class GroupedGemmExperts(TritonExpertsBase):
         """
         assert isinstance(shape, ContiguousShape)
         kinds = tuple(buffer_kinds_up_to(self.problem, shape.tokens))
-        return self._rooms.of(self.problem, shape, kinds, self._specs)
+        return self._workspace_cache.of(self.problem, shape, kinds, self._specs)
 
     def _specs(self, kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
         max_tokens, _, block_m = kind
-        return self._products.specs(max_tokens, block_m)
+        return self._gemms.specs(max_tokens, block_m)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceNoOp())
@@ -89,4 +89,4 @@ class GroupedGemmExperts(TritonExpertsBase):
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
         config = choose_config(self.problem, tokens.x_TH.shape[0])
-        self._products.run(PathCall(tokens, weights, workspace, output, config))
+        self._gemms.run(PathCall(tokens, weights, workspace, output, config))

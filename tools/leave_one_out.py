@@ -128,7 +128,7 @@ def _of_layer(
     regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
     layer_cells = []
     for count in tokens:
-        origin = near.whose[near.steps.index(count)] if near.whose else "heuristics"
+        origin = near.lenders[near.steps.index(count)] if near.lenders else "heuristics"
         tuned, neighbors = (
             source.launched(problem, H200, paths).choose(count) for source in (full, near)
         )

@@ -26,11 +26,11 @@ ROUNDINGS = Roundings(gate_up=True)
 def hidden_specs(problem: Problem, rows: int, segments: int = 1) -> Mapping[str, BufferSpec]:
     """Return the buffers that `hidden_rows` takes."""
     scheme, columns = problem.scheme, problem.intermediate
-    plain = {"h": BufferSpec((rows, columns), problem.dtype)}
+    is_unquantized = {"h": BufferSpec((rows, columns), problem.dtype)}
     if not scheme.quantizes_activations:
-        return plain
+        return is_unquantized
     quantized = quantize_specs("h", scheme, rows, columns, segments=segments)
-    return plain | quantized if _in_two_steps(problem) else quantized
+    return is_unquantized | quantized if _has_tensor_scale(problem) else quantized
 
 
 def hidden_rows(
@@ -52,7 +52,7 @@ def hidden_rows(
     """
     rows, scheme = len(gate_up_RN), problem.scheme
     shape = (rows, problem.intermediate)
-    live = BatchedRows(counts_e)
+    valid_rows = BatchedRows(counts_e)
     if not scheme.quantizes_activations:
         h_RI = workspace.take("h", shape)
         with stages.stage(stages.GEMM1):
@@ -67,23 +67,23 @@ def hidden_rows(
         static_scale=weights.a2_scale,
         along_rows=along_rows,
     )
-    if not _in_two_steps(problem):
+    if not _has_tensor_scale(problem):
         with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
-            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, live=live)
-        return _rows(out)
+            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, live=valid_rows)
+        return _values_and_scale(out)
     h_RI = workspace.take("h", shape)
     with stages.stage(stages.GEMM1):
         gated_activation(gate_up_RN, problem.act, h_RI)
     with stages.stage(stages.QUANTIZE):
-        quantize_rows(h_RI, scheme, out=out, live=live)
-    return _rows(out)
+        quantize_rows(h_RI, scheme, out=out, live=valid_rows)
+    return _values_and_scale(out)
 
 
-def _rows(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+def _values_and_scale(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 
-def _in_two_steps(problem: Problem) -> bool:
+def _has_tensor_scale(problem: Problem) -> bool:
     """Return whether the scale depends on all of h, so that no value can be rounded before it."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -39,12 +39,12 @@ class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 class BatchedRowsExperts(UnweightedRowsExperts):
     """Base of parts that call a library's grouped GEMM on (e, C, K) rows.
 
-    keeps_results: the library allocates its results; those of GEMM 2 are then copied to the output.
+    library_allocates_output: the library allocates its results; GEMM 2's are then copied.
     scales_along_rows: the scales of GEMM 2's rows are stored along the rows of each expert: (e, C,
     groups) with a stride of 1 between rows.
     """
 
-    keeps_results: ClassVar[bool] = False
+    library_allocates_output: ClassVar[bool] = False
     scales_along_rows: ClassVar[bool] = False
 
     @abstractmethod
@@ -60,7 +60,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
 
         Only the first counts_e[i] rows of expert i are valid. Row scales have the shape (1,), or
         (e, C, groups) with any strides; weight scales are as in `weight_specs`. `out` is None if
-        `keeps_results`.
+        `library_allocates_output`.
         """
 
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
@@ -74,7 +74,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         gate_up = BufferSpec((rows, problem.w1_rows), problem.dtype)
         output = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
-            workspace13=empty if self.keeps_results else gate_up,
+            workspace13=empty if self.library_allocates_output else gate_up,
             workspace2=empty,
             output=BufferSpec(output, problem.dtype),
             extra={**hidden_specs(problem, rows, shape.experts), **self.product_specs(shape)},
@@ -93,7 +93,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         row_shape = tuple(tokens.x_eCH.shape[:2])
         with stages.stage(stages.GEMM1):
             out = None
-            if not self.keeps_results:
+            if not self.library_allocates_output:
                 out = workspace.take("workspace13", (*row_shape, problem.w1_rows))
             x = tokens.x_eCH, tokens.scale
             w1 = weights.w1, weights.w1_scale
@@ -107,7 +107,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
             h = h_RI.view(*row_shape, -1), scale
             w2 = weights.w2, weights.w2_scale
             rows_eCH = self.product(
-                h, w2, counts_e, workspace, None if self.keeps_results else output
+                h, w2, counts_e, workspace, None if self.library_allocates_output else output
             )
-            if self.keeps_results:
+            if self.library_allocates_output:
                 output.copy_(rows_eCH)

@@ -88,9 +88,9 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
         If the problem keeps top-k, write the unweighted rows to (T, K, H) instead.
         """
         problem = self.problem
-        sums = problem.combine is Combine.SUM
-        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
-            if not sums:
+        is_summed = problem.combine is Combine.SUM
+        with stages.stage(stages.GATHER_REDUCE if is_summed else stages.UNPERMUTE):
+            if not is_summed:
                 gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=output)
                 return
             factor = problem.routed_scaling_factor
@@ -104,12 +104,12 @@ class SortedRowsExperts(SummedRowsExperts):
 
     Pairs of other ranks' experts have no row.
 
-    keeps_results: the library allocates its results instead of writing them to the workspace.
+    library_allocates_output: the library allocates its results; it does not use the workspace.
     scales_along_rows: the scales of the rows are stored along the rows: (R, groups) with a stride
     of 1 between rows.
     """
 
-    keeps_results: ClassVar[bool] = False
+    library_allocates_output: ClassVar[bool] = False
     scales_along_rows: ClassVar[bool] = False
 
     @abstractmethod
@@ -123,10 +123,11 @@ class SortedRowsExperts(SummedRowsExperts):
     ) -> torch.Tensor:
         """Multiply each row by its expert's weights: rows (R, K), weights (e, N, K), result (R, N).
 
-        Scales are as in `Quantized` and `weight_specs`. `out` is None if `keeps_results`.
+        Scales are as in `Quantized` and `weight_specs`. `out` is None if
+        `library_allocates_output`.
         """
 
-    def most_rows(self, pairs: int) -> int:
+    def max_rows(self, pairs: int) -> int:
         """Return the largest number of rows that `pairs` pairs can take."""
         return pairs
 
@@ -158,18 +159,18 @@ class SortedRowsExperts(SummedRowsExperts):
 
     def _specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
-        rows = self.most_rows(shape.tokens * shape.top_k)
-        dtype_of_x = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+        rows = self.max_rows(shape.tokens * shape.top_k)
+        x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         specs = {
             **self.order_specs(shape.tokens, shape.top_k),
-            "permuted_x": BufferSpec((rows, problem.hidden), dtype_of_x),
+            "permuted_x": BufferSpec((rows, problem.hidden), x_dtype),
             **hidden_specs(problem, rows),
             **self.product_specs(rows),
         }
         if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
             scales = scale_shape(scheme, rows, problem.hidden)
             specs["permuted_scale"] = BufferSpec(scales, torch.float32)
-        if not self.keeps_results:
+        if not self.library_allocates_output:
             dtype = problem.dtype
             specs["workspace13"] = BufferSpec((rows, problem.w1_rows), dtype)
             aliases = ("permuted_x", "workspace13")
@@ -188,26 +189,28 @@ class SortedRowsExperts(SummedRowsExperts):
         problem, routing = self.problem, tokens.routing
         with stages.stage(stages.SORT):
             order = self.order(routing, workspace)
-        rows = self.most_rows(routing.topk_ids_TK.numel())
+        rows = self.max_rows(routing.topk_ids_TK.numel())
         copies_only = tokens.scale is not None or not problem.scheme.quantizes_activations
         with stages.stage(stages.PERMUTE if copies_only else stages.PERMUTE_QUANTIZED):
-            x = self._permuted(tokens, order, rows, weights, workspace)
+            x = self._permute(tokens, order, rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale
-            out = self._room("workspace13", (rows, problem.w1_rows), workspace)
+            out = self._take_output("workspace13", (rows, problem.w1_rows), workspace)
             gate_up_RN = self.product(x, w1, order, workspace, out)
         along_rows, used = self.scales_along_rows, order.used
         h = hidden_rows(gate_up_RN, problem, used, weights, workspace, along_rows=along_rows)
         with stages.stage(stages.GEMM2):
             w2 = weights.w2, weights.w2_scale
-            out = self._room("workspace2", (rows, problem.hidden), workspace)
+            out = self._take_output("workspace2", (rows, problem.hidden), workspace)
             rows_RH = self.product(h, w2, order, workspace, out)
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
-    def _room(self, name: str, shape: tuple[int, int], workspace: Workspace) -> torch.Tensor | None:
-        return None if self.keeps_results else workspace.take(name, shape)
+    def _take_output(
+        self, name: str, shape: tuple[int, int], workspace: Workspace
+    ) -> torch.Tensor | None:
+        return None if self.library_allocates_output else workspace.take(name, shape)
 
-    def _permuted(
+    def _permute(
         self,
         tokens: ContiguousTokens,
         order: RowOrder,

@@ -128,10 +128,10 @@ def _machine_of(device: torch.device) -> Machine:
 
 
 def _check_weights(
-    given: Mapping[str, torch.Tensor | None], b_eNK: torch.Tensor, problem: Problem
+    tensors: Mapping[str, torch.Tensor | None], b_eNK: torch.Tensor, problem: Problem
 ) -> None:
     specs = weight_specs(problem)
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         spec, label = specs.get(name), name.replace("w2", "b")
         if spec is None and tensor is not None:
             raise ConfigurationError(label, got="a tensor", need=f"None for quant={problem.quant}")
@@ -156,23 +156,23 @@ def _check_rows(
     problem: Problem,
 ) -> None:
     scheme, (experts, capacity, depth) = problem.scheme, a_eCK.shape
-    dtype_of_a = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+    a_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
     shape: tuple[int, ...] | None = None
     if scheme.quantizes_activations:
         per_tensor = scheme.activation_granularity == "tensor"
         shape = (1,) if per_tensor else (experts, capacity, scale_shape(scheme, 1, depth)[1])
-    needs = (
-        ("a", a_eCK, (experts, capacity, depth), dtype_of_a),
+    expected = (
+        ("a", a_eCK, (experts, capacity, depth), a_dtype),
         ("counts", counts_e, (experts,), torch.int32),
         ("out", out, (experts, capacity, problem.hidden), problem.dtype),
         ("a_scale", a_scale, shape, torch.float32),
     )
-    for name, tensor, need, dtype in needs:
-        if tensor is None and need is None:
+    for name, tensor, expected_shape, dtype in expected:
+        if tensor is None and expected_shape is None:
             continue
-        if tensor is None or tuple(tensor.shape) != need:
+        if tensor is None or tuple(tensor.shape) != expected_shape:
             got = None if tensor is None else tuple(tensor.shape)
-            raise ShapeError(name, got=got, need=need)
+            raise ShapeError(name, got=got, need=expected_shape)
         if tensor.dtype is not dtype:
             raise DtypeError(name, got=tensor.dtype, need=dtype)
         if not tensor.is_contiguous():

@@ -256,7 +256,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     _require_triton(a)
     # GEMM 2's configuration: it has no activation epilogue.
     _, tile = choose_config(problem, rows).both(LaunchConfig)
-    tiles = _tiles_of_segments(seg_indptr, weight_indices, rows, tile.block_m)
+    tiles = _segment_tiles(seg_indptr, weight_indices, rows, tile.block_m)
     product = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
     m_grouped_gemm(GemmRows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
     return c
@@ -327,7 +327,7 @@ def _row_scales(
     return scale_a[segment.clamp(max=segments - 1)][:, None].contiguous()
 
 
-def _tiles_of_segments(
+def _segment_tiles(
     seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
 ) -> torch.Tensor:
     """Return tiles of at most block_m rows of one segment, laid out as in `ops.sort.Sorted`."""
@@ -337,8 +337,8 @@ def _tiles_of_segments(
     tile_ends = counts.cumsum(0)
     tile = torch.arange(max_tile_count(rows, block_m, segments), device=device)
     segment = torch.searchsorted(tile_ends, tile, right=True).clamp(max=segments - 1)
-    first = starts[segment] + (tile - (tile_ends - counts)[segment]) * block_m
-    columns = (weight_indices[segment], first, ends[segment], tile_ends[-1:])
+    first_row = starts[segment] + (tile - (tile_ends - counts)[segment]) * block_m
+    columns = (weight_indices[segment], first_row, ends[segment], tile_ends[-1:])
     return torch.cat([column.to(torch.int32) for column in columns])
 
 
@@ -364,30 +364,32 @@ def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows: boo
     """Check the shape, and that the tensor is contiguous; with `rows`, that stride(-1) is 1."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
-    dense = tensor.stride(-1) == 1 or tensor.numel() == 0 if rows else tensor.is_contiguous()
-    if not dense:
+    has_valid_strides = (
+        tensor.stride(-1) == 1 or tensor.numel() == 0 if rows else tensor.is_contiguous()
+    )
+    if not has_valid_strides:
         need = "stride(-1) == 1" if rows else "contiguous"
         raise LayoutError(what, got=f"strides {tensor.stride()}", need=need)
 
 
 def _check_call(
     what: str,
-    written: torch.Tensor,
-    read: Mapping[str, torch.Tensor],
-    **given: torch.Tensor | None,
+    output: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    **optional: torch.Tensor | None,
 ) -> None:
-    """Check every tensor; those of `given` may be None. Only `written` is written."""
-    check_tensor(what, written)
-    inputs = {**read, **given}
-    check_tensors(inputs, optional=given, device=written.device)
-    check_no_gradients({what: written, **inputs})
-    check_output(what, written, inputs)
+    """Check every tensor; those of `optional` may be None. Only `output` is written."""
+    check_tensor(what, output)
+    all_inputs = {**inputs, **optional}
+    check_tensors(all_inputs, optional=optional, device=output.device)
+    check_no_gradients({what: output, **all_inputs})
+    check_output(what, output, all_inputs)
 
 
-def _check_experts(first: int, last: int) -> None:
+def _check_experts(start: int, end: int) -> None:
     """Check the ids of the first and the last local expert; the range may be empty."""
-    expect("start_expert_id", first, Annotated[int, Between(0, MAX_INT32)])
-    expect("end_expert_id", last, Annotated[int, Between(-1, MAX_INT32)])
+    expect("start_expert_id", start, Annotated[int, Between(0, MAX_INT32)])
+    expect("end_expert_id", end, Annotated[int, Between(-1, MAX_INT32)])
 
 
 def _check_rank(need: int = 2, /, **tensors: torch.Tensor) -> None:

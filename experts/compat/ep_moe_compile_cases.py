@@ -23,30 +23,30 @@ COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
 
 def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[int] | None) -> None:
     """Run all steps of one rank that owns half of the experts."""
-    rows, half = tokens * top_k, EXPERTS // 2
+    rows, num_local = tokens * top_k, EXPERTS // 2
     ids = _empty(tokens, top_k, dtype=torch.int64)
     scales, quantized = None, dtype == FP8
     gemm1: tuple[torch.Tensor | None, ...] = (None, None)
     gemm2 = gemm1
     if quantized:
-        scales = _empty(half, dtype=torch.float32)
+        scales = _empty(num_local, dtype=torch.float32)
         gemm1 = gemm2 = (scales, scales)
     if block_shape:
         bn, bk = block_shape
-        gemm1 = _scales((rows, HIDDEN // bk), (half, 2 * INTERMEDIATE // bn, HIDDEN // bk))
-        gemm2 = _scales((rows, INTERMEDIATE // bk), (half, HIDDEN // bn, INTERMEDIATE // bk))
+        gemm1 = _scales((rows, HIDDEN // bk), (num_local, 2 * INTERMEDIATE // bn, HIDDEN // bk))
+        gemm2 = _scales((rows, INTERMEDIATE // bk), (num_local, HIDDEN // bn, INTERMEDIATE // bk))
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, EXPERTS)
-    segments = (half, True, seg_indptr[: half + 1], None)
+    segments = (num_local, True, seg_indptr[: num_local + 1], None)
     x, gateup = _empty(rows, HIDDEN, dtype=dtype), _empty(rows, 2 * INTERMEDIATE)
-    pre_reorder(_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, half - 1)
-    w13 = _empty(half, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
+    pre_reorder(_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, num_local - 1)
+    w13 = _empty(num_local, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
     grouped_gemm_triton(x, w13, gateup, *segments, quantized, gemm1[0], gemm1[1], block_shape)
     h, down = _empty(rows, INTERMEDIATE, dtype=dtype), _empty(rows, HIDDEN)
-    silu_and_mul(gateup, h, reorder_ids, scales, 0, half - 1)
-    w2 = _empty(half, HIDDEN, INTERMEDIATE, dtype=dtype)
+    silu_and_mul(gateup, h, reorder_ids, scales, 0, num_local - 1)
+    w2 = _empty(num_local, HIDDEN, INTERMEDIATE, dtype=dtype)
     grouped_gemm_triton(h, w2, down, *segments, quantized, gemm2[0], gemm2[1], block_shape)
     weights = _empty(tokens, top_k, dtype=torch.float32)
-    post_reorder(down, _empty(tokens, HIDDEN), src2dst, ids, weights, 0, half - 1)
+    post_reorder(down, _empty(tokens, HIDDEN), src2dst, ids, weights, 0, num_local - 1)
 
 
 def _scales(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

@@ -38,10 +38,10 @@ class Kernel:
     def get(self) -> Callable[..., None]:
         """Load the kernel's object file, or compile the kernel if none is cached."""
         path = find_cached(self._stem(), _SUFFIX)
-        function = None if path is None else self._loaded(path)
+        function = None if path is None else self._load(path)
         return self.make(_OPTIONS) if function is None else function  # for the current GPU
 
-    def _loaded(self, path: Path) -> Callable[..., None] | None:
+    def _load(self, path: Path) -> Callable[..., None] | None:
         from cutlass import cute
 
         try:
@@ -64,5 +64,5 @@ class Kernel:
 
     def _stem(self) -> str:
         sources = tuple(sorted(Path(__file__).parent.rglob("*.py")))
-        facts = (*map(version, _PACKAGES), platform.machine(), *platform.libc_ver())
-        return f"{self.name}-{key_of(self.arch, *facts, files=sources)}"
+        versions = (*map(version, _PACKAGES), platform.machine(), *platform.libc_ver())
+        return f"{self.name}-{key_of(self.arch, *versions, files=sources)}"

@@ -103,7 +103,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
             problem,
             gemm=self.gemm,
             workspace=workspace,
-            out_of=lambda: workspace.take("workspace2", (rows, problem.hidden)),
+            allocate_out=lambda: workspace.take("workspace2", (rows, problem.hidden)),
         )
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
@@ -154,5 +154,5 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
             problem,
             gemm=self.gemm,
             workspace=workspace,
-            out_of=lambda: out_RH,
+            allocate_out=lambda: out_RH,
         )

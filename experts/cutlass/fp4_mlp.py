@@ -56,28 +56,28 @@ def mlp(
     *,
     gemm: Gemm,
     workspace: Workspace,
-    out_of: Callable[[], torch.Tensor],
+    allocate_out: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     """Return the bfloat16 output rows (R, H) of both GEMMs; rows outside all tiles are undefined.
 
-    out_of: returns the buffer of the output rows, which may alias x's. GEMM 1 writes to
+    allocate_out: returns the buffer of the output rows, which may alias x's. GEMM 1 writes to
     "workspace13".
     """
     rows = len(x.q_RK)
     gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
     with stages.stage(stages.GEMM1):
-        gemm(x, _prepared("w1", weights, problem, workspace), tiles, gate_up_RN)
+        gemm(x, _prepare_weights("w1", weights, problem, workspace), tiles, gate_up_RN)
     with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
         h = take_fp4(workspace, "h", rows, problem.intermediate, tiles.numel() // 3)
         assert weights.a2_scale is not None
         quantize_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
     with stages.stage(stages.GEMM2):
-        out = out_of()
-        gemm(h, _prepared("w2", weights, problem, workspace), tiles, out)
+        out = allocate_out()
+        gemm(h, _prepare_weights("w2", weights, problem, workspace), tiles, out)
     return out
 
 
-def _prepared(
+def _prepare_weights(
     name: str, weights: ExpertWeights, problem: Problem, workspace: Workspace
 ) -> Fp4Weights:
     """Return w1 or w2 in the layout of the GEMM: tiled scales, both global scales in one factor."""

@@ -35,7 +35,7 @@ class CutlassPath(GroupedTmaPath):
         h = take_quantized(call.workspace, "h", self.problem.scheme, shape)
         with stages.stage(stages.GEMM1):
             product = gemm1_operands(call.weights, self.problem)
-            block_gemm(_quantized(x), product, self.problem, order, h)
+            block_gemm(_quantize(x), product, self.problem, order, h)
         return GemmRows(h.q_RK, h.scale)
 
     def multiply(
@@ -47,9 +47,9 @@ class CutlassPath(GroupedTmaPath):
         out: torch.Tensor,
     ) -> None:
         assert tile.block_m == TILE_M
-        block_gemm(_quantized(rows), product, self.problem, order, out)
+        block_gemm(_quantize(rows), product, self.problem, order, out)
 
 
-def _quantized(rows: GemmRows) -> Quantized:
+def _quantize(rows: GemmRows) -> Quantized:
     assert rows.scale is not None
     return Quantized(rows.values, rows.scale)

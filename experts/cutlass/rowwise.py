@@ -27,7 +27,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
     Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call.
     """
 
-    keeps_results = True
+    library_allocates_output = True
     requires = replace(
         SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
@@ -60,7 +60,7 @@ class BatchedCutlassExpertsFP8(BatchedRowsExperts):
     All C rows of each expert are computed, including those without a token.
     """
 
-    keeps_results = True
+    library_allocates_output = True
     requires = batched_requirements(CutlassRowwiseExpertsFP8.requires)
 
     def product_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:

@@ -106,6 +106,6 @@ def grouped_gemm_masked(
     )
 
 
-def _bucket_rows(rows: int, most: int) -> int:
-    """Round up to a power of two, at most `most`: DeepGEMM may compile a kernel for each value."""
-    return min(most, next_power_of_2(max(1, rows)))
+def _bucket_rows(rows: int, max_rows: int) -> int:
+    """Round up to a power of two, at most `max_rows`, because DeepGEMM may compile for each."""
+    return min(max_rows, next_power_of_2(max(1, rows)))

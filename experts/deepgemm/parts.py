@@ -57,7 +57,7 @@ class DeepGemmExperts(SortedRowsExperts):
         """Return the compile case of the alignment kernel, which is not DeepGEMM's."""
         return {"aligned rows": _align_meta_tensors}
 
-    def most_rows(self, pairs: int) -> int:
+    def max_rows(self, pairs: int) -> int:
         return max_aligned_rows(pairs, self.problem.e, TILE_M)
 
     def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:

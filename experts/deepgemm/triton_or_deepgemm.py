@@ -61,11 +61,11 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._few = self.triton_part(problem)
-        self._many = self.deepgemm_part(problem) if deepgemm_supports(problem) else None
+        self._triton = self.triton_part(problem)
+        self._deepgemm = self.deepgemm_part(problem) if deepgemm_supports(problem) else None
 
     def is_overridden(self) -> bool:
-        return self._few.is_overridden()
+        return self._triton.is_overridden()
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -88,18 +88,18 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return self._few.finalize_weight_and_reduce_impl()
+        return self._triton.finalize_weight_and_reduce_impl()
 
     def _part(self, size: int) -> PermuteExpertsUnpermute:
         """Return the part for `size`: tokens of a call, or the capacity of an expert in a batch."""
-        enough = size >= min_tokens(self.problem, self.min_rows)
-        return self._few if self._many is None or not enough else self._many
+        is_large = size >= min_tokens(self.problem, self.min_rows)
+        return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
-    def _room(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
+    def _take_output(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
         """Return buffers for both parts if the call may use DeepGEMM, else for Triton alone."""
-        few, part = self._few.workspace_shapes(shape), self._part(size)
+        few, part = self._triton.workspace_shapes(shape), self._part(size)
         # A plan may receive fewer tokens than it has room for, and then use Triton.
-        return few if part is self._few else _merge_shapes(few, part.workspace_shapes(shape))
+        return few if part is self._triton else _merge_shapes(few, part.workspace_shapes(shape))
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
@@ -125,7 +125,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
         row_major = is_row_major(weights.w1) and is_row_major(weights.w2)
-        return self._part(tokens) if row_major else self._few
+        return self._part(tokens) if row_major else self._triton
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         assert isinstance(shape, ContiguousShape)
@@ -133,8 +133,8 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        shapes, scheme = self._room(shape.tokens, shape), self.problem.scheme
-        if self._part(shape.tokens) is self._few or not scheme.quantizes_activations:
+        shapes, scheme = self._take_output(shape.tokens, shape), self.problem.scheme
+        if self._part(shape.tokens) is self._triton or not scheme.quantizes_activations:
             return shapes
         quantized_x = quantize_specs(_X, scheme, shape.tokens, self.problem.hidden)
         return replace(shapes, extra={**shapes.extra, **quantized_x})
@@ -153,13 +153,13 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         assert isinstance(tokens, ContiguousTokens)
         count, scheme = len(tokens.x_TH), self.problem.scheme
         part = self._part_of(count, weights)
-        if part is self._few and tokens.scale is None and scheme.quantizes_activations:
+        if part is self._triton and tokens.scale is None and scheme.quantizes_activations:
             shape = ContiguousShape(count, tokens.routing.topk_ids_TK.shape[1])
             if not part.takes_unquantized(shape):
-                tokens = self._quantized(tokens, workspace)
+                tokens = self._quantize(tokens, workspace)
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
-    def _quantized(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
+    def _quantize(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
         """Quantize the tokens as `prepare` would have done."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
         out = take_quantized(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
@@ -191,11 +191,11 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
-        return self._room(shape.capacity, shape)
+        return self._take_output(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         # The capacity of an expert decides, and it cannot be derived from the tokens.
-        return self._few.roundings(x_TH, weights) if self._many is None else None
+        return self._triton.roundings(x_TH, weights) if self._deepgemm is None else None
 
     def apply(
         self,

@@ -80,14 +80,14 @@ def joined_pairs_ref(
     if routing.expert_map is not None:
         local = routing.expert_map.long()[local]
     local = torch.where(valid & (local >= 0) & (local < num_local), local, -1)
-    live = local >= 0
+    is_local = local >= 0
     weights = torch.ones_like(weights_TK) if topk_weights_TK is None else topk_weights_TK
-    weights = weights.masked_fill(~live, 0)  # weights of skipped pairs may hold anything
-    total, repeat = torch.zeros_like(weights_TK), torch.zeros_like(live)
+    weights = weights.masked_fill(~is_local, 0)  # weights of skipped pairs may hold anything
+    total, is_repeated = torch.zeros_like(weights_TK), torch.zeros_like(is_local)
     for j in range(topk_ids_TK.shape[1]):
-        same_expert = live & (local == local[:, j : j + 1])
+        same_expert = is_local & (local == local[:, j : j + 1])
         total += torch.where(same_expert, weights[:, j : j + 1], 0)
-        repeat[:, j + 1 :] |= same_expert[:, j + 1 :]
-    kept = live & ~repeat
-    ids_TK.copy_(torch.where(kept, local, -1))
-    weights_TK.copy_(torch.where(kept, total * factor, 0))
+        is_repeated[:, j + 1 :] |= same_expert[:, j + 1 :]
+    is_first_pair = is_local & ~is_repeated
+    ids_TK.copy_(torch.where(is_first_pair, local, -1))
+    weights_TK.copy_(torch.where(is_first_pair, total * factor, 0))

@@ -73,8 +73,8 @@ def is_blockwise(problem: Problem) -> bool:
 
 def input_dtype(problem: Problem) -> torch.dtype:
     """Return the dtype of x; with block scales the library quantizes it itself."""
-    one_scale = problem.scheme.quantized and not is_blockwise(problem)
-    return STORAGE[problem.scheme.activation] if one_scale else problem.dtype
+    is_per_tensor = problem.scheme.quantized and not is_blockwise(problem)
+    return STORAGE[problem.scheme.activation] if is_per_tensor else problem.dtype
 
 
 def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
@@ -121,22 +121,22 @@ class MoeArguments:
     output: torch.Tensor
 
 
-def run(library: Any, problem: Problem, layer: MoeArguments) -> None:
+def run(library: Any, problem: Problem, arguments: MoeArguments) -> None:
     """Write the weighted sums of the layer in a fixed order, without atomics."""
     library.cutlass_fused_moe(
-        layer.x_TH,
-        layer.ids_TK,
-        layer.weights_TK,
-        layer.w1,
-        layer.w2,
+        arguments.x_TH,
+        arguments.ids_TK,
+        arguments.weights_TK,
+        arguments.w1,
+        arguments.w2,
         problem.dtype,
-        list(layer.scales),
-        output=layer.output,
+        list(arguments.scales),
+        output=arguments.output,
         use_deepseek_fp8_block_scale=is_blockwise(problem),
         activation_type=activation_type(library, problem),
         use_fused_finalize=False,
-        workspace_buffer=layer.workspace,
-        **_constants(problem, layer.act_3e),
+        workspace_buffer=arguments.workspace,
+        **_constants(problem, arguments.act_3e),
     )
 
 

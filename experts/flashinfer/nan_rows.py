@@ -41,5 +41,5 @@ def mark_nan_rows_ref(
     x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> None:
     """Compute `mark_nan_rows` in torch."""
-    marked = x_TH.isnan().any(1, keepdim=True) & (ids_TK >= 0)
-    weights_TK.masked_fill_(marked, torch.nan)
+    mask = x_TH.isnan().any(1, keepdim=True) & (ids_TK >= 0)
+    weights_TK.masked_fill_(mask, torch.nan)

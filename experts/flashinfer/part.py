@@ -42,7 +42,7 @@ from topk_reduce import TopKWeightAndReduceNoOp
 
 _ALIGNMENT = 128  # bytes, of FlashInfer's workspace
 _BLOCK_ARCH, _BLOCK_CUDA = (9, 0), (12, 8)
-_WHOLE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
+_FUSED_STAGE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
 
 class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
@@ -86,7 +86,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         super().__init__(problem)
         self._library: Any = self.load_library()
         activation_type(self._library, problem)  # raises if unsupported
-        self._bytes: dict[int, int] = {}
+        self._bytes_by_tokens: dict[int, int] = {}
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -145,8 +145,8 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             merge_repeated_experts(routing, problem.e, factor=factor, **out)
             if problem.act.kind in NAN_CLAMPING_ACTIVATIONS:
                 mark_nan_rows(tokens.x_TH, **out)
-        x_TH, scales = self._operand(tokens.x_TH, weights, workspace)
-        with stages.stage(_WHOLE):
+        x_TH, scales = self._input_and_scales(tokens.x_TH, weights, workspace)
+        with stages.stage(_FUSED_STAGE):
             layer = MoeArguments(
                 x_TH,
                 ids_TK,
@@ -154,13 +154,13 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
                 to_row_major(weights.w1),
                 to_row_major(weights.w2),
                 scales,
-                self._numbers(workspace),
-                self._room(pairs[0], workspace),
+                self._activation_constants(workspace),
+                self._library_workspace(pairs[0], workspace),
                 output,
             )
             run(self._library, problem, layer)
 
-    def _room(self, tokens: int, workspace: Workspace) -> torch.Tensor:
+    def _library_workspace(self, tokens: int, workspace: Workspace) -> torch.Tensor:
         """Return FlashInfer's workspace, aligned to 128 bytes."""
         nbytes = self._library_bytes(tokens)
         buffer = workspace.take("library", (nbytes + _ALIGNMENT,))
@@ -168,24 +168,24 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         return buffer[start : start + nbytes]
 
     def _library_bytes(self, tokens: int) -> int:
-        if tokens not in self._bytes:
-            self._bytes[tokens] = workspace_bytes(self._library, self.problem, tokens)
-        return self._bytes[tokens]
+        if tokens not in self._bytes_by_tokens:
+            self._bytes_by_tokens[tokens] = workspace_bytes(self._library, self.problem, tokens)
+        return self._bytes_by_tokens[tokens]
 
-    def _operand(
+    def _input_and_scales(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return x in the library's dtype and layout, and the scales of the call."""
         problem, shape = self.problem, tuple(x_TH.shape)
         if input_dtype(problem) is not problem.dtype:
-            return self._quantized(x_TH, weights, workspace)
+            return self._quantize(x_TH, weights, workspace)
         if not is_row_major(x_TH):  # FlashInfer ignores strides
             x_TH = workspace.take("x_by_rows", shape).copy_(x_TH)
         if weights.w1_scale is None or weights.w2_scale is None:
             return x_TH, ()
         return x_TH, (weights.w1_scale, weights.w2_scale)
 
-    def _quantized(
+    def _quantize(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         problem, e = self.problem, self.problem.e
@@ -209,13 +209,13 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             a1.view(()),
         )
 
-    def _numbers(self, workspace: Workspace) -> torch.Tensor | None:
-        numbers = activation_parameters(self.problem)
-        if not numbers:
+    def _activation_constants(self, workspace: Workspace) -> torch.Tensor | None:
+        constants = activation_parameters(self.problem)
+        if not constants:
             return None
         act_3e = workspace.take("act_numbers", (3, self.problem.e))
-        for row, number in zip(act_3e, numbers, strict=True):
-            row.fill_(number)
+        for row, constant in zip(act_3e, constants, strict=True):
+            row.fill_(constant)
         return act_3e
 
 
@@ -263,22 +263,20 @@ def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[R
 
 
 def _join_meta_tensors() -> None:
-    ids_TK, weights_TK = _aligned_workspace(64, 8), _aligned_workspace(64, 8, dtype=_FP32)
-    router = _aligned_workspace(64, 8, dtype=_FP32), _aligned_workspace(64, 8)
-    routing = DispatchedRouting(
-        *router, IdSpace.GLOBAL, 32, _aligned_workspace(32), _aligned_workspace(1)
-    )
+    ids_TK, weights_TK = _empty_meta(64, 8), _empty_meta(64, 8, dtype=_FP32)
+    router = _empty_meta(64, 8, dtype=_FP32), _empty_meta(64, 8)
+    routing = DispatchedRouting(*router, IdSpace.GLOBAL, 32, _empty_meta(32), _empty_meta(1))
     merge_repeated_experts(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 
 
 def _mark_meta_tensors() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x_TH, weights_TK = (
-            _aligned_workspace(64, 2880, dtype=dtype),
-            _aligned_workspace(64, 8, dtype=_FP32),
+            _empty_meta(64, 2880, dtype=dtype),
+            _empty_meta(64, 8, dtype=_FP32),
         )
-        mark_nan_rows(x_TH, ids_TK=_aligned_workspace(64, 8), weights_TK=weights_TK)
+        mark_nan_rows(x_TH, ids_TK=_empty_meta(64, 8), weights_TK=weights_TK)
 
 
-def _aligned_workspace(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def _empty_meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -21,13 +21,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_LEAST_BLOCK, _MAX_BLOCK = 16, 64  # columns of u per program; K step of B u
+_MIN_BLOCK, _MAX_BLOCK = 16, 64  # columns of u per program; K step of B u
 _MAX_PARTS = 8  # programs among which the slots of one tile are divided
 # On a CPU, programs run sequentially and each has a fixed cost, so fewer programs are launched.
 _MAX_PARTS_ON_CPU, _ROWS_ON_CPU = 2, 16
 _STAGES = 4
 _STEP_BYTES = 24 << 10  # of x and A per pipeline stage; four fit in any GPU's shared memory
-_LEAST_K, _MAX_K = 32, 512  # K per pipeline step
+_MIN_K, _MAX_K = 32, 512  # K per pipeline step
 _FEW_ROWS = 8192  # pairs * columns of u up to which each pair gets its own program
 _DEEP = 4096  # K above which a program computes fewer rows of A
 _FEW_PAIRS = 16  # pairs up to which the GPU is underfilled and a program loads more of K at once
@@ -72,11 +72,11 @@ class ShrinkOutput:
 class TileShrinkOutput:
     """The shrink output with the slots of a tile side by side; see grouped_tma.adapters.
 
-    u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as in `ShrinkOutput`.
+    u: (rows, slots * width). tile_slots: (tiles, slots + 1) int32. b, up: as in `ShrinkOutput`.
     """
 
     u: torch.Tensor
-    named: torch.Tensor
+    tile_slots: torch.Tensor
     b: torch.Tensor
     up: int
 
@@ -297,16 +297,16 @@ def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int
 
     Small tiles leave shared memory for larger K steps.
     """
-    columns = _LEAST_BLOCK if block_m <= _LEAST_BLOCK else block_r(a.shape[2])
+    columns = _MIN_BLOCK if block_m <= _MIN_BLOCK else block_r(a.shape[2])
     max_block_k = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
-    block_k = min(max(1 << max_block_k.bit_length() - 1, _LEAST_K), _MAX_K, next_power_of_2(depth))
+    block_k = min(max(1 << max_block_k.bit_length() - 1, _MIN_K), _MAX_K, next_power_of_2(depth))
     return {
         **_matrix_arguments(a, depth),
         "PRECISION": problem.fp32_precision,
         "PARTS": min(len(a), _MAX_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_PARTS),
         "BLOCK_M": block_m,
         "BLOCK_R": columns,
-        "BLOCK_K": max(block_k, _LEAST_K),
+        "BLOCK_K": max(block_k, _MIN_K),
         "num_warps": 4,
         "num_stages": _STAGES,
     }
@@ -323,4 +323,4 @@ def u13_columns(problem: Problem) -> int:
 
 def block_r(rank: int) -> int:
     """Return the columns of u per program, given the rank."""
-    return min(max(next_power_of_2(rank), _LEAST_BLOCK), _MAX_BLOCK)
+    return min(max(next_power_of_2(rank), _MIN_BLOCK), _MAX_BLOCK)

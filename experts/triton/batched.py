@@ -76,27 +76,27 @@ class BatchedTritonExperts(TritonExpertsBase):
         assert isinstance(tokens, BatchedTokens)
         problem = self.problem
         experts, capacity, _ = tokens.x_eCH.shape
-        one, two = choose_config(problem, capacity).both(LaunchConfig)
+        launch1, launch2 = choose_config(problem, capacity).both(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
         adapters, shrunk = None, None
         if tokens.adapters_eC is not None:
-            adapters = _Adapters(tokens, weights, problem, workspace, one.block_m)
+            adapters = _Adapters(tokens, weights, problem, workspace, launch1.block_m)
         with stages.stage(stages.GEMM1):
             if adapters is not None:
-                shrunk = adapters.of_w1()
+                shrunk = adapters.shrink_x()
             product = gemm1_operands(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
-            self._multiply(rows, product, one, tokens.counts_e, h_eCI, shrunk)
+            self._multiply(rows, product, launch1, tokens.counts_e, h_eCI, shrunk)
         h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
         if problem.scheme.quantizes_activations:
-            h_rows = self._quantized(h_eCI, tokens, weights, workspace)
+            h_rows = self._quantize(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             if adapters is not None:
-                shrunk = adapters.of_w2(h_eCI)
+                shrunk = adapters.shrink_h(h_eCI)
             product = gemm2_operands(weights, problem)
-            self._multiply(h_rows, product, two, tokens.counts_e, output, shrunk)
+            self._multiply(h_rows, product, launch2, tokens.counts_e, output, shrunk)
 
-    def _quantized(
+    def _quantize(
         self,
         h_eCI: torch.Tensor,
         tokens: BatchedTokens,
@@ -114,8 +114,8 @@ class BatchedTritonExperts(TritonExpertsBase):
                 segments=experts,
                 static_scale=weights.a2_scale,
             )
-            live = BatchedRows(tokens.counts_e)
-            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)
+            valid_rows = BatchedRows(tokens.counts_e)
+            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)
         return out.q_RK.view_as(h_eCI), out.scale
 
     def _multiply(
@@ -155,14 +155,14 @@ class _Adapters:
     workspace: Workspace
     block_m: int
 
-    def of_w1(self) -> ShrinkOutput:
+    def shrink_x(self) -> ShrinkOutput:
         matrices = self.weights.lora_a13, self.weights.lora_b13
-        return self._shrunk("lora_u13", self.tokens.plain_eCH, *matrices)
+        return self._shrink("lora_u13", self.tokens.plain_eCH, *matrices)
 
-    def of_w2(self, h_eCI: torch.Tensor) -> ShrinkOutput:
-        return self._shrunk("lora_u2", h_eCI, self.weights.lora_a2, self.weights.lora_b2)
+    def shrink_h(self, h_eCI: torch.Tensor) -> ShrinkOutput:
+        return self._shrink("lora_u2", h_eCI, self.weights.lora_a2, self.weights.lora_b2)
 
-    def _shrunk(
+    def _shrink(
         self, name: str, x_eCK: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
     ) -> ShrinkOutput:
         slots_eC, counts_e = self.tokens.adapters_eC, self.tokens.counts_e

@@ -35,11 +35,11 @@ def launches_by_block(
     """Return the launches for each block_m; entries: the tables of GEMM 1 and of GEMM 2."""
     result = {}
     for block_m in blocks:
-        one, two = (
+        launch1, launch2 = (
             [launch_from_entry(entry, block_m, gemm) for entry in table.get(block_m, ())]
             for table, gemm in zip(entries, gemms(problem), strict=True)
         )
-        result[block_m] = (one, two)
+        result[block_m] = (launch1, launch2)
     return result
 
 

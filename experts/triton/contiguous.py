@@ -48,10 +48,10 @@ class TritonExperts(TritonExpertsBase):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in supported_paths(problem)}
-        self._choices = _path_sets(tuple(self._paths))
+        self._path_sets = _possible_path_sets(tuple(self._paths))
         prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
-        self._with_and_without = (False, True) if prepares else (False,)  # values of `prepared`
-        self._rooms = WorkspaceCache()
+        self._prepared_options = (False, True) if prepares else (False,)  # values of `prepared`
+        self._workspace_cache = WorkspaceCache()
         # Calls without adapters use the paths and launches of the same problem without LoRA.
         without_lora = None if problem.adapters is None else replace(problem, lora="none")
         self._without_adapters = None if without_lora is None else TritonExperts(without_lora)
@@ -71,7 +71,7 @@ class TritonExperts(TritonExpertsBase):
             return False
         kinds = [
             kind
-            for prepared in self._with_and_without
+            for prepared in self._prepared_options
             for kind in self._kinds(shape.tokens, prepared)
         ]
         return all(BY_NAME[path].quantizes_input for path, _ in kinds)
@@ -83,12 +83,12 @@ class TritonExperts(TritonExpertsBase):
         """
         assert isinstance(shape, ContiguousShape)
         kinds = self._call_groups(shape.tokens)
-        return self._rooms.of(self.problem, shape, kinds, lambda kind: kind.specs())
+        return self._workspace_cache.of(self.problem, shape, kinds, lambda kind: kind.specs())
 
     def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
             _CallGroup(self._paths[path], block_m, max_tokens, prepared)
-            for prepared in self._with_and_without
+            for prepared in self._prepared_options
             for (path, block_m), max_tokens in self._kinds(tokens, prepared).items()
         )
         calls_without_adapters = (
@@ -99,7 +99,7 @@ class TritonExperts(TritonExpertsBase):
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
         """Return the largest call for each (path, block_m), over every possible tensor layout."""
         result: dict[tuple[str, int], int] = {}
-        for paths in self._choices:
+        for paths in self._path_sets:
             kinds = buffer_kinds_up_to(self.problem, tokens, paths, prepared=prepared)
             for max_tokens, path, block_m in kinds:
                 result[path, block_m] = max(max_tokens, result.get((path, block_m), 0))
@@ -154,7 +154,7 @@ class TritonExperts(TritonExpertsBase):
 
         It does under an override or a file tuned with them; otherwise if every path gains.
         """
-        if weights.w1_tiles is None or len(self._with_and_without) == 1:
+        if weights.w1_tiles is None or len(self._prepared_options) == 1:
             return False
         if is_overridden() or self._tuned_prepared:
             return True
@@ -172,19 +172,19 @@ class TritonExperts(TritonExpertsBase):
 
 @dataclass(frozen=True)
 class _CallGroup:
-    """A group of calls with the same buffers: at most `most` tokens, in blocks of block_m rows.
+    """Calls with the same buffers: at most max_tokens tokens, in blocks of block_m rows.
 
     prepared: the calls use prepared weights, which are not part of the workspace.
     """
 
     path: Path
     block_m: int
-    most: int
+    max_tokens: int
     prepared: bool
 
     def specs(self) -> dict[str, BufferSpec]:
         specs = self.path.specs_of_prepared if self.prepared else self.path.specs
-        return specs(self.most, self.block_m)
+        return specs(self.max_tokens, self.block_m)
 
 
 def supported_paths(problem: Problem) -> tuple[str, ...]:
@@ -193,12 +193,14 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
     return tuple(path.name for path in PATHS if path.serves(problem, device))
 
 
-def _path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _possible_path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return every set of paths that can remain after some reject the tensors of a call."""
     selective = [name for name in paths if BY_NAME[name].refuses]
     rejected = (
-        rejecting
+        rejected_paths
         for count in range(len(selective) + 1)
-        for rejecting in combinations(selective, count)
+        for rejected_paths in combinations(selective, count)
     )
-    return tuple(tuple(name for name in paths if name not in rejecting) for rejecting in rejected)
+    return tuple(
+        tuple(name for name in paths if name not in rejected_paths) for rejected_paths in rejected
+    )

@@ -13,7 +13,7 @@ from modular_kernel.spec.problem import Machine, Problem
 _MAX_BLOCK = 1024
 _MAX_TILE = 1 << 20  # Triton's limit on the elements of one tensor
 _WARPS = (1, 2, 4, 8, 16)
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 _MAX_GROUP = 4096
 _BITS = {"float8_e4m3fn": 8, "int8": 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
 # Max bytes of shared memory per block, by compute capability.
@@ -46,7 +46,7 @@ class Launch(Protocol):
 
     @property
     def block_n(self) -> int:
-        """Return the columns per block: of the output, so a gated GEMM has as many up columns."""
+        """Return the output columns per block; a gated GEMM also computes as many up columns."""
 
     @property
     def num_warps(self) -> int:
@@ -102,10 +102,10 @@ class MoEConfig:
 
     def both(self, kind: type[L]) -> tuple[L, L]:
         """Return the launches of GEMM 1 and GEMM 2, asserting that both are of type `kind`."""
-        one, two = self.gemm1, self.gemm2
-        assert isinstance(one, kind)
-        assert isinstance(two, kind)
-        return one, two
+        launch1, launch2 = self.gemm1, self.gemm2
+        assert isinstance(launch1, kind)
+        assert isinstance(launch2, kind)
+        return launch1, launch2
 
 
 @dataclass(frozen=True)
@@ -258,16 +258,16 @@ def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
         ("block_n", gemm.min_block_n),
         ("block_k", gemm.min_block_k),
     )
-    for name, least in blocks:
+    for name, min_value in blocks:
         value = getattr(tile, name)
-        if not least <= value <= _MAX_BLOCK or value & (value - 1):
-            yield Violation(name, value, f"a power of two from {least} to {_MAX_BLOCK}")
+        if not min_value <= value <= _MAX_BLOCK or value & (value - 1):
+            yield Violation(name, value, f"a power of two from {min_value} to {_MAX_BLOCK}")
     if not 1 <= tile.group_m <= _MAX_GROUP:
         yield Violation("group_m", tile.group_m, f"1 to {_MAX_GROUP}")
     if tile.num_warps not in _WARPS:
         yield Violation("num_warps", tile.num_warps, f"one of {_WARPS}")
-    if not 1 <= tile.num_stages <= _MOST_STAGES:
-        yield Violation("num_stages", tile.num_stages, f"1 to {_MOST_STAGES}")
+    if not 1 <= tile.num_stages <= _MAX_STAGES:
+        yield Violation("num_stages", tile.num_stages, f"1 to {_MAX_STAGES}")
     sizes = (tile.block_m * tile.block_n, tile.block_m * tile.block_k, tile.block_n * tile.block_k)
     if max(sizes) > _MAX_TILE:
         yield Violation("elements of a tile", max(sizes), f"<= {_MAX_TILE}")
@@ -287,14 +287,14 @@ def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
     The fields of `tile` must be valid. If nothing fits, return the smallest tile tried; `require`
     then reports the violation.
     """
-    least = gemm.min_block_k
-    tile = replace(tile, block_k=max(tile.block_k, least))
-    while gemm.group_k and gemm.group_k % tile.block_k and tile.block_k > least:
+    min_value = gemm.min_block_k
+    tile = replace(tile, block_k=max(tile.block_k, min_value))
+    while gemm.group_k and gemm.group_k % tile.block_k and tile.block_k > min_value:
         tile = replace(tile, block_k=tile.block_k // 2)
     while shared_bytes(tile, gemm, device) > device.shared:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
-        elif tile.block_k > least:
+        elif tile.block_k > min_value:
             tile = replace(tile, block_k=tile.block_k // 2)
         elif tile.block_n > gemm.min_block_n:
             tile = replace(tile, block_n=tile.block_n // 2)

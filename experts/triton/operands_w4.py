@@ -11,7 +11,7 @@ from modular_kernel.tensors import ExpertWeights
 
 _ALIGNMENT = 16  # bytes of one vector load
 WARP_K = 128  # default K per warp and step
-_LEAST_DEPTH = 32  # four lanes with one 32-bit word (eight weights) each
+_MIN_DEPTH = 32  # four lanes with one 32-bit word (eight weights) each
 
 
 def supports_w4(problem: Problem) -> bool:
@@ -22,20 +22,20 @@ def supports_w4(problem: Problem) -> bool:
     if problem.dtype is torch.float32:
         return False
     return all(
-        k % _LEAST_DEPTH == 0 and mma_depth(scheme, k) >= _LEAST_DEPTH
+        k % _MIN_DEPTH == 0 and mma_depth(scheme, k) >= _MIN_DEPTH
         for k in (problem.hidden, problem.intermediate)
     )
 
 
-def mma_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
-    """Return the K elements of one MMA, at most `most`, for a GEMM with reduction depth k.
+def mma_depth(scheme: QuantScheme, k: int, max_depth: int = WARP_K) -> int:
+    """Return the K elements of one MMA, at most `max_depth`, for a GEMM with reduction depth k.
 
     The result divides the scale group, unless one group covers all of k or the scheme is NVFP4,
     whose scales multiply the weights.
     """
     (group,) = scheme.group
     group = 0 if group >= k or scheme.matrix_scales else group
-    return math.gcd(group, most)
+    return math.gcd(group, max_depth)
 
 
 def allows_vector_loads(weights: ExpertWeights) -> bool:

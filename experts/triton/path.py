@@ -21,7 +21,7 @@ from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeig
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
-_MOST_ROOMS = 64
+_MAX_ENTRIES = 64
 K = TypeVar("K", bound=Hashable)
 
 
@@ -40,24 +40,18 @@ class Path(ABC):
     """An execution path of TritonExperts. An instance is bound to a problem and runs its calls.
 
     name: used in configurations, tuned files and messages.
-    former_names: its names in tuned files of version 1.
     launch: the type of its launch of one GEMM, a dataclass of integers.
     quantizes_input: it accepts unquantized tokens and quantizes them itself.
     refuses: `takes` can return False.
-    lends: its tuned configurations transfer unchanged to other problems.
-    replaces: the path whose name files of version 1 use for some launches of this one.
-    younger: it was added after version 1; its defaults take precedence over such files.
+    transferable: its tuned configurations transfer unchanged to other problems.
     roundings: the points at which it rounds; None if not declared.
     """
 
     name: ClassVar[str]
-    former_names: ClassVar[tuple[str, ...]] = ()
     launch: ClassVar[type[Any]] = LaunchConfig
     quantizes_input: ClassVar[bool] = False
     refuses: ClassVar[bool] = True
     transferable: ClassVar[bool] = True
-    replaces: ClassVar[str | None] = None
-    overrides_v1_files: ClassVar[bool] = False
     roundings: Roundings | None
 
     # ------------------------------------------------------------------- applicability
@@ -105,10 +99,14 @@ class Path(ABC):
         return {}
 
     @classmethod
-    def translate_v1_config(
+    def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Translate `config`, which a file of version 1 gives for the path `cls.replaces`."""
+        """Return the launches to use instead of `config`, which is from a file of vLLM or SGLang.
+
+        Such a file always names the aligned path. Paths for 4-bit weights that are faster than
+        any of its launches override this.
+        """
         return config
 
     # ------------------------------------------------------------------- prepared weights
@@ -165,7 +163,7 @@ class WorkspaceCache:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, WorkspaceShapes] = {}
+        self._shapes: dict[Hashable, WorkspaceShapes] = {}
 
     def of(
         self,
@@ -175,11 +173,11 @@ class WorkspaceCache:
         specs: Callable[[K], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
         """Return a workspace that fits any of `kinds`; specs(kind) returns its buffers."""
-        shapes = self._known.get((shape, kinds))
+        shapes = self._shapes.get((shape, kinds))
         if shapes is None:
             shapes = merged_workspace(problem, shape, map(specs, kinds))
-            if len(self._known) < _MOST_ROOMS:
-                self._known[shape, kinds] = shapes
+            if len(self._shapes) < _MAX_ENTRIES:
+                self._shapes[shape, kinds] = shapes
         return shapes
 
 

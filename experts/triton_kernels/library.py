@@ -43,7 +43,10 @@ def load() -> Any:
     Raises ConfigurationError if it is missing, cannot be loaded, or was imported from another
     folder.
     """
-    with importing(TRITON_KERNELS, need="a version for this triton") as folder, _from(folder):
+    with (
+        importing(TRITON_KERNELS, need="a version for this triton") as folder,
+        _import_package(folder),
+    ):
         ogs, routing = (import_module(f"{_NAME}.{name}") for name in ("matmul_ogs", "routing"))
     return SimpleNamespace(
         matmul_ogs=ogs.matmul_ogs,
@@ -54,7 +57,7 @@ def load() -> Any:
 
 
 @contextmanager
-def _from(folder: Path) -> Iterator[None]:
+def _import_package(folder: Path) -> Iterator[None]:
     """Import the package from `folder`; if the block raises, remove it from sys.modules again."""
     imported = sys.modules.get(_NAME)
     if imported is not None:

@@ -53,23 +53,23 @@ def tile_maps(starts: torch.Tensor, rows: int, workspace: Workspace) -> TileMaps
     return maps
 
 
-def write_tile_maps(starts: torch.Tensor, made: TileMaps) -> None:
-    """Write every element of `made` in one launch, or with the torch reference."""
+def write_tile_maps(starts: torch.Tensor, maps: TileMaps) -> None:
+    """Write every element of `maps` in one launch, or with the torch reference."""
     if not use_triton(starts):
-        tile_maps_ref(starts, made)
+        tile_maps_ref(starts, maps)
         return
     from experts.triton_kernels.kernels.tile_maps import tile_maps_kernel
 
-    experts, max_tiles = made.counts.numel(), made.maps.shape[1]
+    experts, max_tiles = maps.counts.numel(), maps.maps.shape[1]
     block_e = next_power_of_2(experts)
     block_t = max(1, min(next_power_of_2(max_tiles), _COMPARISONS // block_e))
     launch(
         tile_maps_kernel,
         (-(-max_tiles // block_t), len(SIZES)),
         starts_ptr=starts,
-        counts_ptr=made.counts,
-        ends_ptr=made.ends,
-        maps_ptr=made.maps,
+        counts_ptr=maps.counts,
+        ends_ptr=maps.ends,
+        maps_ptr=maps.maps,
         num_local=experts,
         most_tiles=max_tiles,
         LEAST=SIZES[0],
@@ -78,14 +78,14 @@ def write_tile_maps(starts: torch.Tensor, made: TileMaps) -> None:
     )
 
 
-def tile_maps_ref(starts: torch.Tensor, made: TileMaps) -> None:
+def tile_maps_ref(starts: torch.Tensor, maps: TileMaps) -> None:
     """Compute `write_tile_maps` in torch, one size at a time."""
     counts = starts.diff()
-    made.counts.copy_(counts)
-    program = torch.arange(made.maps.shape[1], device=starts.device)
+    maps.counts.copy_(counts)
+    program = torch.arange(maps.maps.shape[1], device=starts.device)
     for size, rows in enumerate(SIZES):
         ends = torch.nn.functional.pad((-(-counts.long() // rows)).cumsum(0), (1, 0))
-        made.ends[size] = ends
+        maps.ends[size] = ends
         expert = torch.searchsorted(ends, program, right=True) - 1
         entry = ((program - ends[expert.clamp(max=len(counts))]) << 16) | expert
-        made.maps[size] = torch.where(program < ends[-1], entry, -1)
+        maps.maps[size] = torch.where(program < ends[-1], entry, -1)

@@ -29,7 +29,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
     Counts are exchanged first and read on the host: T may differ between ranks and may be 0.
     """
 
-    near_first = False  # all ranks have all tokens, and must select the same copies
+    prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
     requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
 
@@ -51,30 +51,34 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         manager.check_device(x_TH.device)
         tables = self.tables(x_TH.device)
         rank_TK, _, invalid = pairs_to_slots(routing.topk_ids_TK, tables, together=True)
-        agreed = agree(
+        agreement = agree(
             self.layer,
             call,
             tokens=tokens,
             rows_W=[tokens] * manager.world_size,
             device=x_TH.device,
-            largest=self.largest(x_TH, call),
+            amax=self.local_amax(x_TH, call),
         )
         call.invalid_ids.add_(invalid)
-        longest = max(agreed.tokens_W)
-        layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=longest)
+        max_tokens = max(agreement.tokens_W)
+        layout, packed_own, scale = self.pack(
+            x_TH, routing, weights, call, agreement, rows=max_tokens
+        )
         ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
         layout.put(packed_own[:tokens], "ids", ids_TK)
         layout.put(packed_own[:tokens], "weights", routing.topk_weights_TK)
-        packed = call.workspace.take("packed_all", (manager.world_size * longest, layout.nbytes))
+        packed = call.workspace.take("packed_all", (manager.world_size * max_tokens, layout.nbytes))
         exchange = None
-        if longest:
-            exchange = manager.all_gather(packed, packed_own, step=agreed.step, phase="dispatch")
+        if max_tokens:
+            exchange = manager.all_gather(packed, packed_own, step=agreement.step, phase="dispatch")
 
         def receive() -> tuple[Dispatched, Handle]:
             if exchange is not None:
                 exchange.wait()
-            starts = enumerate(agreed.tokens_W)
-            blocks = [packed[rank * longest : rank * longest + count] for rank, count in starts]
+            starts = enumerate(agreement.tokens_W)
+            blocks = [
+                packed[rank * max_tokens : rank * max_tokens + count] for rank, count in starts
+            ]
             rows = self.rows.unpack(call, blocks)
             # All ranks see the gathered rows in one order and thus select the same copies.
             rank_RK, slot_RK, _ = pairs_to_slots(rows.ids_RK, tables, together=True)
@@ -83,7 +87,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             rows.weights_RK.copy_(torch.where(is_local, rows.weights_RK, 0))
             weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
             scales = scale if rows.scale is None else rows.scale
-            arrived_tokens = self.local_tokens(
+            received_tokens = self.local_tokens(
                 call,
                 rows.x_RH,
                 scales,
@@ -91,7 +95,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
                 rows.weights_RK,
                 rows.adapters_R,
             )
-            return arrived_tokens, GroupHandle(self, call, agreed, weights_RK)
+            return received_tokens, GroupHandle(self, call, agreement, weights_RK)
 
         return receive
 
@@ -104,7 +108,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         out: torch.Tensor,
     ) -> None:
         group_handle, manager = self.check_handle(handle, GroupHandle), self.manager
-        take, counts_W = group_handle.call.workspace.take, group_handle.agreed.tokens_W
+        take, counts_W = group_handle.call.workspace.take, group_handle.agreement.tokens_W
         (tokens, hidden), world = out.shape, manager.world_size
         sum_RH = take("rows_sum", (sum(counts_W), hidden))
         weight_and_reduce(
@@ -112,17 +116,17 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         )
         if not sum(counts_W):
             return
-        returned = take("returned", (world * tokens, hidden))
+        partial_sums = take("returned", (world * tokens, hidden))
         with stages.stage(stages.COMBINE):
             manager.all_to_all(
-                returned.view(torch.uint8),
+                partial_sums.view(torch.uint8),
                 sum_RH.view(torch.uint8),
-                out_rows=[tokens] * world,
-                given_rows=counts_W,
-                step=group_handle.agreed.step,
+                output_splits=[tokens] * world,
+                input_splits=counts_W,
+                step=group_handle.agreement.step,
                 phase="combine",
             ).wait()
             sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
             for rank in range(world):
-                sum_TH += returned[rank * tokens : (rank + 1) * tokens]
+                sum_TH += partial_sums[rank * tokens : (rank + 1) * tokens]
             out.copy_(sum_TH)

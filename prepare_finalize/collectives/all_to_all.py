@@ -50,15 +50,15 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        most, nbytes = problem.tokens, self.rows.max_row_bytes()
-        sent = min(world, problem.top_k) * most
+        max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
+        max_sent = min(world, problem.top_k) * max_tokens
         return {
-            **token_specs(problem, most),
-            **self.rows.specs(self.most_rows),
-            "packed_own": BufferSpec((most, nbytes), torch.uint8),
-            "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
-            "packed_all": BufferSpec((self.most_rows, nbytes), torch.uint8),
-            "returned": BufferSpec((sent, problem.hidden), problem.dtype),
+            **token_specs(problem, max_tokens),
+            **self.rows.specs(self.max_rows),
+            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
+            "packed_sent": BufferSpec((max_sent, nbytes), torch.uint8),
+            "packed_all": BufferSpec((self.max_rows, nbytes), torch.uint8),
+            "returned": BufferSpec((max_sent, problem.hidden), problem.dtype),
         }
 
     def send(
@@ -72,34 +72,36 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         )
         ranks_W = torch.arange(manager.world_size, device=device)
         needs_WT = (rank_TK == ranks_W[:, None, None]).any(2)
-        agreed = agree(
+        agreement = agree(
             self.layer,
             call,
             tokens=x_TH.shape[0],
             rows_W=needs_WT.sum(1).tolist(),
             device=x_TH.device,
-            largest=self.largest(x_TH, call),
+            amax=self.local_amax(x_TH, call),
         )
-        received_W = [*map(sum, zip(*agreed.rows_WW, strict=True))]
-        refuse_more_rows(self.layer, agreed, received_W)
+        received_W = [*map(sum, zip(*agreement.rows_WW, strict=True))]
+        refuse_more_rows(self.layer, agreement, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = needs_WT.nonzero(as_tuple=True)
-        layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
+        layout, packed_own, scale = self.pack(
+            x_TH, routing, weights, call, agreement, rows=len(x_TH)
+        )
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
         torch.index_select(packed_own, 0, token_N, out=sent)
         is_on_rank = rank_TK[token_N] == rank_N[:, None]
         layout.put(sent, "ids", torch.where(is_on_rank, slot_TK[token_N], -1).to(torch.int32))
         layout.put(sent, "weights", torch.where(is_on_rank, routing.topk_weights_TK[token_N], 0))
-        to_W, from_W = _split_sizes(agreed, manager.rank)
+        to_W, from_W = _split_sizes(agreement, manager.rank)
         packed = call.workspace.take("packed_all", (sum(from_W), layout.nbytes))
         exchange = None
-        if _any_rows(agreed):
+        if _any_rows(agreement):
             exchange = manager.all_to_all(
                 packed,
                 sent,
-                out_rows=from_W,
-                given_rows=to_W,
-                step=agreed.step,
+                output_splits=from_W,
+                input_splits=to_W,
+                step=agreement.step,
                 phase="dispatch",
             )
 
@@ -109,7 +111,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
             rows = self.rows.unpack(call, [packed])
             weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
             scales = scale if rows.scale is None else rows.scale
-            arrived_tokens = self.local_tokens(
+            received_tokens = self.local_tokens(
                 call,
                 rows.x_RH,
                 scales,
@@ -118,7 +120,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
                 rows.adapters_R,
             )
             return self.arrange(
-                arrived_tokens, All2AllHandle(self, call, agreed, weights_RK, token_N)
+                received_tokens, All2AllHandle(self, call, agreement, weights_RK, token_N)
             )
 
         return receive
@@ -148,34 +150,36 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, All2AllHandle)
-        take, hidden = own_handle.call.workspace.take, out.shape[1]
-        to_W, from_W = _split_sizes(own_handle.agreed, self.manager.rank)
+        part_handle = self.check_handle(handle, All2AllHandle)
+        take, hidden = part_handle.call.workspace.take, out.shape[1]
+        to_W, from_W = _split_sizes(part_handle.agreement, self.manager.rank)
         sum_RH = take("rows_sum", (sum(from_W), hidden))
-        self.sum_rows(expert_output, own_handle, reduce, sum_RH)
-        returned = take("returned", (sum(to_W), hidden))
+        self.sum_rows(expert_output, part_handle, reduce, sum_RH)
+        partial_sums = take("returned", (sum(to_W), hidden))
         with stages.stage(stages.COMBINE):
-            if _any_rows(own_handle.agreed):
+            if _any_rows(part_handle.agreement):
                 self.manager.all_to_all(
-                    returned.view(torch.uint8),
+                    partial_sums.view(torch.uint8),
                     sum_RH.view(torch.uint8),
-                    out_rows=to_W,
-                    given_rows=from_W,
-                    step=own_handle.agreed.step,
+                    output_splits=to_W,
+                    input_splits=from_W,
+                    step=part_handle.agreement.step,
                     phase="combine",
                 ).wait()
             sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
             # Each rank returns a token at most once, so a token's sum is in rank order.
             for start, stop in pairwise(accumulate(to_W, initial=0)):
-                sum_TH.index_add_(0, own_handle.token_N[start:stop], returned[start:stop].float())
+                sum_TH.index_add_(
+                    0, part_handle.token_N[start:stop], partial_sums[start:stop].float()
+                )
             out.copy_(sum_TH)
 
 
-def _split_sizes(agreed: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_sizes(agreement: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the number of rows sent to each rank, and of rows received from each rank."""
-    return agreed.rows_WW[rank], tuple(zip(*agreed.rows_WW, strict=True))[rank]
+    return agreement.rows_WW[rank], tuple(zip(*agreement.rows_WW, strict=True))[rank]
 
 
-def _any_rows(agreed: Agreement) -> bool:
+def _any_rows(agreement: Agreement) -> bool:
     """Return whether any rank sends any row; the result is the same on every rank."""
-    return any(map(any, agreed.rows_WW))
+    return any(map(any, agreement.rows_WW))

@@ -24,7 +24,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     last bits are not deterministic.
     """
 
-    near_first = False  # all ranks have all tokens, and must select the same copies
+    prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
     requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
 
@@ -45,10 +45,10 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # sends no rows, but agreement takes time
-            agreed, slots_TK, weights_TK = self._agree(x_TH, routing, call)
+            agreement, slots_TK, weights_TK = self._agree(x_TH, routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
-        handle = GroupHandle(self, call, agreed, unapplied_TK)
+        handle = GroupHandle(self, call, agreement, unapplied_TK)
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
         return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
@@ -57,24 +57,24 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     ) -> tuple[Agreement, torch.Tensor, torch.Tensor]:
         """Return the agreement of ranks, and the int32 slots and weights of local pairs."""
         no_rows = [0] * self.manager.world_size
-        agreed = agree(
+        agreement = agree(
             self.layer,
             call,
             tokens=x_TH.shape[0],
             rows_W=no_rows,
             device=x_TH.device,
         )
-        refuse_unequal_tokens(self.manager, agreed)
+        refuse_unequal_tokens(self.manager, agreement)
         tables = self.tables(x_TH.device)
         # Steps are the same on every rank; starting at the step makes even calls of one token use
         # all copies round-robin.
         rank_TK, slot_TK, invalid = pairs_to_slots(
-            routing.topk_ids_TK, tables, first_token=agreed.step
+            routing.topk_ids_TK, tables, first_token=agreement.step
         )
         call.invalid_ids.add_(invalid)
         is_local = rank_TK == self.manager.rank
         slots_TK = torch.where(is_local, slot_TK, -1).to(torch.int32)
-        return agreed, slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
+        return agreement, slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
 
     def finalize(
         self,
@@ -84,12 +84,14 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, GroupHandle)
-        sum_TH = own_handle.call.workspace.take("tokens_sum", tuple(out.shape))
+        part_handle = self.check_handle(handle, GroupHandle)
+        sum_TH = part_handle.call.workspace.take("tokens_sum", tuple(out.shape))
         weight_and_reduce(
-            expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
+            expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
         )
         with stages.stage(stages.COMBINE):
             if out.numel():  # the same on every rank, since T is
-                self.manager.all_reduce(sum_TH, step=own_handle.agreed.step, phase="combine").wait()
+                self.manager.all_reduce(
+                    sum_TH, step=part_handle.agreement.step, phase="combine"
+                ).wait()
             out.copy_(sum_TH)

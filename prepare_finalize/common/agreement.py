@@ -22,8 +22,8 @@ _REFUSALS = (
     *("InputError", "CapacityError", "ConfigurationError", "DeviceError", "DtypeError"),
     *("LayoutError", "RoutingError", "ShapeError", "UnsupportedError", "WeightsError"),
 )
-_IN_WORDS = {
-    "order": "the exchanges before it in another order",
+_FIELD_MESSAGES = {
+    "order": "a different order of earlier exchanges",
     "others": "another dtype, scheme, placement, activation or pairing",
 }
 
@@ -51,13 +51,13 @@ class Agreement:
     - tokens_W: T of each rank.
     - rows_WW: rows_WW[s][d] is the number of rows that rank s sends to rank d, unless the part
       defines its counts otherwise.
-    - largest: largest activation magnitude over all ranks, if they share one scale.
+    - amax: largest activation magnitude over all ranks, if they share one scale.
     """
 
     step: int
     tokens_W: tuple[int, ...]
     rows_WW: tuple[tuple[int, ...], ...]
-    largest: float
+    amax: float
 
 
 def agree(
@@ -67,35 +67,35 @@ def agree(
     tokens: int,
     rows_W: Sequence[int],
     device: torch.device,
-    largest: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Agreement:
     """Exchange T, the rows for each rank, and the largest activation magnitude (float32, (1,)).
 
     device: device of the tensors.
 
     Raises CommunicationError on every rank, before anything else is sent, if a rank refuses the
-    call, if ranks disagree on the layer, the pairing, the step or the exchanges before it, or if a
-    rank passes more tokens than buffers have room for. The call is then not counted on any rank.
+    call, if ranks disagree on the layer, the pairing, the step or the earlier exchanges, or if a
+    rank passes more tokens than its buffers hold. Then no rank counts the call.
     """
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
-    own_fields = _fields(layer, step, _other_properties(problem, call))
-    sent = torch.tensor([*own_fields, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
-    if largest is not None:
-        sent[-2:-1] = largest.view(torch.int32)
+    local_fields = _fields(layer, step, _other_properties(problem, call))
+    sent = torch.tensor([*local_fields, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
+    if amax is not None:
+        sent[-2:-1] = amax.view(torch.int32)
     received = torch.empty(manager.world_size * sent.numel(), dtype=torch.int64, device=device)
     manager.all_gather(received, sent, step=step, phase="counts").wait()
     table = received.view(manager.world_size, -1).tolist()
-    fields = [row[: len(own_fields)] for row in table]
-    rest = [row[len(own_fields) : -1] for row in table]
+    fields = [row[: len(local_fields)] for row in table]
+    counts = [row[len(local_fields) : -1] for row in table]
     _raise_if_refused(manager, fields, [row[-1] for row in table], step)
     _check_same_fields(manager, fields, step)
-    _check_counts(manager, rest, problem.tokens, step)
+    _check_counts(manager, counts, problem.tokens, step)
     layer.calls += 1
-    bits = torch.tensor([row[-1] for row in rest], dtype=torch.int32).view(torch.float32)
-    rows_WW = tuple(tuple(row[1:-1]) for row in rest)
-    return Agreement(step, next(zip(*rest, strict=True)), rows_WW, float(bits.max()))
+    amax_bits = torch.tensor([row[-1] for row in counts], dtype=torch.int32).view(torch.float32)
+    rows_WW = tuple(tuple(row[1:-1]) for row in counts)
+    return Agreement(step, next(zip(*counts, strict=True)), rows_WW, float(amax_bits.max()))
 
 
 def refuse(layer: Layer, error: Exception) -> None:
@@ -108,25 +108,25 @@ def refuse(layer: Layer, error: Exception) -> None:
              if kind.__name__ in _REFUSALS]  # fmt: skip
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
-        own_fields = _fields(layer, step, 0)
+        local_fields = _fields(layer, step, 0)
         no_counts = [0] * (2 + (layer.counts or manager.world_size))
-        sent = torch.tensor([*own_fields, *no_counts, (refusals or [0])[0]], dtype=torch.int64)
+        sent = torch.tensor([*local_fields, *no_counts, (refusals or [0])[0]], dtype=torch.int64)
         sent = sent.to(manager.device)
-        manager.tell(sent, step=step, why=type(error).__name__)
+        manager.send_refusal(sent, step=step, reason=type(error).__name__)
     except (CommunicationError, UnsupportedError):
         return
 
 
-def refuse_unequal_tokens(manager: TorchGroup, agreed: Agreement) -> None:
+def refuse_unequal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
     """Raise CommunicationError on every rank unless all ranks pass the same number of tokens."""
-    own_tokens = agreed.tokens_W[manager.rank]
-    peers = [rank for rank, tokens in enumerate(agreed.tokens_W) if tokens != own_tokens]
+    own_tokens = agreement.tokens_W[manager.rank]
+    peers = [rank for rank, tokens in enumerate(agreement.tokens_W) if tokens != own_tokens]
     if peers:
-        got = f"T = {', '.join(map(str, agreed.tokens_W))} by rank"
-        raise manager.disagreement(got, "the same tokens on all", step=agreed.step, peers=peers)
+        got = f"T = {', '.join(map(str, agreement.tokens_W))} by rank"
+        raise manager.disagreement(got, "the same tokens on all", step=agreement.step, peers=peers)
 
 
-def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int]) -> None:
+def refuse_more_rows(layer: Layer, agreement: Agreement, received_W: Sequence[int]) -> None:
     """Raise CommunicationError on every rank if one would receive too many rows.
 
     The limit is Problem.max_received. Raised before rows move. received_W: rows by receiving rank.
@@ -138,7 +138,7 @@ def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int])
     if peers:
         got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
         need = f"<= {max_rows} (Problem.max_received)"
-        raise layer.manager.disagreement(got, need, step=agreed.step, peers=peers)
+        raise layer.manager.disagreement(got, need, step=agreement.step, peers=peers)
 
 
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
@@ -164,29 +164,29 @@ def _raise_if_refused(
 
 
 def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
-    own_fields = fields[manager.rank]
-    if fields.count(own_fields) == len(fields):
+    local_fields = fields[manager.rank]
+    if fields.count(local_fields) == len(fields):
         return
-    peers = [rank for rank, other in enumerate(fields) if other != own_fields]
+    peers = [rank for rank, other in enumerate(fields) if other != local_fields]
     differences = []
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:
             by_rank = f"{name} {', '.join(map(str, values))} by rank"
-            differences.append(_IN_WORDS.get(name, by_rank))
+            differences.append(_FIELD_MESSAGES.get(name, by_rank))
     got = "; ".join(differences)
     need = "one layer, call, pairing, step and order"
     raise manager.disagreement(got, need, step=step, peers=peers)
 
 
-def _check_counts(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -> None:
+def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int, step: int) -> None:
     """Raise CommunicationError for counts out of bounds, before memory is sized by them."""
     peers = []
-    for rank, (tokens, *rows, _) in enumerate(rest):
-        if not (0 <= tokens <= most and min(rows) >= 0 and max(rows) <= tokens):
+    for rank, (tokens, *rows, _) in enumerate(counts):
+        if not (0 <= tokens <= max_tokens and min(rows) >= 0 and max(rows) <= tokens):
             peers.append(rank)
     if peers:
-        got = f"tokens and rows {[rest[rank][:-1] for rank in peers]}"
-        need = f"0 to problem.tokens = {most}"
+        got = f"tokens and rows {[counts[rank][:-1] for rank in peers]}"
+        need = f"0 to problem.tokens = {max_tokens}"
         raise manager.disagreement(got, need, step=step, peers=peers)
 
 

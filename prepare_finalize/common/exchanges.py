@@ -15,7 +15,7 @@ from prepare_finalize.rendezvous.connect import (
     new_prefix_store,
 )
 from prepare_finalize.rendezvous.hosts import check_one_host, find_hosts
-from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+from prepare_finalize.rendezvous.store_rounds import Meeting, Properties
 
 Shape = TypeVar("Shape")
 
@@ -25,22 +25,22 @@ class Exchange(Generic[Shape]):
 
     def __init__(self, all_to_all: Any, shape: Shape) -> None:
         self.all_to_all, self.shape = all_to_all, shape
-        self.busy = False
-        self.turn = 0  # number of calls that have used it
+        self.in_use = False
+        self.use_count = 0  # number of calls that have used it
 
 
 class ExchangeManager(ABC, Generic[Shape]):
     """Buffers of a library for the ranks of one process group on one host.
 
     - package: the library's name, for messages.
-    - beside: prefix of the store keys, below those of the group.
+    - store_prefix: prefix of the store keys, below those of the group.
     - group, in_flight, deadline_s, library: see the subclasses.
 
     Creating a manager is collective.
     """
 
     package: ClassVar[str]
-    beside: ClassVar[str] = ""
+    store_prefix: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ExchangeManager(ABC, Generic[Shape]):
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
-        self._made_in = forks.generation()
+        self._generation = forks.generation()
         self.deadline_s = deadline_of(deadline_s)
         self._group = member_group(group)
         self._library = library or self.load_library()
@@ -61,13 +61,13 @@ class ExchangeManager(ABC, Generic[Shape]):
         self._exchanges: dict[Shape, list[Exchange[Shape]]] = {}
         self._destroyed = False
         try:
-            self._store = new_prefix_store(self._group, self.deadline_s, below=self.beside)
+            self._store = new_prefix_store(self._group, self.deadline_s, prefix=self.store_prefix)
         except RuntimeError as error:
             raise self._error(first_sentence(error), "the group's store to answer") from error
         self._meeting = Meeting(self._store, self.rank, self.world_size, self.deadline_s)
         self.hosts = find_hosts(self._meeting, self.rank)
         check_one_host(self.hosts, self.package)
-        self._met()
+        self._initialize()
 
     @staticmethod
     @abstractmethod
@@ -75,42 +75,42 @@ class ExchangeManager(ABC, Generic[Shape]):
         """Return the library; raise ConfigurationError, before ranks meet, if it is missing."""
 
     @abstractmethod
-    def _met(self) -> None:
+    def _initialize(self) -> None:
         """Initialize the library once all ranks are connected. Collective."""
 
-    def agree(self, facts: Facts) -> None:
+    def agree(self, properties: Properties) -> None:
         """Raise CommunicationError on every rank unless all ranks pass the same facts."""
         self._check_open()
-        self._meeting.agree(facts)
+        self._meeting.agree(properties)
 
     def reserve(self, shape: Shape) -> None:
         """Allocate the first buffers of a shape, unless it has some. Collective."""
         self._check_open()
         if shape not in self._exchanges:
             self._exchanges[shape] = []
-            self._make(shape)
+            self._allocate(shape)
 
     def take(self, shape: Shape) -> Exchange[Shape]:
-        """Return buffers for one call; pass them to `give_back` after its combine.
+        """Return buffers for one call; pass them to `release` after its combine.
 
         Raises UnsupportedError, before anything is sent, if `in_flight` calls of this shape still
         wait for their combine. Every rank must start and finish its calls in the same order.
         """
         self._check_open()
         exchanges = self._exchanges[shape]
-        exchange = next((candidate for candidate in exchanges if not candidate.busy), None)
+        exchange = next((candidate for candidate in exchanges if not candidate.in_use), None)
         if exchange is None:
             if len(exchanges) == self.in_flight:
                 need = f"at most {self.in_flight}; set {type(self).__name__}(in_flight=...)"
                 raise UnsupportedError("calls in flight", got=len(exchanges) + 1, need=need)
-            exchange = self._make(shape)
-        exchange.busy = True
-        exchange.turn += 1
+            exchange = self._allocate(shape)
+        exchange.in_use = True
+        exchange.use_count += 1
         return exchange
 
-    def give_back(self, exchange: Exchange[Shape]) -> None:
+    def release(self, exchange: Exchange[Shape]) -> None:
         """Release the buffers of a call that has combined."""
-        exchange.busy = False
+        exchange.in_use = False
 
     def destroy(self) -> None:
         """Free all buffers once every rank calls this; collective.
@@ -118,17 +118,19 @@ class ExchangeManager(ABC, Generic[Shape]):
         Later use raises UnsupportedError. If calls still wait for their combine, the buffers are
         kept, because a peer may be writing to them; the process should then exit.
         """
-        check_process(self._made_in)
+        check_process(self._generation)
         if self._destroyed:
             return
-        all_exchanges = [each for of_shape in self._exchanges.values() for each in of_shape]
+        all_exchanges = [
+            exchange for exchanges in self._exchanges.values() for exchange in exchanges
+        ]
         try:
-            if not any(each.busy for each in all_exchanges):
+            if not any(exchange.in_use for exchange in all_exchanges):
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 self._meeting.agree({"destroy": len(all_exchanges)})
-                for each in all_exchanges:
-                    self._free(each)
+                for exchange in all_exchanges:
+                    self._free(exchange)
         finally:
             self._exchanges.clear()
             self._destroyed = True
@@ -138,11 +140,11 @@ class ExchangeManager(ABC, Generic[Shape]):
         """Free one set of buffers, which every rank frees at the same time."""
 
     @abstractmethod
-    def _make(self, shape: Shape) -> Exchange[Shape]:
+    def _allocate(self, shape: Shape) -> Exchange[Shape]:
         """Allocate and keep more buffers of a shape, on all ranks."""
 
     def _check_open(self) -> None:
-        check_process(self._made_in)
+        check_process(self._generation)
         if self._destroyed:
             raise UnsupportedError(self.package, got="a destroyed manager", need="a new one")
 

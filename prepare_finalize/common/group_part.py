@@ -46,7 +46,7 @@ class PartHandle(Handle):
 class GroupHandle(PartHandle):
     """Handle with the agreement of the ranks, and the router weights of rows still to apply."""
 
-    agreed: Agreement
+    agreement: Agreement
     topk_weights_RK: torch.Tensor | None
 
 
@@ -80,7 +80,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
-    near_first: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
+    prefer_local_copies: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
     ids_dtype = torch.int32  # of the expert numbers passed to a library
     manager: M
 
@@ -112,7 +112,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return quantize + placement_rejections(cls.__name__, problem)
 
     def max_num_tokens_per_rank(self) -> int:
-        """Return problem.tokens, for which all ranks have room, or the part's own limit if less."""
+        """Return problem.tokens, or the part's limit if that is lower."""
         limit, tokens = self.requires.max_tokens, self.problem.tokens
         return tokens if limit is None else min(limit, tokens)
 
@@ -125,11 +125,13 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self.manager.destroy()
 
     def tables(self, device: torch.device) -> PlacementTables:
-        """Return the placement tables on `device`, with the nearest copies if `near_first`."""
+        """Return the placement tables on `device`; see `prefer_local_copies`."""
         if device not in self._tables:
             rank, hosts = self.manager.rank, self.manager.hosts
-            near = ((rank,), hosts.ranks_on(hosts.index_W[rank])) if self.near_first else ()
-            self._tables[device] = self.problem.placement.tables(device, near)
+            near_ranks = (
+                ((rank,), hosts.ranks_on(hosts.index_W[rank])) if self.prefer_local_copies else ()
+            )
+            self._tables[device] = self.problem.placement.tables(device, near_ranks)
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
@@ -175,7 +177,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         adapters_R: torch.Tensor | None = None,
         plain_RH: torch.Tensor | None = None,
     ) -> ContiguousTokens:
-        """Return rows with local ids (int32, -1 for another rank's expert) as experts take them.
+        """Return the input of the experts: rows with local ids, int32, -1 for other ranks' experts.
 
         adapters_R, plain_RH: adapter slots of the rows, and the unquantized rows that adapters read
         if x is quantized.
@@ -203,7 +205,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         """Return whether no scale depends on other ranks' tokens."""
         return not (dispatches_quantized(self.problem, call) and has_shared_scale(self.problem))
 
-    def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
+    def local_amax(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
         """Return this rank's largest magnitude, (1,) float32, if ranks share a scale; else None."""
         if self.has_local_scales(call):
             return None
@@ -277,14 +279,14 @@ class RowsPart(AgreeingPart):
         self.rows = PackedRowBuffers(problem)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The largest number of rows that may arrive: problem.tokens of every rank, or less."""
         problem = self.problem
         max_rows = problem.parallel.world_size * problem.tokens
         return max_rows if problem.max_received is None else min(max_rows, problem.max_received)
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        return ContiguousShape(self.most_rows, self.problem.top_k)
+        return ContiguousShape(self.max_rows, self.problem.top_k)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -305,7 +307,7 @@ class RowsPart(AgreeingPart):
         routing: Routing,
         weights: ExpertWeights,
         call: Call,
-        agreed: Agreement,
+        agreement: Agreement,
         *,
         rows: int,
     ) -> tuple[RowLayout, torch.Tensor, torch.Tensor | None]:
@@ -314,10 +316,8 @@ class RowsPart(AgreeingPart):
         Returns the row layout, `rows` packed rows of which the first T are the tokens, and the
         scales of the tokens if they were quantized. The caller writes ids and weights.
         """
-        largest = None if self.has_local_scales(call) else agreed.largest
-        values, scale = quantize_tokens(
-            x_TH, self.problem, weights=weights, call=call, largest=largest
-        )
+        amax = None if self.has_local_scales(call) else agreement.amax
+        values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
         layout = self.rows.layout(quantized=dispatches_quantized(self.problem, call))
         packed = call.workspace.take("packed_own", (rows, layout.nbytes))
         tokens = packed[: len(x_TH)]

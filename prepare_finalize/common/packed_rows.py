@@ -37,16 +37,16 @@ class RowLayout:
         if values.numel():
             # A tensor with one value may have any stride, but a view as bytes needs a stride of 1.
             flat = values.contiguous().as_strided((values.numel(),), (1,))
-            self._part(rows_RB, name).copy_(flat.view(torch.uint8).view(len(values), -1))
+            self._section(rows_RB, name).copy_(flat.view(torch.uint8).view(len(values), -1))
 
     def take(self, blocks: Sequence[torch.Tensor], name: str, out: torch.Tensor) -> None:
         """out (R, columns), contiguous = one section of the rows of all blocks, concatenated."""
         out_bytes = out.view(torch.uint8)
         start = 0
         for block in blocks:
-            out_bytes[start : start + len(block)].copy_(self._part(block, name))
+            out_bytes[start : start + len(block)].copy_(self._section(block, name))
             start += len(block)
 
-    def _part(self, rows_RB: torch.Tensor, name: str) -> torch.Tensor:
+    def _section(self, rows_RB: torch.Tensor, name: str) -> torch.Tensor:
         start, count, dtype = self.sections[name]
         return rows_RB[:, start : start + count * dtype.itemsize]

@@ -28,10 +28,10 @@ class PackedRowBuffers:
     def layout(self, *, quantized: bool) -> RowLayout:
         """Return the layout of a row; it has scales only if each row has its own."""
         if quantized not in self._layouts:
-            self._layouts[quantized] = self._made(quantized)
+            self._layouts[quantized] = self._build_layout(quantized)
         return self._layouts[quantized]
 
-    def _made(self, quantized: bool) -> RowLayout:
+    def _build_layout(self, quantized: bool) -> RowLayout:
         problem, scales = self.problem, 0
         if quantized and problem.scheme.activation_granularity != "tensor":
             scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
@@ -50,17 +50,17 @@ class PackedRowBuffers:
         """
         if "adapters" not in layout.sections:
             return
-        slots_T, tokens = routing.slots_T, len(routing.topk_ids_TK)
+        slots_T, num_tokens = routing.slots_T, len(routing.topk_ids_TK)
         if slots_T is None:
-            slots_T = routing.topk_ids_TK.new_full((tokens,), -1, dtype=torch.int32)
-        layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
+            slots_T = routing.topk_ids_TK.new_full((num_tokens,), -1, dtype=torch.int32)
+        layout.put(rows_RB[:num_tokens], "adapters", slots_T[:, None])
 
     def max_row_bytes(self) -> int:
         """Return the largest size of a row in bytes, quantized or not."""
-        plain = self.layout(quantized=False).nbytes
+        unquantized = self.layout(quantized=False).nbytes
         if not self.problem.scheme.dispatched_quantized:
-            return plain
-        return max(plain, self.layout(quantized=True).nbytes)
+            return unquantized
+        return max(unquantized, self.layout(quantized=True).nbytes)
 
     def specs(self, rows: int) -> dict[str, BufferSpec]:
         """Return the buffers of `unpack`, the experts' sums and the combine, for `rows` rows."""
@@ -81,11 +81,11 @@ class PackedRowBuffers:
 
     def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "UnpackedRows":
         """Return the sections of all blocks' packed rows, concatenated, each contiguous."""
-        unpacked = self.room(call, sum(map(len, blocks)))
-        self.fill(unpacked, call, blocks)
+        unpacked = self.allocate(call, sum(map(len, blocks)))
+        self.unpack_into(unpacked, call, blocks)
         return unpacked
 
-    def room(self, call: Call, rows: int) -> "UnpackedRows":
+    def allocate(self, call: Call, rows: int) -> "UnpackedRows":
         """Take the buffers of the sections of `rows` rows from the workspace."""
         quantized = dispatches_quantized(self.problem, call)
         layout = self.layout(quantized=quantized)
@@ -101,16 +101,16 @@ class PackedRowBuffers:
             adapters = call.workspace.take("rows_adapters", (rows, 1))[:, 0]
         return UnpackedRows(x, scale, ids, weights, adapters)
 
-    def fill(self, room: "UnpackedRows", call: Call, blocks: list[torch.Tensor]) -> None:
-        """Write the sections of all blocks' packed rows, concatenated, to `room`."""
+    def unpack_into(self, out: "UnpackedRows", call: Call, blocks: list[torch.Tensor]) -> None:
+        """Write the sections of all blocks' packed rows, concatenated, to `out`."""
         layout = self.layout(quantized=dispatches_quantized(self.problem, call))
-        layout.take(blocks, "x", room.x_RH)
-        layout.take(blocks, "ids", room.ids_RK)
-        layout.take(blocks, "weights", room.weights_RK)
-        if room.scale is not None:
-            layout.take(blocks, "scale", room.scale)
-        if room.adapters_R is not None:
-            layout.take(blocks, "adapters", room.adapters_R[:, None])
+        layout.take(blocks, "x", out.x_RH)
+        layout.take(blocks, "ids", out.ids_RK)
+        layout.take(blocks, "weights", out.weights_RK)
+        if out.scale is not None:
+            layout.take(blocks, "scale", out.scale)
+        if out.adapters_R is not None:
+            layout.take(blocks, "adapters", out.adapters_R[:, None])
 
     def _dtype(self, quantized: bool) -> torch.dtype:
         return STORAGE[self.problem.scheme.activation] if quantized else self.problem.dtype

@@ -44,17 +44,17 @@ def quantize_tokens(
     *,
     weights: ExpertWeights,
     call: Call,
-    largest: float | None = None,
+    amax: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tokens to dispatch and their scales: quantized, or unchanged with None as scales.
 
-    Takes the buffers of `token_specs`. largest: largest magnitude among the tokens of all ranks, if
+    Takes the buffers of `token_specs`. amax: largest magnitude among the tokens of all ranks, if
     they share one scale.
     """
     if not dispatches_quantized(problem, call):
         return x_TH, None
     with stages.stage(stages.QUANTIZE_INPUT):
-        return _quantized(x_TH, problem, weights, call, largest)
+        return _quantize(x_TH, problem, weights, call, amax)
 
 
 def number_and_quantize_tokens(
@@ -67,13 +67,13 @@ def number_and_quantize_tokens(
     if not dispatches_quantized(problem, call):
         number_pairs(pairs)
         return x_TH, None
-    quantized = _quantized_buffers(x_TH, problem, weights, call)
+    quantized = _take_buffers(x_TH, problem, weights, call)
     with stages.stage(stages.QUANTIZE_INPUT):
         number_and_quantize(x_TH, problem.scheme, pairs, out=quantized)
     return quantized.q_RK, quantized.scale
 
 
-def _quantized_buffers(
+def _take_buffers(
     x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call
 ) -> Quantized:
     """Return the buffers of a call's quantized tokens, with the static scale if there is one."""
@@ -82,19 +82,19 @@ def _quantized_buffers(
     return take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
 
 
-def _quantized(
+def _quantize(
     x_TH: torch.Tensor,
     problem: Problem,
     weights: ExpertWeights,
     call: Call,
-    largest: float | None,
+    amax: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scheme, out = problem.scheme, _quantized_buffers(x_TH, problem, weights, call)
-    if largest is not None:
-        amax = out.scale.new_full((1,), largest)
+    scheme, out = problem.scheme, _take_buffers(x_TH, problem, weights, call)
+    if amax is not None:
+        max_abs = out.scale.new_full((1,), amax)
         # Divide by a tensor, as `quantize_rows` does, so that the scale is rounded the same way.
-        amax /= amax.new_tensor(LARGEST[scheme.activation])
-        out.scale.copy_(amax.clamp_(min=MIN_SCALE))
+        max_abs /= max_abs.new_tensor(LARGEST[scheme.activation])
+        out.scale.copy_(max_abs.clamp_(min=MIN_SCALE))
         scheme = replace(scheme, static=True)
     quantize_rows(x_TH, scheme, out=out)
     return out.q_RK, out.scale
@@ -109,7 +109,7 @@ def weight_and_reduce(
     out: torch.Tensor,
     routing: DispatchedRouting | None = None,
 ) -> None:
-    """Apply the work that experts left: `reduce`, or the contiguous reducer if they delegate.
+    """Apply the reduction that experts left: `reduce`, or the contiguous reducer for DELEGATE.
 
     routing: the dispatched routing; may be omitted if the weights of its skipped pairs are 0.
     """

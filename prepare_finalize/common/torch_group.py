@@ -71,7 +71,7 @@ class TorchGroup:
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        self._made_in = forks.generation()
+        self._generation = forks.generation()
         self.deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
@@ -79,8 +79,8 @@ class TorchGroup:
         self.step = 0
         self.layers = 0
         self.hosts = Hosts((0,), ("",))  # until they are found
-        self._called: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
-        self._told: Exchange | None = None
+        self._calls_by_step: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
+        self._refusal: Exchange | None = None
         self._in_flight: WeakSet[Exchange] = WeakSet()
         self.order = 0  # digest of the sequence of exchanges so far
         self.last_calls = LastCalls(self.rank, history)
@@ -92,12 +92,12 @@ class TorchGroup:
         self._store_rank = tuple(
             r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank
         )
-        store = self._store = self._meet(process_group)
+        store = self._store = self._open_store(process_group)
         self._board = FailureBoard(store, self.rank, self.world_size)
         self._communicator.group = self._connect(store)
         self.hosts = self._find_hosts(store)
 
-    def _meet(self, process_group: dist.ProcessGroup) -> PrefixStore:
+    def _open_store(self, process_group: dist.ProcessGroup) -> PrefixStore:
         try:
             return new_prefix_store(process_group, self.deadline_s)
         except RuntimeError as error:
@@ -144,33 +144,33 @@ class TorchGroup:
         """
         self._check_open()
         self.step += 1
-        self._called[self.step] = layer, call
-        self._called.pop(self.step - _MAX_STEPS, None)
+        self._calls_by_step[self.step] = layer, call
+        self._calls_by_step.pop(self.step - _MAX_STEPS, None)
         return self.step
 
     def all_gather(
-        self, out: torch.Tensor, given: torch.Tensor, *, step: int, phase: str
+        self, out: torch.Tensor, local: torch.Tensor, *, step: int, phase: str
     ) -> "Exchange":
-        """out (W * n, ...) = `given` (n, ...) of all ranks, concatenated."""
+        """out (W * n, ...) = `local` (n, ...) of all ranks, concatenated."""
         return self._start(
-            lambda: self._communicator.group._allgather_base(out, given), (out, given), step, phase
+            lambda: self._communicator.group._allgather_base(out, local), (out, local), step, phase
         )
 
     def all_to_all(
         self,
         out: torch.Tensor,
-        given: torch.Tensor,
+        inputs: torch.Tensor,
         *,
-        out_rows: Sequence[int],
-        given_rows: Sequence[int],
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
         step: int,
         phase: str,
     ) -> "Exchange":
-        """Send given_rows[r] rows of `given` to rank r; receive out_rows[r] rows from it."""
-        splits = list(out_rows), list(given_rows)
+        """Send input_splits[r] rows of `inputs` to rank r; receive output_splits[r] rows."""
+        splits = list(output_splits), list(input_splits)
         return self._start(
-            lambda: self._communicator.group.alltoall_base(out, given, *splits),
-            (out, given),
+            lambda: self._communicator.group.alltoall_base(out, inputs, *splits),
+            (out, inputs),
             step,
             phase,
         )
@@ -181,23 +181,23 @@ class TorchGroup:
             lambda: self._communicator.group.allreduce([tensor]), (tensor,), step, phase
         )
 
-    def tell(self, given: torch.Tensor, *, step: int, why: str) -> None:
+    def send_refusal(self, counts: torch.Tensor, *, step: int, reason: str) -> None:
         """Contribute to an all-gather of counts without waiting for it."""
-        received = given.new_empty(self.world_size * given.numel())
-        self._told = self.all_gather(received, given, step=step, phase="counts")
-        self.last_calls.end(self._told.record, f"refused: {why}")
+        gathered = counts.new_empty(self.world_size * counts.numel())
+        self._refusal = self.all_gather(gathered, counts, step=step, phase="counts")
+        self.last_calls.end(self._refusal.record, f"refused: {reason}")
 
     def break_off(self, error: Exception) -> None:
         """Fail because of an error on this rank between exchanges; peers detect it at once."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
-        if self._made_in != forks.generation():  # the connections are the parent's
+        if self._generation != forks.generation():  # the connections are the parent's
             return
-        why = f"broke off its call: {type(error).__name__}"
+        reason = f"broke off its call: {type(error).__name__}"
         record = self.last_calls.begin(self.step, "combine", 0)
-        self.last_calls.end(record, f"failed: {why}")
-        self._board.post({**record, "waited_s": 0.0, "broke_off": why}, time.monotonic())
-        what, got, need = "exchange between ranks", f"this rank {why}", "calls that end"
+        self.last_calls.end(record, f"failed: {reason}")
+        self._board.post({**record, "waited_s": 0.0, "broke_off": reason}, time.monotonic())
+        what, got, need = "exchange between ranks", f"this rank {reason}", "calls that end"
         self._failure = self._error(what, got, need, "combine", self.step, ())
         self._close_connections()
 
@@ -214,7 +214,7 @@ class TorchGroup:
     def _error(
         self, what: str, got: str, need: str, phase: str, step: int, peers: Sequence[int]
     ) -> CommunicationError:
-        layer, call = self._called.get(step, (0, 0))
+        layer, call = self._calls_by_step.get(step, (0, 0))
         if layer:
             what = f"{what}, call {call} of layer {layer}"
         if peers and len(self.hosts) > 1:
@@ -231,14 +231,14 @@ class TorchGroup:
 
     def destroy(self) -> None:
         """Close the communicator; later exchanges raise UnsupportedError."""
-        check_process(self._made_in)
+        check_process(self._generation)
         group = self._communicator.close()
         if self.device == "cuda" and group is not None and not self._destroyed:
             group.shutdown()
         self._destroyed = True
 
     def _check_open(self) -> None:
-        check_process(self._made_in)
+        check_process(self._generation)
         if self._failure is not None:
             failure = self._failure
             got = f"a manager that failed before: {failure.got}"
@@ -302,14 +302,14 @@ class TorchGroup:
         if self.device == "cuda" and group is not None:
             group.abort()
 
-    def _unreachable_ranks(self, keeper: int) -> tuple[int, ...]:
+    def _unreachable_ranks(self, store_rank: int) -> tuple[int, ...]:
         """Return the unreachable ranks if the rank that serves the store does not answer.
 
         These are all ranks of its host, or that rank alone if the host is this rank's or not known.
         """
         index_W = self.hosts.index_W
-        same_host = len(index_W) <= keeper or index_W[keeper] == index_W[self.rank]
-        return (keeper,) if same_host else self.hosts.ranks_on(index_W[keeper])
+        same_host = len(index_W) <= store_rank or index_W[store_rank] == index_W[self.rank]
+        return (store_rank,) if same_host else self.hosts.ranks_on(index_W[store_rank])
 
     def _failed(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
@@ -324,8 +324,8 @@ class TorchGroup:
         self._failure = self._error("exchange between ranks", reason, need, *position, ())
         clear_frames(error.__traceback__)  # frames may hold references to the communicator
         self._close_connections()
-        until = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
-        failed = self._board.post(record, until)
+        end_time = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
+        failed = self._board.post(record, end_time)
         peers = self._store_rank
         cause = "the group's store, which may run on that rank, does not answer"
         if failed is None and peers and not self._board.ended:
@@ -358,11 +358,11 @@ def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:
     host_indices = sorted({hosts.index_W[peer] for peer in peers})
     parts = []
     for host in host_indices:
-        ranks_there = [peer for peer in peers if hosts.index_W[peer] == host]
-        on = "all of" if len(ranks_there) == len(hosts.ranks_on(host)) else "on"
-        ranks = ", ".join(map(str, ranks_there))
+        host_ranks = [peer for peer in peers if hosts.index_W[peer] == host]
+        prefix = "all of" if len(host_ranks) == len(hosts.ranks_on(host)) else "on"
+        ranks = ", ".join(map(str, host_ranks))
         parts.append(
-            f"rank{'s' if len(ranks_there) > 1 else ''} {ranks}: {on} host {hosts.names[host]}"
+            f"rank{'s' if len(host_ranks) > 1 else ''} {ranks}: {prefix} host {hosts.names[host]}"
         )
     return "; ".join(parts)
 

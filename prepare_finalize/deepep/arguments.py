@@ -17,7 +17,7 @@ from modular_kernel.errors import ConfigurationError
 PEERS = 8  # GPUs per host
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # of the high-throughput kernels
 _ALIGNMENT = 128  # bytes
-_MOST_BYTES = 2**31 - 1  # of each of the two buffers between hosts
+_MAX_BYTES = 2**31 - 1  # of each of the two buffers between hosts
 # A block of 1024 threads has one warp per channel, and there must be at least two channels.
 _SMS = range(4, 65, 2)
 
@@ -31,9 +31,9 @@ class BufferArguments:
     low_latency_mode: bool
     num_qps_per_rank: int
 
-    def make(self, kind: Any, group: Any) -> Any:
+    def make(self, buffer_class: Any, group: Any) -> Any:
         """Create the Buffer over a ProcessGroup; collective."""
-        return kind(group, **asdict(self), explicitly_destroy=True)
+        return buffer_class(group, **asdict(self), explicitly_destroy=True)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HighThroughputArguments:
 
 
 def high_throughput_arguments(
-    kind: Any, hidden: int, world_size: int, num_sms: int | None
+    buffer_class: Any, hidden: int, world_size: int, num_sms: int | None
 ) -> HighThroughputArguments:
     """Return arguments for rows of `hidden` bfloat16 values, from the library's size hints.
 
@@ -55,45 +55,45 @@ def high_throughput_arguments(
     Raises ConfigurationError if ranks are on several hosts and num_sms is not valid for that, or if
     the buffers would exceed the memory that those kernels can address.
     """
-    sms, multi_host = num_sms or kind.num_sms, world_size > PEERS
+    sms, multi_host = num_sms or buffer_class.num_sms, world_size > PEERS
     if multi_host and sms not in _SMS:
         need = f"an even number, {_SMS[0]} to {_SMS[-1]}, between hosts"
         raise ConfigurationError("num_sms", got=sms, need=need)
     dispatch, combine = (
-        _config(kind, method, world_size, num_sms)
+        _config(buffer_class, method, world_size, num_sms)
         for method in ("get_dispatch_config", "get_combine_config")
     )
     row = hidden * torch.bfloat16.itemsize
     nvl, rdma = (
-        _aligned(max(getattr(config, hint)(row, world_size) for config in (dispatch, combine)))
+        _align_up(max(getattr(config, hint)(row, world_size) for config in (dispatch, combine)))
         for hint in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
     )
-    if multi_host and max(nvl, rdma) > _MOST_BYTES:
+    if multi_host and max(nvl, rdma) > _MAX_BYTES:
         got = f"{max(nvl, rdma)} bytes with num_sms={sms}"
-        need = f"<= {_MOST_BYTES} between hosts: fewer multiprocessors"
+        need = f"<= {_MAX_BYTES} between hosts: fewer multiprocessors"
         raise ConfigurationError("DeepEP's high throughput buffer", got=got, need=need)
     arguments = BufferArguments(nvl, rdma, False, sms // 2 if multi_host else 1)
     return HighThroughputArguments(arguments, dispatch, combine)
 
 
 def low_latency_arguments(
-    kind: Any, tokens: int, hidden: int, experts: int, world_size: int
+    buffer_class: Any, tokens: int, hidden: int, experts: int, world_size: int
 ) -> BufferArguments:
     """Return arguments for the low-latency kernels, with one queue pair per expert of a rank."""
-    nbytes = kind.get_low_latency_rdma_size_hint(tokens, hidden, world_size, experts)
+    nbytes = buffer_class.get_low_latency_rdma_size_hint(tokens, hidden, world_size, experts)
     return BufferArguments(0, nbytes, True, experts // world_size)
 
 
-def _config(kind: Any, method: str, world_size: int, num_sms: int | None) -> Any:
+def _config(buffer_class: Any, method: str, world_size: int, num_sms: int | None) -> Any:
     """Return the library's configuration for `num_sms`, which it reads from the Buffer class."""
-    saved = kind.num_sms
+    saved = buffer_class.num_sms
     try:
         if num_sms is not None:
-            kind.num_sms = num_sms
-        return getattr(kind, method)(world_size)
+            buffer_class.num_sms = num_sms
+        return getattr(buffer_class, method)(world_size)
     finally:
-        kind.num_sms = saved
+        buffer_class.num_sms = saved
 
 
-def _aligned(nbytes: int) -> int:
+def _align_up(nbytes: int) -> int:
     return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

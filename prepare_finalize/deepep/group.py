@@ -5,7 +5,7 @@
     ...
     manager.destroy()
 
-A buffer is created at first need and shared by all parts that need the same sizes. Creating and
+A buffer is created on first use and shared by all parts that need the same sizes. Creating and
 destroying managers, parts and buffers is collective: every rank of the group must do it, in the
 same order. The library waits on the GPU for missing ranks and then stops the device permanently, so
 the values that ranks must share are compared through the group's store before anything is launched.
@@ -38,7 +38,7 @@ from prepare_finalize.rendezvous.connect import (
     new_prefix_store,
 )
 from prepare_finalize.rendezvous.hosts import find_hosts
-from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+from prepare_finalize.rendezvous.store_rounds import Meeting, Properties
 
 R = TypeVar("R")
 _LIBRARY_S = 100.0  # the library's timeout on the GPU, where it can be set
@@ -56,7 +56,7 @@ def load_deepep(generation: int) -> Any:
     try:
         library = import_module("deep_ep")
     except _FAILURES as error:
-        raise ConfigurationError("deep_ep", got=_in_short(error), need=need) from error
+        raise ConfigurationError("deep_ep", got=_summarize(error), need=need) from error
     is_second = hasattr(library, "ElasticBuffer")
     if is_second != (generation == 2) or not hasattr(library, class_name):
         got = f"version {getattr(library, '__version__', '2' if is_second else '1')}"
@@ -95,7 +95,7 @@ class DeepEPGroup:
     ) -> None:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
-        self._made_in = forks.generation()
+        self._generation = forks.generation()
         self.deadline_s = deadline_of(deadline_s)
         self.process_group = _nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
@@ -103,7 +103,7 @@ class DeepEPGroup:
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._destroyed = False
         try:
-            store = new_prefix_store(self.process_group, self.deadline_s, below="/deepep")
+            store = new_prefix_store(self.process_group, self.deadline_s, prefix="/deepep")
         except RuntimeError as error:
             need = f"an answer within {self.deadline_s:g} s"
             raise CommunicationError(
@@ -129,27 +129,29 @@ class DeepEPGroup:
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     @property
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def check_open(self) -> None:
         """Raise UnsupportedError after `destroy`, and StateError in a forked child."""
-        check_process(self._made_in)
+        check_process(self._generation)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
-    def agree(self, facts: Facts) -> None:
+    def agree(self, properties: Properties) -> None:
         """Raise CommunicationError on every rank unless all pass the same facts.
 
         Launches nothing on the device.
         """
         self.check_open()
-        self._meeting.agree(facts)
+        self._meeting.agree(properties)
 
     def high_throughput(self, hidden: int) -> "HighThroughput":
         """Return the high-throughput buffer for rows of `hidden` bfloat16 values."""
-        return self._kept(("high throughput", hidden), lambda: self._make_high_throughput(hidden))
+        return self._get_or_create(
+            ("high throughput", hidden), lambda: self._make_high_throughput(hidden)
+        )
 
     def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
         """Return the low-latency buffer for at most `tokens` tokens per rank.
@@ -157,12 +159,12 @@ class DeepEPGroup:
         experts: of the model, the same number on each rank.
         """
         sizes = tokens, hidden, experts
-        return self._kept(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
+        return self._get_or_create(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
 
     def elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
         """Return the second generation's buffer for at most `tokens` tokens per rank."""
         sizes = tokens, hidden, top_k
-        return self._kept(("elastic", *sizes), lambda: self._make_elastic(*sizes))
+        return self._get_or_create(("elastic", *sizes), lambda: self._make_elastic(*sizes))
 
     def destroy(self) -> None:
         """Free the buffers once every rank calls this. Later use raises UnsupportedError.
@@ -170,7 +172,7 @@ class DeepEPGroup:
         Raises CommunicationError if a rank does not respond; the buffers are then kept, because
         that rank may be writing to them.
         """
-        check_process(self._made_in)
+        check_process(self._generation)
         buffers, self._buffers = self._buffers, {}
         if self._destroyed or not buffers:
             self._destroyed = True
@@ -182,15 +184,15 @@ class DeepEPGroup:
             buffer.destroy()
             DeepEPGroup._between_hosts -= self._is_between_hosts(key)
 
-    def _check_network(self, facts: Facts) -> None:
-        """Check that ranks on several hosts share `facts` and have RDMA NICs.
+    def _check_network(self, properties: Properties) -> None:
+        """Check that ranks on several hosts share `properties` and have RDMA NICs.
 
-        Raises CommunicationError if `facts`, or the presence of a NIC, differ between ranks, and
-        ConfigurationError on all ranks if none has a NIC.
+        Raises CommunicationError if `properties`, or the presence of a NIC, differ between ranks,
+        and ConfigurationError on all ranks if none has a NIC.
         """
         if len(self.hosts) == 1:
             return
-        self.agree({"RDMA NIC": has_rdma_nic(), **facts})
+        self.agree({"RDMA NIC": has_rdma_nic(), **properties})
         if not has_rdma_nic():
             need = "RDMA NICs for DeepEP between hosts"
             raise ConfigurationError("network of the hosts", got="no RDMA NIC", need=need)
@@ -204,24 +206,24 @@ class DeepEPGroup:
         """
         if len(self.hosts) == 1:
             return
-        facts = {"IBGDA": nvshmem_uses_ibgda(), "buffers": DeepEPGroup._between_hosts}
-        self._check_network(facts)
+        properties = {"IBGDA": nvshmem_uses_ibgda(), "buffers": DeepEPGroup._between_hosts}
+        self._check_network(properties)
         if DeepEPGroup._between_hosts:
             need = "one buffer of deep_ep 1.2 in a process, of one kind and size, between hosts"
             raise ConfigurationError("DeepEP's buffers", got="another is in use", need=need)
 
-    def _kept(self, key: tuple[object, ...], make: Callable[[], R]) -> R:
+    def _get_or_create(self, key: tuple[object, ...], create: Callable[[], R]) -> R:
         self.check_open()
         if key not in self._buffers:
             try:
-                self._buffers[key] = make()
+                self._buffers[key] = create()
                 DeepEPGroup._between_hosts += self._is_between_hosts(key)
             except _FAILURES as error:
                 if isinstance(error, (CommunicationError, ConfigurationError)):
                     raise
                 need = _NEEDS[str(key[0])]
                 subject = f"DeepEP's {key[0]} buffer"
-                raise ConfigurationError(subject, got=_in_short(error), need=need) from error
+                raise ConfigurationError(subject, got=_summarize(error), need=need) from error
         buffer: R = self._buffers[key]
         return buffer
 
@@ -230,19 +232,19 @@ class DeepEPGroup:
         return len(self.hosts) > 1 and key[0] != "elastic"
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughput":
-        kind = load_deepep(1).Buffer
-        sizes = high_throughput_arguments(kind, hidden, self.world_size, self.num_sms)
+        buffer_class = load_deepep(1).Buffer
+        config = high_throughput_arguments(buffer_class, hidden, self.world_size, self.num_sms)
         self._check_nvshmem()
-        buffer = sizes.arguments.make(kind, self.process_group)
-        return HighThroughput(buffer, sizes.dispatch, sizes.combine)
+        buffer = config.arguments.make(buffer_class, self.process_group)
+        return HighThroughput(buffer, config.dispatch, config.combine)
 
     def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
-        kind = load_deepep(1).Buffer
+        buffer_class = load_deepep(1).Buffer
         self._check_nvshmem()
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             raise no_queue_pairs_error("IBGDA enabled without an RDMA NIC")
-        arguments = low_latency_arguments(kind, tokens, hidden, experts, self.world_size)
-        buffer = arguments.make(kind, self.process_group)
+        arguments = low_latency_arguments(buffer_class, tokens, hidden, experts, self.world_size)
+        buffer = arguments.make(buffer_class, self.process_group)
         # The library sets the variable itself, unless it was built without IBGDA.
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             buffer.destroy()
@@ -252,12 +254,12 @@ class DeepEPGroup:
             low_latency.self_test(hidden)
         except RuntimeError as error:
             raise no_queue_pairs_error(
-                f"a first exchange that failed: {_in_short(error)}"
+                f"a first exchange that failed: {_summarize(error)}"
             ) from error
         return low_latency
 
     def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
-        kind = load_deepep(2).ElasticBuffer
+        buffer_class = load_deepep(2).ElasticBuffer
         self._check_network({"EP_DISABLE_GIN": "1" if deepep_disables_gin() else "0"})
         if len(self.hosts) > 1 and deepep_disables_gin():
             need = "EP_DISABLE_GIN=0: hosts reach each other through NCCL's GIN alone"
@@ -265,7 +267,7 @@ class DeepEPGroup:
         # The library uses NCCL's communicator, which the first collective creates.
         dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
         seconds = math.ceil(max(_LIBRARY_S, self.deadline_s))
-        return kind(
+        return buffer_class(
             self.process_group,
             num_max_tokens_per_rank=tokens,
             hidden=hidden,
@@ -325,5 +327,5 @@ def _nccl_group(group: object | None) -> dist.ProcessGroup:
     return member
 
 
-def _in_short(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     return first_sentence(RuntimeError(str(error).strip() or type(error).__name__))

@@ -16,7 +16,7 @@ from prepare_finalize.deepep.arguments import PEERS, WORLD_SIZES
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
 # A row is copied in two halves, multiples of 16 bytes; a half and 8 bytes must fit into 8 KiB.
-_MOST_ROW_BYTES = 2 * 8176
+_MAX_ROW_BYTES = 2 * 8176
 
 
 class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
@@ -62,7 +62,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         if world not in WORLD_SIZES and WORLD_SIZES[0] <= world <= WORLD_SIZES[-1]:
             need = f"one of {', '.join(map(str, WORLD_SIZES))}"
             rejections.append(Rejection("world_size", parties, str(world), need))
-        max_hidden = _MOST_ROW_BYTES // torch.bfloat16.itemsize
+        max_hidden = _MAX_ROW_BYTES // torch.bfloat16.itemsize
         if problem.hidden > max_hidden:
             need = f"<= {max_hidden}: a row in two halves of the bulk copy's buffer"
             rejections.append(Rejection("hidden", parties, str(problem.hidden), need))
@@ -105,14 +105,14 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
-        sends_scale = scale is not None and not self.problem.scheme.static
+        has_row_scales = scale is not None and not self.problem.scheme.static
         # In graph capture, tensors stay alive in the graph's pool; no record_stream is needed.
-        overlaps = not (at_once or self.manager.capturing)
+        is_async = not (at_once or self.manager.is_capturing)
         counts_R, counts_H, counts_E, is_sent_TR, _ = buffers.buffer.get_dispatch_layout(
-            pairs.numbers_TK, self.numbers
+            pairs.numbers_TK, self.num_experts
         )
-        got_x, got_ids, got_weights, _, dispatch_handle, event = buffers.buffer.dispatch(
-            (rows, scale) if sends_scale else rows.contiguous(),
+        recv_x, recv_ids, recv_weights, _, library_handle, event = buffers.buffer.dispatch(
+            (rows, scale) if has_row_scales else rows.contiguous(),
             num_tokens_per_rank=counts_R,
             num_tokens_per_rdma_rank=counts_H,
             is_token_in_rank=is_sent_TR,
@@ -121,20 +121,20 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
             topk_weights=pairs.weights_TK,
             num_worst_tokens=0 if self.host_waits else self.dispatch_shape(len(x_TH)).tokens,
             config=buffers.dispatch_config,
-            async_finish=overlaps,
+            async_finish=is_async,
         )
 
         def receive() -> tuple[Dispatched, Handle]:
-            if overlaps:
+            if is_async:
                 event.current_stream_wait()
-            x_RH, scales = got_x if sends_scale else (got_x, scale)
-            tokens = self.local_tokens(call, x_RH, scales, got_ids, got_weights)
-            return tokens, DeepEPHandle(self, call, dispatch_handle, got_weights)
+            x_RH, scales = recv_x if has_row_scales else (recv_x, scale)
+            tokens = self.local_tokens(call, x_RH, scales, recv_ids, recv_weights)
+            return tokens, DeepEPHandle(self, call, library_handle, recv_weights)
 
         return receive
 
-    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
+    def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
         buffers = self.manager.high_throughput(self.problem.hidden)
-        combined = buffers.buffer.combine(rows_RH, given, config=buffers.combine_config)
+        combined = buffers.buffer.combine(rows_RH, library_handle, config=buffers.combine_config)
         sums_TH: torch.Tensor = combined[0]
         return sums_TH

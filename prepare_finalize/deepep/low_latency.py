@@ -84,7 +84,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     )
 
     # 14 per SM, on the Hopper GPU with the fewest SMs.
-    most_experts = 14 * 114
+    max_experts = 14 * 114
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -130,16 +130,16 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         factor = self.problem.routed_scaling_factor
         pairs = self.pairs(routing, call, join=True, factor=factor)
         number_pairs(pairs)
-        ids_TK, by_library = pairs.numbers_TK, quantized_by_library(self.problem)
-        by_library = by_library and dispatches_quantized(self.problem, call)
+        ids_TK, quantize = pairs.numbers_TK, quantized_by_library(self.problem)
+        quantize = quantize and dispatches_quantized(self.problem, call)
         arrival = self._buffer().dispatch(
-            x_TH.contiguous(), ids_TK, quantize=by_library, at_once=at_once
+            x_TH.contiguous(), ids_TK, quantize=quantize, at_once=at_once
         )
 
         def receive() -> tuple[Dispatched, Handle]:
             arrival.receive()
             handle = LowLatencyHandle(self, call, arrival.handle, pairs.weights_TK, ids_TK)
-            return self._arrived(arrival, weights, call), handle
+            return self._received_tokens(arrival, weights, call), handle
 
         return receive
 
@@ -151,15 +151,21 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, LowLatencyHandle)
+        part_handle = self.check_handle(handle, LowLatencyHandle)
         target = out if out.is_contiguous() else out.new_empty(out.shape)
         self._buffer().combine(
-            expert_output, own_handle.ids_TK, own_handle.weights, own_handle.given, target
+            expert_output,
+            part_handle.ids_TK,
+            part_handle.weights,
+            part_handle.library_handle,
+            target,
         )
         if target is not out:
             out.copy_(target)
 
-    def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
+    def _received_tokens(
+        self, arrival: Arrival, weights: ExpertWeights, call: Call
+    ) -> BatchedTokens:
         """Return the received rows as experts take them, quantized if the call does."""
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
@@ -179,7 +185,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def _buffer(self) -> LowLatency:
         problem = self.problem
         tokens = buffer_tokens(problem.tokens)
-        return self.manager.low_latency(tokens, problem.hidden, self.numbers)
+        return self.manager.low_latency(tokens, problem.hidden, self.num_experts)
 
 
 def buffer_tokens(tokens: int) -> int:

@@ -45,7 +45,7 @@ class LowLatency:
 
     def __init__(self, buffer: Any, tokens: int, experts: int) -> None:
         self._buffer, self._tokens, self._experts = buffer, tokens, experts
-        self._sent: Arrival | None = None
+        self._pending: Arrival | None = None
 
     def dispatch(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantize: bool, at_once: bool = False
@@ -56,7 +56,7 @@ class LowLatency:
         quantize: convert to float8_e4m3fn on the way, with one scale per 128 values. at_once:
         receive in the same launch.
         """
-        self._settle()
+        self._receive_pending()
         rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
             x_TH,
             ids_TK,
@@ -67,7 +67,7 @@ class LowLatency:
         )
         x, scale = rows if quantize else (rows, None)
         arrival = Arrival(x, scale, counts, handle, None if at_once else hook)
-        self._sent = None if at_once else arrival
+        self._pending = None if at_once else arrival
         return arrival
 
     def combine(
@@ -82,7 +82,7 @@ class LowLatency:
 
         ids_TK, handle: of the dispatch. weights_TK: float32.
         """
-        self._settle()
+        self._receive_pending()
         self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
 
     def self_test(self, hidden: int) -> None:
@@ -102,10 +102,10 @@ class LowLatency:
         torch.cuda.synchronize(device)
 
     def destroy(self) -> None:
-        self._settle()
+        self._receive_pending()
         self._buffer.destroy()
 
-    def _settle(self) -> None:
-        if self._sent is not None:
-            self._sent.receive()
-        self._sent = None
+    def _receive_pending(self) -> None:
+        if self._pending is not None:
+            self._pending.receive()
+        self._pending = None

@@ -31,7 +31,7 @@ class DeepEPHandle(PartHandle):
     weights: of the received rows, or of this rank's tokens.
     """
 
-    given: Any
+    library_handle: Any
     weights: torch.Tensor
 
 
@@ -46,12 +46,12 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     manager_class = DeepEPGroup
     generation = 1  # of the library
     ids_dtype = torch.int64  # required by the library
-    most_experts: int | None = None  # in total; each rank has the same number
+    max_experts: int | None = None  # in total; each rank has the same number
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
         super().__init__(problem, group)
-        self.slots = slots_of(problem.placement)
+        self.num_slots = slots_of(problem.placement)
         self.manager.agree(_shared(type(self).__name__, problem))
         self.make_buffer()
 
@@ -69,10 +69,10 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         if max_slots is not None and slots > max_slots:
             need = f"<= {max_slots} experts on a rank"
             rejections.append(Rejection("max_experts", parties, f"{slots} on one", need))
-        numbers = slots * problem.parallel.world_size
-        if cls.most_experts is not None and numbers > cls.most_experts:
-            need = f"<= {cls.most_experts} in all"
-            rejections.append(Rejection("max_experts", parties, f"{numbers} in all", need))
+        total_experts = slots * problem.parallel.world_size
+        if cls.max_experts is not None and total_experts > cls.max_experts:
+            need = f"<= {cls.max_experts} in all"
+            rejections.append(Rejection("max_experts", parties, f"{total_experts} in all", need))
         if cls.generation != 1 and "deep_ep_cpp" in machine.packages:
             hint = "both generations are one package by name: give each an environment"
             parties = (name, "machine")
@@ -93,9 +93,9 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         return self.problem.parallel.world_size
 
     @property
-    def numbers(self) -> int:
+    def num_experts(self) -> int:
         """Number of experts that the library sees."""
-        return self.world_size * self.slots
+        return self.world_size * self.num_slots
 
 
 class DeepEPRowsPart(DeepEPPart):
@@ -128,15 +128,18 @@ class DeepEPRowsPart(DeepEPPart):
     def combined(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
-        own_handle = self.check_handle(handle, DeepEPHandle)
+        part_handle = self.check_handle(handle, DeepEPHandle)
         rows_RH = reduce_rows(
-            expert_output, own_handle.weights, self.problem, own_handle.call, reduce
+            expert_output, part_handle.weights, self.problem, part_handle.call, reduce
         )
-        return self.sums_of_ranks(rows_RH, own_handle.given)
+        return self.combine_ranks(rows_RH, part_handle.library_handle)
 
     @abstractmethod
-    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
-        """Return (T, H) sums over ranks for this rank's tokens. given: handle of the dispatch."""
+    def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
+        """Return (T, H) sums over ranks for this rank's tokens.
+
+        library_handle: the handle that the library's dispatch returned.
+        """
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:

@@ -61,7 +61,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         received_by_library=True,
     )
     generation = 2
-    most_experts = 2048
+    max_experts = 2048
 
     @classmethod
     def max_slots(cls, problem: Problem) -> int:
@@ -111,36 +111,36 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
-        sends_scale = scale is not None and not self.problem.scheme.static
+        has_row_scales = scale is not None and not self.problem.scheme.static
         # In graph capture, tensors stay alive in the graph's pool; no record_stream is needed.
-        overlaps = not (at_once or self.manager.capturing)
-        got_x, got_ids, got_weights, dispatch_handle, event = self._buffer().dispatch(
-            (rows, scale) if sends_scale else rows.contiguous(),
+        is_async = not (at_once or self.manager.is_capturing)
+        recv_x, recv_ids, recv_weights, library_handle, event = self._buffer().dispatch(
+            (rows, scale) if has_row_scales else rows.contiguous(),
             topk_idx=pairs.numbers_TK,
             topk_weights=pairs.weights_TK,
-            num_experts=self.numbers,
+            num_experts=self.num_experts,
             num_sms=self.manager.num_sms or 0,
-            async_with_compute_stream=overlaps,
+            async_with_compute_stream=is_async,
             do_handle_copy=False,  # nothing overwrites the ids before the combine
             do_cpu_sync=False,
         )
 
         def receive() -> tuple[Dispatched, Handle]:
-            if overlaps:
+            if is_async:
                 event.current_stream_wait()
-            x_RH, scales = got_x if sends_scale else (got_x, scale)
-            count = dispatch_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-            slots_RK, weights_RK = self._live_pairs(got_ids, got_weights, count, call)
+            x_RH, scales = recv_x if has_row_scales else (recv_x, scale)
+            count = library_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            slots_RK, weights_RK = self._mask_unwritten(recv_ids, recv_weights, count, call)
             tokens = self.local_tokens(call, x_RH, scales, slots_RK, weights_RK)
-            return tokens, DeepEPHandle(self, call, dispatch_handle, weights_RK)
+            return tokens, DeepEPHandle(self, call, library_handle, weights_RK)
 
         return receive
 
-    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
-        sums_TH: torch.Tensor = self._buffer().combine(rows_RH, given)[0]
+    def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
+        sums_TH: torch.Tensor = self._buffer().combine(rows_RH, library_handle)[0]
         return sums_TH
 
-    def _live_pairs(
+    def _mask_unwritten(
         self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots and weights of the `count` received rows; the other rows are not written."""

@@ -21,7 +21,7 @@ from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.flashinfer.library import load
 
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
-_UNIT = 128  # bytes by which workspace sizes differ
+_SIZE_STEP = 128  # bytes by which workspace sizes differ
 _serials = count(1)
 
 
@@ -29,12 +29,12 @@ _serials = count(1)
 class AlltoAllShape:
     """Sizes of one MoeAlltoAll; the same on every rank.
 
-    max_tokens: largest T of a rank, at least 1. numbers: number of experts that the library sees.
+    max_tokens: largest T of a rank, at least 1. num_experts: as passed to the library.
     dispatch_bytes, combine_bytes: bytes of one token's payloads in dispatch and in combine.
     """
 
     max_tokens: int
-    numbers: int
+    num_experts: int
     top_k: int
     dispatch_bytes: int
     combine_bytes: int
@@ -60,11 +60,11 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
     """
 
     package = "FlashInfer"
-    beside = "/flashinfer"
+    store_prefix = "/flashinfer"
     load_library = staticmethod(load)
     device = "cuda"
 
-    def _met(self) -> None:
+    def _initialize(self) -> None:
         self.agree({"in_flight": self.in_flight})
 
     def check_device(self, device: torch.device | str) -> None:
@@ -80,7 +80,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         # way to release one.
         exchange.all_to_all._reset_workspace()
 
-    def _make(self, shape: AlltoAllShape) -> FlashInferExchange:
+    def _allocate(self, shape: AlltoAllShape) -> FlashInferExchange:
         """Allocate one more workspace of a shape, on all ranks."""
         library, exchanges = self._library, self._exchanges[shape]
         self._meeting.agree({"workspaces": len(exchanges) + 1, "shape": shape})
@@ -99,7 +99,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
                 ),
                 max_num_tokens=shape.max_tokens,
                 top_k=shape.top_k,
-                num_experts=shape.numbers,
+                num_experts=shape.num_experts,
                 workspace_size_per_rank=nbytes + self._unique_padding(),
                 mnnvl_config=library.MnnvlConfig(comm_backend=self._communicator()),
             )
@@ -114,11 +114,11 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
 
         The library treats workspaces of equal size as the same one, across groups and calls.
         """
-        gathered = self._meeting.tell({"serial": next(_serials)})
-        serial = max(int(facts["serial"]) for facts in gathered)
+        gathered = self._meeting.exchange({"serial": next(_serials)})
+        serial = max(int(properties["serial"]) for properties in gathered)
         while next(_serials) <= serial:
             pass
-        return serial * _UNIT
+        return serial * _SIZE_STEP
 
     def _communicator(self) -> Any:
         """Return the library's communicator over the whole group.
@@ -127,8 +127,8 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         it.
         """
 
-        class Whole(self._library.TorchDistBackend):  # type: ignore[misc, name-defined]
-            def Split(self, color: int, key: int) -> "Whole":
+        class FullGroupBackend(self._library.TorchDistBackend):  # type: ignore[misc, name-defined]
+            def Split(self, color: int, key: int) -> "FullGroupBackend":
                 return self
 
-        return Whole(self._group)
+        return FullGroupBackend(self._group)

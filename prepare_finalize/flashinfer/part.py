@@ -36,11 +36,11 @@ _SHARED = (
 class FlashInferHandle(PartHandle):
     """Handle of an exchange.
 
-    turn: the exchange's use by this call. weights_RK: weights of the received rows.
+    use_count: uses of the exchange up to this call. weights_RK: weights of the received rows.
     """
 
     exchange: FlashInferExchange
-    turn: int
+    use_count: int
     weights_RK: torch.Tensor
 
 
@@ -79,7 +79,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self.slots = slots_of(problem.placement)
+        self.num_slots = slots_of(problem.placement)
         self._shape = _shape(problem)
         self.manager.agree({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
@@ -126,7 +126,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
-        payloads = [_dense(rows, call)]
+        payloads = [_contiguous(rows, call)]
         sends_scale = scale is not None and not self.problem.scheme.static
         if scale is not None and sends_scale:
             payloads.append(scale)
@@ -147,7 +147,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             slots_RK, local_weights_RK = self._local(ids_RK, weights_RK, call)
         scales = received_scales[0] if sends_scale else scale
         tokens = self.local_tokens(call, x_RH, scales, slots_RK, local_weights_RK)
-        return tokens, FlashInferHandle(self, call, exchange, exchange.turn, local_weights_RK)
+        return tokens, FlashInferHandle(self, call, exchange, exchange.use_count, local_weights_RK)
 
     def finalize(
         self,
@@ -157,25 +157,25 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, FlashInferHandle)
-        exchange, shape = own_handle.exchange, self._shape
-        if not exchange.busy or exchange.turn != own_handle.turn:
+        part_handle = self.check_handle(handle, FlashInferHandle)
+        exchange, shape = part_handle.exchange, self._shape
+        if not exchange.in_use or exchange.use_count != part_handle.use_count:
             raise UnsupportedError(
                 "handle", got="one that was combined", need="the handle of an unfinished call"
             )
         rows_RH = reduce_rows(
-            expert_output, own_handle.weights_RK, self.problem, own_handle.call, reduce
+            expert_output, part_handle.weights_RK, self.problem, part_handle.call, reduce
         )
         world_size = self.problem.parallel.world_size
         payload = rows_RH.view(world_size, shape.max_tokens, self.problem.hidden)
-        dense = out.is_contiguous()
+        is_contiguous = out.is_contiguous()
         with stages.stage(stages.COMBINE):
             combined = exchange.all_to_all.combine(
-                payload, shape.max_tokens, output=out if dense else None
+                payload, shape.max_tokens, output=out if is_contiguous else None
             )
-            if not dense:
+            if not is_contiguous:
                 out.copy_(combined)
-        self.manager.give_back(exchange)
+        self.manager.release(exchange)
 
     def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
         """Return the expert numbers to send to; for skipped pairs, one of this rank."""
@@ -183,7 +183,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)
         targets_TK = take("targets", shape).copy_(numbers_TK)
-        return targets_TK.masked_fill_(skipped, self.manager.rank * self.slots)
+        return targets_TK.masked_fill_(skipped, self.manager.rank * self.num_slots)
 
     def _local(
         self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: Call
@@ -191,7 +191,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         """Return local slots and weights, -1 and 0 for pairs of other ranks."""
         take, shape = call.workspace.take, tuple(numbers_RK.shape)
         slots_RK, local_weights_RK = take("local_ids", shape), take("local_weights", shape)
-        torch.sub(numbers_RK, self.manager.rank * self.slots, out=slots_RK)
+        torch.sub(numbers_RK, self.manager.rank * self.num_slots, out=slots_RK)
         local_weights_RK.copy_(weights_RK)
         skipped = take("skipped", shape).view(torch.bool)
         for compare, bound in ((torch.lt, 0), (torch.ge, self.problem.e)):
@@ -216,7 +216,7 @@ def _shape(problem: Problem) -> AlltoAllShape:
     )
 
 
-def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
+def _contiguous(rows: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the rows contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows

@@ -59,13 +59,13 @@ class RowCounts:
     table: (W, C * (H + W)) int64; row r has the rows of rank r to each host, then to each rank.
     """
 
-    at: Geometry
+    geometry: Geometry
     table: torch.Tensor
 
     @cached_property
     def _to_hosts(self) -> torch.Tensor:
         """(W, C, H): rows that each rank sends to its counterpart on each host."""
-        geometry = self.at
+        geometry = self.geometry
         return self.table[:, : geometry.chunks * geometry.hosts].view(
             -1, geometry.chunks, geometry.hosts
         )
@@ -73,7 +73,7 @@ class RowCounts:
     @cached_property
     def _to_ranks(self) -> torch.Tensor:
         """(W, C, W): rows of the first rank's tokens whose final destination is the last rank."""
-        geometry = self.at
+        geometry = self.geometry
         return self.table[:, geometry.chunks * geometry.hosts :].view(
             -1, geometry.chunks, geometry.world_size
         )
@@ -81,24 +81,24 @@ class RowCounts:
     @cached_property
     def sent(self) -> list[int]:
         """Rows that this rank sends, by chunk, including those to its own host."""
-        sent: list[int] = self._to_hosts[self.at.rank].sum(1).tolist()
+        sent: list[int] = self._to_hosts[self.geometry.rank].sum(1).tolist()
         return sent
 
     @cached_property
-    def came(self) -> list[int]:
+    def forwarded(self) -> list[int]:
         """Rows that this rank receives in order to pass them on, by chunk."""
-        came: list[int] = self._from_hosts.sum(1).tolist()
-        return came
+        forwarded: list[int] = self._from_hosts.sum(1).tolist()
+        return forwarded
 
     @property
     def _from_hosts(self) -> torch.Tensor:
         """(C, H): rows that this rank receives from its counterpart on each host."""
-        geometry = self.at
+        geometry = self.geometry
         return self._to_hosts[geometry.local_rank :: geometry.ranks_per_host, :, geometry.host].T
 
     def splits(self, chunk: int) -> tuple[list[int], list[int]]:
         """Return the rows to and from each rank in a chunk."""
-        geometry = self.at
+        geometry = self.geometry
         to_W, from_W = [0] * geometry.world_size, [0] * geometry.world_size
         to_W[geometry.local_rank :: geometry.ranks_per_host] = self._to_hosts[
             geometry.rank, chunk
@@ -107,9 +107,9 @@ class RowCounts:
         return to_W, from_W
 
     @cached_property
-    def leaves_host(self) -> list[bool]:
+    def crosses_hosts(self) -> list[bool]:
         """Whether any row of a chunk leaves its host; the same on every rank."""
-        geometry = self.at
+        geometry = self.geometry
         host_of_rank = torch.arange(geometry.hosts).repeat_interleave(geometry.ranks_per_host)
         is_remote = torch.arange(geometry.hosts)[None, :] != host_of_rank[:, None]
         crosses: list[bool] = (self._to_hosts * is_remote[:, None]).sum((0, 2)).gt(0).tolist()
@@ -121,9 +121,9 @@ class RowCounts:
         return bool(self.table.any())
 
     @cached_property
-    def _inside(self) -> torch.Tensor:
+    def _rows_within_host(self) -> torch.Tensor:
         """(C, L, L): rows that each rank of this host passes to each rank of it."""
-        geometry, per_host = self.at, self.at.ranks_per_host
+        geometry, per_host = self.geometry, self.geometry.ranks_per_host
         to_this_host = self._to_ranks[
             :, :, geometry.host * per_host : (geometry.host + 1) * per_host
         ]
@@ -134,19 +134,19 @@ class RowCounts:
         )
 
     @cached_property
-    def busy(self) -> list[bool]:
+    def has_rows(self) -> list[bool]:
         """Whether ranks of this host pass any row of a chunk; the same on each of them."""
-        busy: list[bool] = self._inside.sum((1, 2)).gt(0).tolist()
-        return busy
+        has_rows: list[bool] = self._rows_within_host.sum((1, 2)).gt(0).tolist()
+        return has_rows
 
     @cached_property
-    def room(self) -> torch.Tensor:
+    def write_bounds(self) -> torch.Tensor:
         """(2, C, L): first row and end row that this rank writes at each rank of its host.
 
         Rows there are ordered by chunk, then by passing rank.
         """
-        geometry = self.at
-        flat = self._inside.reshape(-1, geometry.ranks_per_host)
+        geometry = self.geometry
+        flat = self._rows_within_host.reshape(-1, geometry.ranks_per_host)
         stop = flat.cumsum(0)
         bounds = torch.stack((stop - flat, stop))
         return bounds.view(2, geometry.chunks, geometry.ranks_per_host, -1)[
@@ -156,12 +156,12 @@ class RowCounts:
     @cached_property
     def received(self) -> int:
         """Number of rows passed to this rank."""
-        return int(self._inside[:, :, self.at.local_rank].sum())
+        return int(self._rows_within_host[:, :, self.geometry.local_rank].sum())
 
     @cached_property
     def max_rows_W(self) -> list[int]:
         """Rows that each rank receives: as final destination or to pass on, whichever is more."""
-        geometry = self.at
+        geometry = self.geometry
         final = self._to_ranks.sum((0, 1))
         passed_on = (
             self._to_hosts.sum(1)
@@ -172,21 +172,21 @@ class RowCounts:
         return rows_W
 
 
-def check_counts(manager: TorchGroup, agreed: Agreement, at: Geometry) -> RowCounts:
-    """Return the Passage of the counts.
+def check_counts(manager: TorchGroup, agreement: Agreement, geometry: Geometry) -> RowCounts:
+    """Return the row counts by route.
 
     Raises CommunicationError on every rank if the counts contradict T.
     """
-    result = RowCounts(at, torch.tensor(agreed.rows_WW, dtype=torch.int64))
-    tokens_W = torch.tensor(agreed.tokens_W)
-    first = at.tokens * torch.arange(at.chunks)
-    limit_WC1 = (tokens_W[:, None] - first).clamp(0, at.tokens)[..., None]
+    result = RowCounts(geometry, torch.tensor(agreement.rows_WW, dtype=torch.int64))
+    tokens_W = torch.tensor(agreement.tokens_W)
+    first = geometry.tokens * torch.arange(geometry.chunks)
+    limit_WC1 = (tokens_W[:, None] - first).clamp(0, geometry.tokens)[..., None]
     is_wrong = ((result._to_hosts > limit_WC1).flatten(1).any(1)) | (
         (result._to_ranks > limit_WC1).flatten(1).any(1)
     )
     if bool(is_wrong.any()):
         peers: Sequence[int] = is_wrong.nonzero()[:, 0].tolist()
-        got = f"rows by chunk {[agreed.rows_WW[rank] for rank in peers]}"
+        got = f"rows by chunk {[agreement.rows_WW[rank] for rank in peers]}"
         need = "no more than a chunk has tokens"
-        raise manager.disagreement(got, need, step=agreed.step, peers=peers)
+        raise manager.disagreement(got, need, step=agreement.step, peers=peers)
     return result

@@ -41,7 +41,7 @@ class HostMemory(SharedMemory):
         self, store: Store, rank: int, hosts: Hosts, *, device: str, deadline_s: float, history: int
     ) -> None:
         self.ranks = hosts.ranks_on(hosts.index_W[rank])
-        self._store, self._hosts, self._in_group, self._heaps = store, hosts, rank, 0
+        self._store, self._hosts, self._group_rank, self._heaps = store, hosts, rank, 0
         super().__init__(
             self.ranks.index(rank),
             len(self.ranks),
@@ -49,11 +49,11 @@ class HostMemory(SharedMemory):
             deadline_s=deadline_s,
             last_calls=LastCalls(rank, history),
         )
-        self.named = rank
+        self.reported_rank = rank
         # The word is in shared memory, so that a rank that fails ends the waits of all ranks here.
         words = self.heap(_WORD, "failure", lambda heap: heap.bytes_N.zero_())
         self.failed = words.bytes_N.view(torch.int32)
-        self._failed_of_ranks: list[Any] = [*words.kept]
+        self._failed_of_ranks: list[Any] = [*words.owners]
         if device == "cuda":
             (shared,) = self._failed_of_ranks
             ranks = range(self.world_size)
@@ -79,13 +79,13 @@ class HostMemory(SharedMemory):
     def _meeting(self) -> Meeting:
         self._heaps += 1
         store = PrefixStore(f"memory/{self._heaps}", self._store)
-        return Meeting(store, self._in_group, len(self._hosts.index_W), self.deadline_s)
+        return Meeting(store, self._group_rank, len(self._hosts.index_W), self.deadline_s)
 
     def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        return share_memory(meeting, self._in_group, nbytes, NO_VALUE, self.ranks)
+        return share_memory(meeting, self._group_rank, nbytes, NO_VALUE, self.ranks)
 
     def _rendezvous(self, own: torch.Tensor) -> Any:
-        host = self._hosts.index_W[self._in_group]
+        host = self._hosts.index_W[self._group_rank]
         store = PrefixStore(f"memory/{self._heaps}/host/{host}", self._store)
         name: Any = (
             f"modular_kernel/host_memory/{next(_numbers)}"  # torch declares another string type
@@ -102,8 +102,8 @@ class HostMemory(SharedMemory):
 class HostThenRankGroup(TorchGroup):
     """Exchanges over the ranks of one process group, and memory shared by the ranks of each host.
 
-    Takes the arguments of TorchGroup. inside: the shared memory. Raises ConfigurationError on every
-    rank unless all hosts have the same number of ranks, numbered consecutively.
+    Takes the arguments of TorchGroup. host_memory: the shared memory. Raises ConfigurationError on
+    every rank unless all hosts have the same number of ranks, numbered consecutively.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class HostThenRankGroup(TorchGroup):
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        self.inside: HostMemory | None = None  # set once the hosts are known
+        self.host_memory: HostMemory | None = None  # set once the hosts are known
         super().__init__(group, deadline_s=deadline_s, device=device, history=history)
         self.ranks_per_host = self.world_size // len(self.hosts)
         if not self.hosts.has_consecutive_ranks(self.ranks_per_host):
@@ -122,7 +122,7 @@ class HostThenRankGroup(TorchGroup):
             need = "the same number of consecutive ranks on each host"
             raise ConfigurationError("hosts of the ranks", got=str(self.hosts), need=need)
         try:
-            self.inside = HostMemory(
+            self.host_memory = HostMemory(
                 PrefixStore("inside", self._store),
                 self.rank,
                 self.hosts,
@@ -141,13 +141,13 @@ class HostThenRankGroup(TorchGroup):
 
     @property
     def memory(self) -> HostMemory:
-        assert self.inside is not None
-        return self.inside
+        assert self.host_memory is not None
+        return self.host_memory
 
-    def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], object]) -> Heap:
+    def heap(self, nbytes: int, signature: str, initialize: Callable[[Heap], object]) -> Heap:
         """Call SharedMemory.heap for the ranks of this host; collective over all ranks."""
         self._check_open()
-        return self.memory.heap(nbytes, meaning, begin)
+        return self.memory.heap(nbytes, signature, initialize)
 
     def note(self, step: int, phase: str) -> None:
         """Add an exchange within the hosts to the sequence that ranks must share."""
@@ -171,11 +171,11 @@ class HostThenRankGroup(TorchGroup):
 
     def destroy(self) -> None:
         super().destroy()
-        if self.inside is not None:
-            self.inside.destroy()
+        if self.host_memory is not None:
+            self.host_memory.destroy()
 
     def _close_connections(self) -> None:
         super()._close_connections()
-        if self.inside is not None:
+        if self.host_memory is not None:
             with suppress(RuntimeError):  # the GPU may have failed; peers then hit their deadline
-                self.inside.fail()
+                self.host_memory.fail()

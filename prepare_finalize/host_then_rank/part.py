@@ -40,18 +40,18 @@ _CHUNK_TOKENS = {"cuda": 1024, "cpu": 4}
 class HostThenRankHandle(GroupHandle):
     """Handle of a two-level exchange.
 
-    token_N: this rank's token of each sent row, ordered by chunk, host, then token. passes:
-    exchanges within the host, by chunk; None for a chunk without rows here.
+    token_N: this rank's token of each sent row, ordered by chunk, host, then token.
+    host_exchanges: exchanges within the host, by chunk; None for a chunk without rows on this rank.
     """
 
     token_N: torch.Tensor
-    way: RowCounts
-    room: CallMemory
+    counts: RowCounts
+    memory: CallMemory
     host_exchanges: tuple[SymmetricExchange | None, ...]
 
 
 class HostThenRankPrepareAndFinalize(RowsPart):
-    """Send each token's row once to each host that has one of its experts, then on to ranks there.
+    """Send each token's row once to each host with one of its experts, then to ranks of that host.
 
     A row is sent over torch.distributed to the rank of the same local number on that host. That
     rank writes it over NVLink (on a CPU: shared files) to the ranks of its host that hold the
@@ -83,35 +83,35 @@ class HostThenRankPrepareAndFinalize(RowsPart):
     manager_class = HostThenRankGroup
     manager: HostThenRankGroup
     keeps_expert_output = True
-    most_chunks = _MAX_CHUNKS
+    max_chunks = _MAX_CHUNKS
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         manager = self.manager
         per_host, tokens = manager.ranks_per_host, problem.tokens
         target_chunks = -(-tokens // _CHUNK_TOKENS[manager.device])
-        chunks = max(1, min(per_host, self.most_chunks, target_chunks))
+        chunks = max(1, min(per_host, self.max_chunks, target_chunks))
         geometry = Geometry(
             manager.rank, manager.world_size, per_host, chunks, -(-tokens // chunks)
         )
-        self._at, self.layer.counts = geometry, geometry.counts
+        self._geometry, self.layer.counts = geometry, geometry.counts
         host_slots = problem.placement.slots[
             geometry.host * per_host : (geometry.host + 1) * per_host
         ]
-        self._inner = _host_problem(problem, geometry, tuple(map(len, host_slots)))
-        self._first_W = _first_numbers(problem.placement, per_host)
+        self._host_problem = _make_host_problem(problem, geometry, tuple(map(len, host_slots)))
+        self._first_slot_W = _first_numbers(problem.placement, per_host)
         try:
-            self._slots = HostSlots(self._inner, problem, manager, self.most_rows)
+            self._slots = HostSlots(self._host_problem, problem, manager, self.max_rows)
         except CommunicationError:
             self.destroy()
             raise
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        problem, geometry = self.problem, self._at
+        problem, geometry = self.problem, self._geometry
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
         sent, forwarded = (
             min(geometry.hosts, problem.top_k) * max_tokens,
-            min(geometry.hosts * max_tokens, self.most_rows),
+            min(geometry.hosts * max_tokens, self.max_rows),
         )
         return {
             **token_specs(problem, max_tokens),
@@ -127,125 +127,137 @@ class HostThenRankPrepareAndFinalize(RowsPart):
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        manager, geometry = self.manager, self._at
+        manager, geometry = self.manager, self._geometry
         manager.check_device(x_TH.device)
         self._slots.check_free()
         rank_TK, slot_TK, invalid = pairs_to_slots(
             routing.topk_ids_TK, self.tables(x_TH.device), first_token=manager.rank, together=True
         )
         host_TK = rank_TK.div(geometry.ranks_per_host, rounding_mode="floor")
-        to_hosts = geometry.by_chunk(_needs_place(host_TK, geometry.hosts))
-        to_ranks = geometry.by_chunk(_needs_place(rank_TK, geometry.world_size))
-        agreed = agree(
+        to_hosts = geometry.by_chunk(_token_mask(host_TK, geometry.hosts))
+        to_ranks = geometry.by_chunk(_token_mask(rank_TK, geometry.world_size))
+        agreement = agree(
             self.layer,
             call,
             tokens=x_TH.shape[0],
             rows_W=torch.cat((to_hosts.sum(2).flatten(), to_ranks.sum(2).flatten())).tolist(),
             device=x_TH.device,
-            largest=self.largest(x_TH, call),
+            amax=self.local_amax(x_TH, call),
         )
-        counts = check_counts(manager, agreed, geometry)
-        refuse_more_rows(self.layer, agreed, counts.max_rows_W)
+        counts = check_counts(manager, agreement, geometry)
+        refuse_more_rows(self.layer, agreement, counts.max_rows_W)
         call.invalid_ids.add_(invalid)
-        layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
+        layout, packed_own, scale = self.pack(
+            x_TH, routing, weights, call, agreement, rows=len(x_TH)
+        )
         chunk_N, host_N, index_N = to_hosts.nonzero(as_tuple=True)
         token_N = index_N + chunk_N * geometry.tokens
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
         torch.index_select(packed_own, 0, token_N, out=sent)
         is_on_host = host_TK[token_N] == host_N[:, None]
-        first_W = torch.tensor(self._first_W, device=x_TH.device)
+        first_W = torch.tensor(self._first_slot_W, device=x_TH.device)
         number_TK = first_W[rank_TK.clamp(min=0)] + slot_TK
         layout.put(sent, "ids", torch.where(is_on_host, number_TK[token_N], -1).to(torch.int32))
         layout.put(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))
-        forwarded = call.workspace.take("packed_came", (sum(counts.came), layout.nbytes))
-        crossing = [
-            self._exchange_between_hosts(counts, chunk, forwarded, sent, agreed.step, "dispatch")
+        forwarded = call.workspace.take("packed_came", (sum(counts.forwarded), layout.nbytes))
+        exchanges = [
+            self._exchange_between_hosts(counts, chunk, forwarded, sent, agreement.step, "dispatch")
             for chunk in range(geometry.chunks)
         ]
         memory = self._slots.take(counts.received)
 
         def receive() -> tuple[Dispatched, Handle]:
-            passes = self._pass_on(counts, forwarded, crossing, memory.slot, call, agreed.step)
-            slot = memory.came
+            host_exchanges = self._pass_on(
+                counts, forwarded, exchanges, memory.slot, call, agreement.step
+            )
+            slot = memory.rows
             weights_RK = None if self.problem.apply_router_weight_on_input else slot.weights_RK
             scales = scale if slot.scale_RG is None else slot.scale_RG
-            arrived_tokens = self.local_tokens(
+            received_tokens = self.local_tokens(
                 call, slot.x_RH, scales, slot.ids_RK, slot.weights_RK, slot.adapters_R
             )
-            return arrived_tokens, HostThenRankHandle(
-                self, call, agreed, weights_RK, token_N, counts, memory, passes
+            return received_tokens, HostThenRankHandle(
+                self, call, agreement, weights_RK, token_N, counts, memory, host_exchanges
             )
 
         return receive
 
     def _exchange_between_hosts(
         self,
-        way: RowCounts,
+        counts: RowCounts,
         chunk: int,
-        came: torch.Tensor,
+        forwarded: torch.Tensor,
         sent: torch.Tensor,
         step: int,
         phase: str,
     ) -> Exchange | None:
-        """Start a chunk's exchange between hosts: from `sent` to `came`, or back in the combine.
+        """Start a chunk's exchange between hosts: `sent` to `forwarded`, reversed in the combine.
 
         Returns None if no row leaves its host; the rows are then copied.
         """
-        to_W, from_W = way.splits(chunk)
-        target = came[_chunk(way.came, chunk)]
-        source = sent[_chunk(way.sent, chunk)]
+        to_W, from_W = counts.splits(chunk)
+        target = forwarded[_chunk(counts.forwarded, chunk)]
+        source = sent[_chunk(counts.sent, chunk)]
         if phase == "combine":
             target, source, to_W, from_W = source, target, from_W, to_W
-        if not way.leaves_host[chunk]:
+        if not counts.crosses_hosts[chunk]:
             target.copy_(source)
             return None
         return self.manager.all_to_all(
-            target, source, out_rows=from_W, given_rows=to_W, step=step, phase=phase
+            target, source, output_splits=from_W, input_splits=to_W, step=step, phase=phase
         )
 
     def _pass_on(
         self,
-        way: RowCounts,
-        came: torch.Tensor,
-        crossing: list[Exchange | None],
+        counts: RowCounts,
+        forwarded: torch.Tensor,
+        exchanges: list[Exchange | None],
         slot: Slot,
         call: Call,
         step: int,
     ) -> tuple[SymmetricExchange | None, ...]:
         """Write the rows of each chunk, as they arrive, to ranks of this host; wait for theirs."""
-        unpacked, passes = self.rows.room(call, len(came)), list[SymmetricExchange | None]()
-        per_host, started = self._at.ranks_per_host, time.monotonic()
-        bits = call.workspace.take("ranks_of_rows", (len(came),))
-        places = call.workspace.take("places", (per_host * len(came),))
-        tables = self._inner.placement.tables(came.device)
-        last = max((chunk for chunk, busy in enumerate(way.busy) if busy), default=-1)
-        if way.any_rows:
+        arrived_rows, host_exchanges = (
+            self.rows.allocate(call, len(forwarded)),
+            list[SymmetricExchange | None](),
+        )
+        per_host, started = self._geometry.ranks_per_host, time.monotonic()
+        bits = call.workspace.take("ranks_of_rows", (len(forwarded),))
+        positions = call.workspace.take("places", (per_host * len(forwarded),))
+        tables = self._host_problem.placement.tables(forwarded.device)
+        last_chunk = max(
+            (chunk for chunk, has_rows in enumerate(counts.has_rows) if has_rows), default=-1
+        )
+        if counts.any_rows:
             self.manager.note(step, "dispatch")
-        for chunk, exchange in enumerate(crossing):
+        for chunk, exchange in enumerate(exchanges):
             if exchange is not None:
                 exchange.wait()
-            if not way.busy[chunk]:
-                passes.append(None)
+            if not counts.has_rows[chunk]:
+                host_exchanges.append(None)
                 continue
-            self.manager.check_host_memory(step, "dispatch", came.nbytes, started)
-            chunk_rows = _chunk(way.came, chunk)
-            chunk_unpacked = unpacked.rows(chunk_rows.start, chunk_rows.stop)
-            self.rows.fill(chunk_unpacked, call, [came[chunk_rows]])
+            self.manager.check_host_memory(step, "dispatch", forwarded.nbytes, started)
+            chunk_rows = _chunk(counts.forwarded, chunk)
+            chunk_unpacked = arrived_rows.rows(chunk_rows.start, chunk_rows.stop)
+            self.rows.unpack_into(chunk_unpacked, call, [forwarded[chunk_rows]])
             rows = chunk_rows.stop - chunk_rows.start
-            places_LN = places[per_host * chunk_rows.start : per_host * chunk_rows.stop].view(
+            positions_LN = positions[per_host * chunk_rows.start : per_host * chunk_rows.stop].view(
                 per_host, rows
             )
             _assign_rows(
-                chunk_unpacked.ids_RK, tables, way.room[:, chunk].to(came.device), out=places_LN
+                chunk_unpacked.ids_RK,
+                tables,
+                counts.write_bounds[:, chunk].to(forwarded.device),
+                out=positions_LN,
             )
             host_exchange = SymmetricExchange(
                 self.manager.memory,
-                self._inner,
+                self._host_problem,
                 slot,
                 self._slots.heap.deltas_W,
                 bits[chunk_rows],
                 rows,
-                places_LN,
+                positions_LN,
             )
             routing = Routing(
                 chunk_unpacked.weights_RK, chunk_unpacked.ids_RK, chunk_unpacked.adapters_R
@@ -255,14 +267,19 @@ class HostThenRankPrepareAndFinalize(RowsPart):
                 scale = bits if chunk_unpacked.scale is None else chunk_unpacked.scale
                 quantized = Quantized(chunk_unpacked.x_RH, scale)
             host_exchange.send(
-                chunk_unpacked.x_RH, routing, tables, call, quantized=quantized, wait=chunk == last
+                chunk_unpacked.x_RH,
+                routing,
+                tables,
+                call,
+                quantized=quantized,
+                wait=chunk == last_chunk,
             )
-            passes.append(host_exchange)
-            self.manager.check_host_memory(step, "dispatch", came.nbytes, started)
-        return tuple(passes)
+            host_exchanges.append(host_exchange)
+            self.manager.check_host_memory(step, "dispatch", forwarded.nbytes, started)
+        return tuple(host_exchanges)
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        return self.check_handle(handle, HostThenRankHandle).room.came.y_RH
+        return self.check_handle(handle, HostThenRankHandle).memory.rows.y_RH
 
     def finalize(
         self,
@@ -272,56 +289,62 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, HostThenRankHandle)
-        counts, step, take = own_handle.way, own_handle.agreed.step, own_handle.call.workspace.take
-        y_RH, manager, started = own_handle.room.came.y_RH, self.manager, time.monotonic()
-        own_handle.room.give_back()
+        part_handle = self.check_handle(handle, HostThenRankHandle)
+        counts, step, take = (
+            part_handle.counts,
+            part_handle.agreement.step,
+            part_handle.call.workspace.take,
+        )
+        y_RH, manager, started = part_handle.memory.rows.y_RH, self.manager, time.monotonic()
+        part_handle.memory.release()
         if expert_output is not y_RH:
             weight_and_reduce(
-                expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
+                expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
-        sums = take("rows_sum", (sum(counts.came), self.problem.hidden))
-        returned = take("returned", (sum(counts.sent), self.problem.hidden))
-        crossing = []
+        sums = take("rows_sum", (sum(counts.forwarded), self.problem.hidden))
+        partial_sums = take("returned", (sum(counts.sent), self.problem.hidden))
+        exchanges = []
         with stages.stage(stages.COMBINE):
             if counts.any_rows:
                 manager.note(step, "combine")
-            for chunk, host_exchange in enumerate(own_handle.host_exchanges):
+            for chunk, host_exchange in enumerate(part_handle.host_exchanges):
                 manager.check_host_memory(step, "combine", sums.nbytes, started)
                 if host_exchange is not None:
-                    host_exchange.combine(sums[_chunk(counts.came, chunk)])
+                    host_exchange.combine(sums[_chunk(counts.forwarded, chunk)])
                     manager.check_host_memory(step, "combine", sums.nbytes, started)
-                sum_bytes, returned_bytes = sums.view(torch.uint8), returned.view(torch.uint8)
-                crossing.append(
+                sum_bytes, returned_bytes = sums.view(torch.uint8), partial_sums.view(torch.uint8)
+                exchanges.append(
                     self._exchange_between_hosts(
                         counts, chunk, sum_bytes, returned_bytes, step, "combine"
                     )
                 )
-            for exchange in crossing:
+            for exchange in exchanges:
                 if exchange is not None:
                     exchange.wait()
             sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
             start = 0
-            for chunk in range(self._at.chunks):
+            for chunk in range(self._geometry.chunks):
                 # Each host returns a token at most once, so a token's sum is in host order.
                 for rows in counts.splits(chunk)[0]:
                     chunk_rows = slice(start, start + rows)
                     sum_TH.index_add_(
-                        0, own_handle.token_N[chunk_rows], returned[chunk_rows].float()
+                        0, part_handle.token_N[chunk_rows], partial_sums[chunk_rows].float()
                     )
                     start += rows
             out.copy_(sum_TH)
 
 
-def _host_problem(problem: Problem, at: Geometry, held: tuple[int, ...]) -> Problem:
+def _make_host_problem(
+    problem: Problem, geometry: Geometry, num_slots_W: tuple[int, ...]
+) -> Problem:
     """Return the problem of one host: its experts are the host's slots, numbered by rank.
 
-    held: number of slots of each rank.
+    num_slots_W: number of slots of each rank.
     """
-    starts = accumulate(held, initial=0)
+    starts = accumulate(num_slots_W, initial=0)
     slots = tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
-    parallel = Parallel(at.ranks_per_host, Placement(slots), at.local_rank)
-    return replace(problem, experts=sum(held), local_experts=None, parallel=parallel)
+    parallel = Parallel(geometry.ranks_per_host, Placement(slots), geometry.local_rank)
+    return replace(problem, experts=sum(num_slots_W), local_experts=None, parallel=parallel)
 
 
 def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
@@ -333,10 +356,10 @@ def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
     return tuple(first for block in blocks for first in (*accumulate(block[:-1], initial=0),))
 
 
-def _needs_place(place_TK: torch.Tensor, places: int) -> torch.Tensor:
+def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Tensor:
     """Return (places, T): whether any pair of a token goes to each place; -1 goes nowhere."""
-    numbers_P = torch.arange(places, device=place_TK.device)
-    return (place_TK == numbers_P[:, None, None]).any(2)
+    destinations_P = torch.arange(num_destinations, device=destination_TK.device)
+    return (destination_TK == destinations_P[:, None, None]).any(2)
 
 
 def _chunk(rows: Sequence[int], chunk: int) -> slice:
@@ -346,15 +369,15 @@ def _chunk(rows: Sequence[int], chunk: int) -> slice:
 
 
 def _assign_rows(
-    ids_NK: torch.Tensor, tables: PlacementTables, room_2L: torch.Tensor, *, out: torch.Tensor
+    ids_NK: torch.Tensor, tables: PlacementTables, bounds_2L: torch.Tensor, *, out: torch.Tensor
 ) -> None:
     """out (L, N) int32 = position of each row at each rank of the host, -1 if it is not sent there.
 
-    room_2L: int64, first and end position that may be written at each rank. Peers announced how
+    bounds_2L: int64, first and end position that may be written at each rank. Peers announced how
     many rows they write, and no row may exceed those bounds.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
-    needs_LN = _needs_place(rank_NK, len(out))
-    place_LN = room_2L[0][:, None] + needs_LN.cumsum(1) - 1
-    fits = needs_LN & (place_LN < room_2L[1][:, None])
-    out.copy_(torch.where(fits, place_LN, -1))
+    mask_LN = _token_mask(rank_NK, len(out))
+    position_LN = bounds_2L[0][:, None] + mask_LN.cumsum(1) - 1
+    is_valid = mask_LN & (position_LN < bounds_2L[1][:, None])
+    out.copy_(torch.where(is_valid, position_LN, -1))

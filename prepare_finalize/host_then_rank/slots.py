@@ -21,50 +21,53 @@ _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
 class CallMemory:
-    """Memory of one call, until it is given back or garbage collected.
+    """Memory of one call, until it is released or garbage collected.
 
-    slot: all of it. came: the rows used by this call. A call that is never finished, such as after
+    slot: all of it. rows: the rows used by this call. A call that is never finished, such as after
     an error of its experts, releases the memory too.
     """
 
     def __init__(self, slot: Slot, rows: int, release: Callable[[], None]) -> None:
         self.slot = slot
         tensors: dict[str, Any] = {name: getattr(slot, name) for name in _ROWS}
-        used: dict[str, Any] = {n: p if p is None else p[:rows] for n, p in tensors.items()}
-        self.came = replace(slot, **used)
-        self._release = weakref.finalize(self, release)
-        self._release.atexit = False
+        views: dict[str, Any] = {n: p if p is None else p[:rows] for n, p in tensors.items()}
+        self.rows = replace(slot, **views)
+        self._finalizer = weakref.finalize(self, release)
+        self._finalizer.atexit = False
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the memory; raise UnsupportedError if it was released before."""
-        if not self._release.alive:
+        if not self._finalizer.alive:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
-        self._release()
+        self._finalizer()
 
 
 class HostSlots:
-    """Memory of the calls in flight of one part; all calls share the flags, which count up.
+    """Memory of the calls in flight of one part. All calls share the flags, which only increase.
 
-    inner: the problem of the ranks of this host. rows: largest number of rows of a call. Collective
-    over all ranks, which must pass the same `problem`.
+    Creation is collective over all ranks, which must pass the same `problem`.
+
+    host_problem: the problem of the ranks of this host. rows: largest number of rows of a call.
     """
 
     def __init__(
-        self, inner: Problem, problem: Problem, manager: HostThenRankGroup, rows: int
+        self, host_problem: Problem, problem: Problem, manager: HostThenRankGroup, rows: int
     ) -> None:
-        self._sections = sections(inner, rows)
+        self._sections = sections(host_problem, rows)
         self._flags = {name: self._sections.pop(name) for name in _FLAGS}
         slot_nbytes, flag_nbytes = _nbytes(self._sections), _nbytes(self._flags)
         self._views: list[dict[str, torch.Tensor]] = []
 
-        def begin(heap: Heap) -> None:
+        def initialize(heap: Heap) -> None:
             for index in range(_IN_FLIGHT):
                 self._views.append(heap.sections(self._sections, flag_nbytes + index * slot_nbytes))
             self._shared = heap.sections(self._flags, 0)
             for flag in self._shared.values():
                 flag.zero_()
 
-        self.heap = manager.heap(flag_nbytes + _IN_FLIGHT * slot_nbytes, _meaning(problem), begin)
+        self.heap = manager.heap(
+            flag_nbytes + _IN_FLIGHT * slot_nbytes, _layer_signature(problem), initialize
+        )
         counters = torch.zeros(2, 2, dtype=torch.int32, device=self.heap.deltas_W.device)
         self._shared |= {"dispatches": counters[0], "combines": counters[1]}
         self._free = list(range(_IN_FLIGHT))
@@ -82,15 +85,15 @@ class HostSlots:
         slot = Slot(scale_RG=views.pop("scale_RG", None), **views, **self._shared)
         return CallMemory(slot, rows, partial(self._release, index))
 
-    def _release(self, place: int) -> None:
-        self._free = sorted((*self._free, place))
+    def _release(self, index: int) -> None:
+        self._free = sorted((*self._free, index))
 
 
 def _nbytes(layout: dict[str, Section]) -> int:
     return sum(aligned(section.nbytes) for section in layout.values())
 
 
-def _meaning(problem: Problem) -> str:
+def _layer_signature(problem: Problem) -> str:
     """Return a string that all ranks must share: the layer, and the placement of its experts."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)

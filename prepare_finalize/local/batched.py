@@ -49,7 +49,7 @@ class BatchedHandle(Handle):
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """Regroup (T, H) tokens into (e, T, H) rows, one per token and expert.
 
-    An expert that appears twice in a token's top-k gets one row, which both pairs share, so T rows
+    If an expert appears twice in a token's top-k, both pairs share one row, so T rows
     per expert always suffice. The capacity is larger if the experts require a multiple.
 
     Rows keep the order of the tokens. Rows past an expert's count are undefined. Tokens are
@@ -86,7 +86,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         dtype = problem.dtype
         if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
-            if _one_scale_for_all(scheme):
+            if _has_tensor_scale(scheme):
                 specs |= quantize_specs("x", scheme, tokens, problem.hidden)
             elif not scheme.static:
                 shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
@@ -143,9 +143,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
         scale = buffers.get("batched_scale")
-        if _one_scale_for_all(scheme):
+        if _has_tensor_scale(scheme):
             with stages.stage(stages.QUANTIZE_INPUT):
-                quantized = self._quantized(x_TH, dispatched, router_TK, call)
+                quantized = self._quantize(x_TH, dispatched, router_TK, call)
             with stages.stage(stages.PERMUTE):
                 permute_tokens(quantized.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, quantized.scale, slots_eC, plain_eCH), handle
@@ -157,7 +157,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
         return BatchedTokens(x_eCH, counts_e, scale, slots_eC, plain_eCH), handle
 
-    def _quantized(
+    def _quantize(
         self,
         x_TH: torch.Tensor,
         dispatched: DispatchedRouting,
@@ -219,6 +219,6 @@ def _permute_adapters(
     return slots_eC, plain_eCH
 
 
-def _one_scale_for_all(scheme: QuantScheme) -> bool:
+def _has_tensor_scale(scheme: QuantScheme) -> bool:
     """Return whether the scale depends on all tokens, so that no value can be rounded before it."""
     return scheme.activation_granularity == "tensor" and not scheme.static

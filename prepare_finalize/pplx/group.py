@@ -26,7 +26,7 @@ from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import connect
 from prepare_finalize.rendezvous.failure_log import failure_key
-from prepare_finalize.rendezvous.store_rounds import Facts
+from prepare_finalize.rendezvous.store_rounds import Properties
 
 _MARGIN_BYTES = 256 << 20  # GPU memory to leave free besides the library's buffers
 
@@ -86,8 +86,10 @@ class PplxGroup(ExchangeManager[PplxShape]):
             raise ConfigurationError("pplx_kernels", got=got, need=need)
         return pplx_kernels
 
-    def _met(self) -> None:
-        _check_gpus([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
+    def _initialize(self) -> None:
+        _check_gpus(
+            [properties["gpu"] for properties in self._meeting.exchange(_gpu_uuid())], self.rank
+        )
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unique in this process
         self._communicator = Communicator(self, device="cpu")
         self._connect(self._store, self.deadline_s)
@@ -128,7 +130,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
         _register_process_group(self._name, group)
         self._communicator.group, self._communicator.name = group, self._name
 
-    def _make(self, shape: PplxShape) -> PplxExchange:
+    def _allocate(self, shape: PplxShape) -> PplxExchange:
         """Allocate one more AllToAll of a shape, on all ranks."""
         exchanges = self._exchanges[shape]
         _check_memory(shape, self.world_size)  # the library would abort the process
@@ -152,7 +154,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
         return exchanges[-1]
 
 
-def _whereabouts() -> Facts:
+def _gpu_uuid() -> Properties:
     """Return the UUID of this process's GPU."""
     gpu = "none"
     if torch.cuda.is_available():

@@ -35,20 +35,20 @@ _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor"),
 )
-_UNIT = 16  # bytes; the library copies rows and scales in such units
-_MOST_ROW_BYTES = 48 << 10  # a row, its scales and its index pass through shared memory
+_ALIGNMENT = 16  # bytes; the library copies rows and scales in such units
+_MAX_ROW_BYTES = 48 << 10  # a row, its scales and its index pass through shared memory
 
 
 @dataclass(frozen=True)
 class PplxHandle(PartHandle):
     """Handle of an exchange.
 
-    turn: the exchange's use by this call. slots_TK uint32 and weights_TK float32: as passed to the
-    library in dispatch and combine. sink_counts_S: int32, number of rows in each sink.
+    use_count: uses of the exchange up to this call. slots_TK uint32 and weights_TK float32: as
+    passed to the library. sink_counts_S: int32, number of rows in each sink.
     """
 
     exchange: PplxExchange
-    turn: int
+    use_count: int
     slots_TK: torch.Tensor
     weights_TK: torch.Tensor
     sink_counts_S: torch.Tensor
@@ -104,11 +104,11 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             need = "a static scale, or one for each row"
             rejections.append(Rejection("dispatch_quant", (name, "problem"), got, need))
         row, scales = _row_bytes(problem)
-        total = row + scales + _UNIT  # with the row's number
+        total = row + scales + _ALIGNMENT  # with the row's number
         for is_violated, got, need in (
-            (row % _UNIT, f"{row} bytes a row", f"a multiple of {_UNIT} bytes"),
+            (row % _ALIGNMENT, f"{row} bytes a row", f"a multiple of {_ALIGNMENT} bytes"),
             (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
-            (total > _MOST_ROW_BYTES, f"{total} bytes a row", f"at most {_MOST_ROW_BYTES} bytes"),
+            (total > _MAX_ROW_BYTES, f"{total} bytes a row", f"at most {_MAX_ROW_BYTES} bytes"),
         ):
             if is_violated:
                 rejections.append(Rejection("hidden", (name, "problem"), got, need))
@@ -157,9 +157,9 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         )
         slots_TK = pairs.numbers_TK.view(torch.uint32)
         received = self._receive_buffers(call)
-        sent = (_dense(rows, call), self._sent_scale(scale, call))
+        sent = (_contiguous(rows, call), self._sent_scale(scale, call))
         exchange = self.manager.take(self._shape)
-        turn, arguments = exchange.turn, (*received, *sent, slots_TK, None)
+        use_count, arguments = exchange.use_count, (*received, *sent, slots_TK, None)
         exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
 
         def receive() -> tuple[Dispatched, Handle]:
@@ -173,7 +173,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
             sink_counts_S = received[0][-self._sinks :]
             handle_tensors = slots_TK, pairs.weights_TK, sink_counts_S
-            return tokens, PplxHandle(self, call, exchange, turn, *handle_tensors)
+            return tokens, PplxHandle(self, call, exchange, use_count, *handle_tensors)
 
         return receive
 
@@ -185,21 +185,23 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, PplxHandle)
-        exchange = own_handle.exchange
-        if not exchange.busy or exchange.turn != own_handle.turn:
+        part_handle = self.check_handle(handle, PplxHandle)
+        exchange = part_handle.exchange
+        if not exchange.in_use or exchange.use_count != part_handle.use_count:
             raise UnsupportedError(
                 "handle", got="one that was combined", need="the handle of an unfinished call"
             )
         shape = self.dispatch_shape(len(out))
-        all_rows = own_handle.call.workspace.take(
+        all_rows = part_handle.call.workspace.take(
             EXPERT_OUTPUT, (shape.experts, shape.capacity, self.problem.hidden)
         )
         if expert_output.data_ptr() != all_rows.data_ptr():
             all_rows[: len(expert_output)].copy_(expert_output)
-        zero_rows(all_rows[-self._sinks :], own_handle.sink_counts_S)
-        exchange.all_to_all.combine(out, own_handle.slots_TK, own_handle.weights_TK, all_rows, None)
-        self.manager.give_back(exchange)
+        zero_rows(all_rows[-self._sinks :], part_handle.sink_counts_S)
+        exchange.all_to_all.combine(
+            out, part_handle.slots_TK, part_handle.weights_TK, all_rows, None
+        )
+        self.manager.release(exchange)
 
     def _receive_buffers(
         self, call: Call
@@ -219,9 +221,9 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         assert scale is not None
         if scale.shape[1] == columns:
             return scale
-        sent = call.workspace.take("sent_scale", (len(scale), columns))
-        sent[:, : scale.shape[1]].copy_(scale)
-        return sent
+        padded = call.workspace.take("sent_scale", (len(scale), columns))
+        padded[:, : scale.shape[1]].copy_(scale)
+        return padded
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
@@ -231,7 +233,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
         itemsize = STORAGE[scheme.activation].itemsize
         if scheme.activation_granularity != "tensor":
             scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
-    return problem.hidden * itemsize, ceil(scales / _UNIT) * _UNIT
+    return problem.hidden * itemsize, ceil(scales / _ALIGNMENT) * _ALIGNMENT
 
 
 def num_sinks(problem: Problem) -> int:
@@ -249,9 +251,9 @@ def _shape(problem: Problem) -> PplxShape:
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 
 
-def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
+def _contiguous(rows: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the rows contiguous and aligned, as the library requires."""
-    if rows.is_contiguous() and rows.data_ptr() % _UNIT == 0:
+    if rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0:
         return rows
-    sent = call.workspace.take("sent_x", tuple(rows.shape))
-    return sent.copy_(rows)
+    buffer = call.workspace.take("sent_x", tuple(rows.shape))
+    return buffer.copy_(rows)

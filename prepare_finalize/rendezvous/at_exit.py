@@ -37,7 +37,7 @@ class Communicator:
     """
 
     def __init__(self, owner: object, *, device: str) -> None:
-        self._made_in = forks.generation()
+        self._generation = forks.generation()
         self.group: Any = None  # None before it is connected, and after `close`
         self.name: Any = None  # name under which torch has registered it, if any
         weakref.finalize(owner, self.close).atexit = device == "cpu"
@@ -50,7 +50,7 @@ class Communicator:
         """
         group, name = self.group, self.name
         self.group = self.name = None
-        if self._made_in != forks.generation():
+        if self._generation != forks.generation():
             forks.leak(group)
             return None
         if name is not None:

@@ -33,10 +33,10 @@ def deadline_of(deadline_s: Any) -> float:
     raise ConfigurationError("deadline_s", got=repr(deadline_s), need="seconds > 0")
 
 
-def check_process(made_in: int) -> None:
+def check_process(generation: int) -> None:
     """Raise StateError in a process that was forked after a manager was created."""
     need = "a spawned process, with a process group of its own"
-    forks.check_process(made_in, "exchange between ranks", need)
+    forks.check_process(generation, "exchange between ranks", need)
 
 
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
@@ -48,17 +48,17 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
     # The current device is per thread, so pass ours to the thread.
-    device_here = torch.device("cuda", torch.cuda.current_device())
+    current_device = torch.device("cuda", torch.cuda.current_device())
 
-    def meet() -> Any:
+    def create() -> Any:
         # torch's watchdog ends the process. The deadline here is far shorter, and raises.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        group.eager_connect_single_device(device_here)
+        group.eager_connect_single_device(current_device)
         return group
 
-    return run_with_timeout(meet, max(deadline_s, _NCCL_CONNECT_S))
+    return run_with_timeout(create, max(deadline_s, _NCCL_CONNECT_S))
 
 
 def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
@@ -90,13 +90,13 @@ def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
     the latest attempt of the others, unless that has failed.
     """
     keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
-    last_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
-    number = max(last_W)
-    failed = [f"modular_kernel/{number}/{failure_key(peer)}" for peer in range(world_size)]
-    if number == last_W[rank] or any(store.check([key]) for key in failed):
-        number += 1
-    store.set(keys[rank], str(number))
-    return f"modular_kernel/{number}"
+    attempts_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
+    attempt = max(attempts_W)
+    failed = [f"modular_kernel/{attempt}/{failure_key(peer)}" for peer in range(world_size)]
+    if attempt == attempts_W[rank] or any(store.check([key]) for key in failed):
+        attempt += 1
+    store.set(keys[rank], str(attempt))
+    return f"modular_kernel/{attempt}"
 
 
 def _parse_counter(key: str, value: bytes) -> int:
@@ -108,15 +108,15 @@ def _parse_counter(key: str, value: bytes) -> int:
 
 
 def new_prefix_store(
-    group: dist.ProcessGroup, deadline_s: float, *, below: str = ""
+    group: dist.ProcessGroup, deadline_s: float, *, prefix: str = ""
 ) -> PrefixStore:
-    """Return the group's store, prefixed with the keys of a new meeting and `below`.
+    """Return the group's store, prefixed with the keys of a new meeting and `prefix`.
 
     Raises RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
     prefix = run_with_timeout(lambda: attempt_prefix(store, group.rank(), group.size()), deadline_s)
-    return PrefixStore(f"{prefix}{below}", store)
+    return PrefixStore(f"{prefix}{prefix}", store)
 
 
 def rank_and_size(group: object | None) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def member_group(group: object | None) -> dist.ProcessGroup:
     return group
 
 
-def supported_device(group: dist.ProcessGroup, wanted: str | None) -> str:
+def supported_device(group: dist.ProcessGroup, requested: str | None) -> str:
     """Return the device type that the group's backends serve, a GPU first.
 
     Raises ConfigurationError if there is none.
@@ -151,10 +151,12 @@ def supported_device(group: dist.ProcessGroup, wanted: str | None) -> str:
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     served = [device for device in ("cuda", "cpu") if backends.get(device) == BACKENDS[device]]
-    if not served or (wanted is not None and wanted not in served):
-        need = " or ".join(f"{BACKENDS[d]} for {d}" for d in ([wanted] if wanted else BACKENDS))
+    if not served or (requested is not None and requested not in served):
+        need = " or ".join(
+            f"{BACKENDS[d]} for {d}" for d in ([requested] if requested else BACKENDS)
+        )
         raise ConfigurationError("process group's backend", got=config, need=need)
-    return wanted or served[0]
+    return requested or served[0]
 
 
 def check_device_type(device: torch.device | str, served: str) -> None:

@@ -27,9 +27,9 @@ class LastCalls:
     seconds, and the state "under way", "done" or a description of the failure.
     """
 
-    def __init__(self, rank: int, most: int) -> None:
+    def __init__(self, rank: int, max_records: int) -> None:
         self._rank = rank
-        self._records: deque[dict[str, Any]] = deque(maxlen=most)
+        self._records: deque[dict[str, Any]] = deque(maxlen=max_records)
 
     def begin(self, step: int, phase: str, nbytes: int) -> dict[str, Any]:
         """Add a record and return it; pass it to `end` when the exchange has been waited for."""
@@ -81,7 +81,7 @@ class FailureBoard:
             try:
                 self._store.set(failure_key(self._rank), json.dumps(record))
                 while len(records) < self._world_size and time.monotonic() < until_s:
-                    self._look(records)
+                    self._poll_once(records)
                     answered_s[0] = time.monotonic()
                     time.sleep(_POLL_S)
             except RuntimeError:
@@ -92,18 +92,18 @@ class FailureBoard:
         is_silent = time.monotonic() - answered_s[0] > _SILENCE_S
         return None if is_silent else dict(records)
 
-    def _look(self, found: dict[int, dict[str, Any]]) -> None:
+    def _poll_once(self, records: dict[int, dict[str, Any]]) -> None:
         for rank in range(self._world_size):
-            if rank not in found and self._store.check([failure_key(rank)]):
-                record = _record(self._store.get(failure_key(rank)))
+            if rank not in records and self._store.check([failure_key(rank)]):
+                record = _parse_record(self._store.get(failure_key(rank)))
                 if record is not None:
-                    found[rank] = record
+                    records[rank] = record
 
 
-def _record(told: bytes) -> dict[str, Any] | None:
+def _parse_record(payload: bytes) -> dict[str, Any] | None:
     """Parse the record of a rank; return None if the entry is not a record."""
     try:
-        record = json.loads(told)
+        record = json.loads(payload)
     except ValueError:
         return None
     if not isinstance(record, dict):

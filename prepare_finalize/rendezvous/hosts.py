@@ -32,9 +32,7 @@ class Hosts:
         ranks = f"{len(self.index_W)} ranks"
         if len(self) == 1:
             return f"{ranks} on one host, {self.names[0]}"
-        parts = (
-            f"{_listed(self.ranks_on(host))} on {name}" for host, name in enumerate(self.names)
-        )
+        parts = (f"{_join(self.ranks_on(host))} on {name}" for host, name in enumerate(self.names))
         return f"{ranks} on {len(self)} hosts: {'; '.join(parts)}"
 
     def ranks_on(self, host: int) -> tuple[int, ...]:
@@ -60,20 +58,22 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
     both are on one host. Ranks with different MK_HOST_ID are treated as on different hosts, for
     testing several hosts on one machine. Raises CommunicationError if a rank does not respond.
     """
-    word = secrets.token_hex(16)
-    with memory_file("host") as own_file:
-        own_file.write(word.encode())
-        own_file.flush()
+    token = secrets.token_hex(16)
+    with memory_file("host") as host_file:
+        host_file.write(token.encode())
+        host_file.flush()
         identity = read_settings().host_id
         name = identity or socket.gethostname()
-        gathered = meeting.tell({"name": name, "id": identity, "file": own_file.name, "word": word})
+        gathered = meeting.exchange(
+            {"name": name, "id": identity, "file": host_file.name, "word": token}
+        )
         readable = [
             peer
-            for peer, facts in enumerate(gathered)
-            if facts["id"] == identity and _content(facts["file"]) == facts["word"]
+            for peer, properties in enumerate(gathered)
+            if properties["id"] == identity and _content(properties["file"]) == properties["word"]
         ]
-        readable_by_rank = [set(map(int, facts["met"].split())) for facts in
-                 meeting.tell({"met": " ".join(map(str, readable))})]  # fmt: skip
+        readable_by_rank = [set(map(int, properties["met"].split())) for properties in
+                 meeting.exchange({"met": " ".join(map(str, readable))})]  # fmt: skip
     first_ranks = [_lowest_peer(rank, readable_by_rank) for rank in range(len(readable_by_rank))]
     order = list(dict.fromkeys(first_ranks))
     return Hosts(
@@ -104,15 +104,17 @@ def check_hosts(
     max_ranks = requires.ranks_per_host
     if max_ranks is None:
         return
-    ranks_on_each, exact = len(hosts.index_W) // len(hosts), requires.full_hosts and len(hosts) > 1
+    ranks_per_each_host, must_fill_hosts = (
+        len(hosts.index_W) // len(hosts),
+        requires.full_hosts and len(hosts) > 1,
+    )
     if (
-        not hosts.has_consecutive_ranks(ranks_on_each)
-        or ranks_on_each > max_ranks
-        or (exact and ranks_on_each != max_ranks)
+        not hosts.has_consecutive_ranks(ranks_per_each_host)
+        or ranks_per_each_host > max_ranks
+        or (must_fill_hosts and ranks_per_each_host != max_ranks)
     ):
-        need = (
-            f"{'' if exact else 'at most '}{max_ranks} on each, in blocks of one size, for {part}"
-        )
+        limit = f"{'' if must_fill_hosts else 'at most '}{max_ranks}"
+        need = f"{limit} on each, in blocks of one size, for {part}"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
 
 
@@ -127,20 +129,24 @@ def _content(path: str) -> str:
         return ""
 
 
-def _lowest_peer(rank: int, reach: Sequence[set[int]]) -> int:
+def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
     """Return the lowest rank that shares a host with `rank`: both can read each other's files."""
-    return min(peer for peer in {rank, *reach[rank]} if peer == rank or rank in reach[peer])
+    return min(
+        peer
+        for peer in {rank, *readable_by_rank[rank]}
+        if peer == rank or rank in readable_by_rank[peer]
+    )
 
 
 def _number_duplicates(names: Sequence[str]) -> tuple[str, ...]:
     """Make equal host names distinct with a number, from the second on."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     result = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        counts[name] = counts.get(name, 0) + 1
+        result.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return tuple(result)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _join(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -9,37 +9,37 @@ from torch._C._distributed_c10d import Store
 from modular_kernel.errors import CommunicationError
 from prepare_finalize.rendezvous.failure_log import failure_key
 
-Facts = Mapping[str, object]
+Properties = Mapping[str, object]
 _POLL_S = 0.005  # poll: the timeout of a store's own wait may be in whole seconds
 
 
 class Meeting:
     """Rounds over a store: each rank sends its facts and receives those of all, or all ranks fail.
 
-    store: with the prefix of `meeting_place`. Every rank must run the same rounds in the same
-    order. deadline_s: of each round.
+    store: with a prefix of `connect.new_prefix_store`. Every rank must run the same rounds in the
+    same order. deadline_s: of each round.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline_s: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._deadline_s, self._round = deadline_s, 0
 
-    def tell(self, facts: Facts) -> tuple[dict[str, str], ...]:
-        """Publish `facts`; return those of every rank, by rank, as text.
+    def exchange(self, properties: Properties) -> tuple[dict[str, str], ...]:
+        """Publish `properties`; return those of every rank, by rank, as text.
 
         Raises CommunicationError with the ranks that did not respond.
         """
         self._round += 1
-        until = time.monotonic() + self._deadline_s
-        payload = json.dumps({name: str(value) for name, value in facts.items()})
+        end_time = time.monotonic() + self._deadline_s
+        payload = json.dumps({name: str(value) for name, value in properties.items()})
         received: dict[int, dict[str, str]] = {}
         try:
             self._store.set(self._key(self._rank), payload)
-            while len(received) < self._world_size and time.monotonic() < until:
-                self._listen(received)
+            while len(received) < self._world_size and time.monotonic() < end_time:
+                self._poll(received)
             missing = [rank for rank in range(self._world_size) if rank not in received]
             if missing:
-                # The next attempt then uses other keys, see `meeting_place`.
+                # The next attempt then uses other keys, see `connect.attempt_prefix`.
                 self._store.set(failure_key(self._rank), "{}")
         except RuntimeError as error:  # the store is unreachable
             raise self._error(f"a store that fails: {error}", ()) from error
@@ -47,28 +47,28 @@ class Meeting:
             raise self._error("no sign of life", missing)
         return tuple(received[rank] for rank in range(self._world_size))
 
-    def _listen(self, heard: dict[int, dict[str, str]]) -> None:
+    def _poll(self, received: dict[int, dict[str, str]]) -> None:
         """Read the facts that have arrived; sleep briefly if some have not."""
         for rank in range(self._world_size):
-            if rank not in heard and self._store.check([self._key(rank)]):
-                heard[rank] = self._read(rank)
-        if len(heard) < self._world_size:
+            if rank not in received and self._store.check([self._key(rank)]):
+                received[rank] = self._read(rank)
+        if len(received) < self._world_size:
             time.sleep(_POLL_S)
 
     def _read(self, rank: int) -> dict[str, str]:
         """Read the facts of a rank; raise RuntimeError if the entry is not valid."""
         entry = self._store.get(self._key(rank))
         try:
-            facts = json.loads(entry)
+            properties = json.loads(entry)
         except ValueError as error:
             raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}") from error
-        if not isinstance(facts, dict):
+        if not isinstance(properties, dict):
             raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}")
-        return {str(name): str(value) for name, value in facts.items()}
+        return {str(name): str(value) for name, value in properties.items()}
 
-    def agree(self, facts: Facts) -> None:
+    def agree(self, properties: Properties) -> None:
         """Raise CommunicationError on every rank unless all ranks pass the same facts."""
-        gathered = self.tell(facts)
+        gathered = self.exchange(properties)
         own_facts = gathered[self._rank]
         peers = [rank for rank, other in enumerate(gathered) if other != own_facts]
         if peers:

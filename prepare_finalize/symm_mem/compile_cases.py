@@ -51,7 +51,7 @@ def launch_all(problem: Problem) -> None:
         world_size=problem.parallel.world_size,
         failed=_empty(1),
         status=_empty(1, dtype=torch.int64),
-        patience=10**10,
+        timeout_ns=10**10,
     )
     tokens, deltas = problem.tokens, _empty(manager.world_size, dtype=torch.int64)
     exchange = SymmetricExchange(manager, problem, slot, deltas, _empty(tokens), tokens)

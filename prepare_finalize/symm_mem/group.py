@@ -64,7 +64,7 @@ class Heap:
 
     bytes_N: torch.Tensor
     deltas_W: torch.Tensor
-    kept: tuple[object, ...]  # objects that own the mappings
+    owners: tuple[object, ...]  # objects that own the mappings
 
     def sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
         """Return views of consecutive sections, from byte `start`."""
@@ -94,21 +94,21 @@ class SharedMemory(ABC):
         self, rank: int, world_size: int, *, device: str, deadline_s: float, last_calls: LastCalls
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.named = rank  # rank in error messages
+        self.reported_rank = rank  # rank in error messages
         self.device, self.deadline_s, self.last_calls = device, deadline_s, last_calls
         self.step = 0
-        self._made_in = forks.generation()
+        self._generation = forks.generation()
         self._destroyed = False
         self._failure: CommunicationError | None = None
         current_device = torch.device(device)
         if current_device.type == "cuda":
             current_device = torch.device("cuda", torch.cuda.current_device())
-        self._place = current_device
+        self._device = current_device
         self.failed = torch.zeros(1, dtype=torch.int32, device=current_device)
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=current_device.type == "cuda")
 
     @property
-    def patience(self) -> int:
+    def timeout_ns(self) -> int:
         """The deadline in nanoseconds."""
         return int(self.deadline_s * 1e9)
 
@@ -124,13 +124,13 @@ class SharedMemory(ABC):
     def _rendezvous(self, own: torch.Tensor) -> Any:
         """Exchange the handles of a symmetric-memory tensor with the sharing ranks, on a GPU."""
 
-    def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], object]) -> Heap:
+    def heap(self, nbytes: int, signature: str, initialize: Callable[[Heap], object]) -> Heap:
         """Allocate new memory, all bytes 0xFF.
 
-        Collective; all ranks must pass equal nbytes and meaning.
+        Collective; all ranks must pass equal nbytes and signature.
 
-        meaning: purpose of the memory. begin: initializes the heap before other ranks may write to
-        it.
+        signature: purpose of the memory. initialize: initializes the heap before other ranks may
+        write to it.
 
         Raises CommunicationError on every rank if ranks disagree, or if one does not respond within
         the deadline.
@@ -139,12 +139,12 @@ class SharedMemory(ABC):
         record = self.last_calls.begin(0, "construct", nbytes)
         try:
             meeting = self._meeting()
-            meeting.agree({"bytes": nbytes, "meaning": meaning})
+            meeting.agree({"bytes": nbytes, "meaning": signature})
             heap = self._share(nbytes, meeting)
-            begin(heap)
+            initialize(heap)
             if self.device == "cuda":
-                torch.cuda.synchronize(self._place)
-            meeting.tell({})  # a barrier: no rank writes before all heaps are initialized
+                torch.cuda.synchronize(self._device)
+            meeting.exchange({})  # a barrier: no rank writes before all heaps are initialized
         except RuntimeError as error:  # the store is unreachable
             self.last_calls.end(record, str(error))
             need = f"a store that answers within {self.deadline_s:g} s"
@@ -159,18 +159,18 @@ class SharedMemory(ABC):
         owners: tuple[object, ...]
         if self.device == "cpu":
             blocks = self._shared_file(meeting, nbytes)
-            own_block, owners = blocks[self.rank], tuple(blocks)
+            local_block, owners = blocks[self.rank], tuple(blocks)
             addresses = [block.data_ptr() for block in blocks]
         else:
             import torch.distributed._symmetric_memory as symmetric_memory
 
-            own_block = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._place)
-            own_block.fill_(NO_VALUE)
-            shared = self._rendezvous(own_block)
+            local_block = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+            local_block.fill_(NO_VALUE)
+            shared = self._rendezvous(local_block)
             addresses, owners = list(shared.buffer_ptrs), (shared,)
         own_address = addresses[self.rank]
         deltas = torch.tensor([address - own_address for address in addresses], dtype=torch.int64)
-        return Heap(own_block, deltas.to(self._place), owners)
+        return Heap(local_block, deltas.to(self._device), owners)
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError unless tensors on `device` can be exchanged."""
@@ -184,21 +184,21 @@ class SharedMemory(ABC):
 
     def check_open(self) -> None:
         """Raise CommunicationError if a wait is known to have failed, without a device sync."""
-        check_process(self._made_in)
+        check_process(self._generation)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
         if self._failure is None and (word := int(self.status[0])):
-            self._failure = self._from(word)
+            self._failure = self._error_from_status(word)
         if self._failure is not None:
             raise self._failure
 
     def check(self) -> None:
         """Wait for the device, then raise CommunicationError if any call so far is incomplete."""
         if self.device == "cuda":
-            torch.cuda.synchronize(self._place)
+            torch.cuda.synchronize(self._device)
         self.check_open()
 
-    def _from(self, word: int) -> CommunicationError:
+    def _error_from_status(self, word: int) -> CommunicationError:
         """Return the error for a status word of kernels/signals.py.
 
         The word has the phase, the missing ranks as bits, and the number of the call.
@@ -213,7 +213,13 @@ class SharedMemory(ABC):
     def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
         subject = "exchange between ranks"
         return CommunicationError(
-            subject, got=got, need=need, rank=self.named, phase=phase, step=self.step, peers=peers
+            subject,
+            got=got,
+            need=need,
+            rank=self.reported_rank,
+            phase=phase,
+            step=self.step,
+            peers=peers,
         )
 
     def destroy(self) -> None:

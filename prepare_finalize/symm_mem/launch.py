@@ -19,7 +19,7 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 from prepare_finalize.symm_mem.group import Section, SharedMemory
 
-_LEAST_BLOCK = 1024  # every block is a multiple of this
+_MIN_BLOCK = 1024  # every block is a multiple of this
 
 
 class LaunchShape(NamedTuple):
@@ -35,7 +35,7 @@ class LaunchShape(NamedTuple):
     whole_rows: bool = False
 
     def fit(self, hidden: int) -> "LaunchShape":
-        widest = max(_LEAST_BLOCK, next_power_of_2(hidden))
+        widest = max(_MIN_BLOCK, next_power_of_2(hidden))
         return self._replace(block=min(self.block, widest))
 
 
@@ -112,16 +112,16 @@ def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
     if scheme.activation_granularity != "group":
         return False
     group = scheme.group[-1]
-    return _LEAST_BLOCK % group == 0 and hidden % group == 0
+    return _MIN_BLOCK % group == 0 and hidden % group == 0
 
 
 @dataclass(frozen=True)
 class SymmetricExchange:
     """One exchange in flight.
 
-    sent_T: (capacity,) int32, written by `send`: bit r is set if rank r got the token. places_WT:
-    (W, tokens) int32, contiguous: row of each token at each rank, -1 if it is not sent there; None
-    means the fixed rows.
+    rank_bits_T: (capacity,) int32, written by `send`: bit r is set if rank r got the token.
+    row_at_rank_WT: (W, tokens) int32, contiguous: row of each token at each rank, -1 if it is not
+    sent there; None means the fixed rows.
     """
 
     manager: SharedMemory
@@ -137,9 +137,12 @@ class SymmetricExchange:
         """Number of tokens for which a launch writes something."""
         return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
-    def _places(self) -> dict[str, object]:
-        placed = self.row_at_rank_WT is not None
-        return {"places_ptr": self.row_at_rank_WT if placed else self.rank_bits_T, "PLACED": placed}
+    def _peer_rows(self) -> dict[str, object]:
+        has_peer_rows = self.row_at_rank_WT is not None
+        return {
+            "peer_rows_ptr": self.row_at_rank_WT if has_peer_rows else self.rank_bits_T,
+            "HAS_PEER_ROWS": has_peer_rows,
+        }
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
         """Return the arguments that all kernels take."""
@@ -149,7 +152,7 @@ class SymmetricExchange:
             "state_ptr": state,
             "failed_ptr": self.manager.failed,
             "status_ptr": self.manager.status,
-            "patience": self.manager.patience,
+            "timeout_ns": self.manager.timeout_ns,
             "WORLD": world,
             "PADDED": next_power_of_2(world),
             "INTERPRETED": flags.device.type == "cpu",
@@ -190,10 +193,10 @@ class SymmetricExchange:
             homes_ptr=tables.homes_ER2,
             copies_ptr=tables.copies_E,
             invalid_ptr=call.invalid_ids,
-            sent_ptr=self.rank_bits_T,
-            x_there_ptr=slot.x_RH,
-            ids_there_ptr=slot.ids_RK,
-            weights_there_ptr=slot.weights_RK,
+            rank_bits_ptr=self.rank_bits_T,
+            x_heap_ptr=slot.x_RH,
+            ids_heap_ptr=slot.ids_RK,
+            weights_heap_ptr=slot.weights_RK,
             deltas_ptr=self.deltas_W,
             tokens=self.tokens,
             capacity=self._capacity,
@@ -203,7 +206,7 @@ class SymmetricExchange:
             HIDDEN=problem.hidden,
             TOP_K=problem.top_k,
             BLOCK_K=next_power_of_2(problem.top_k),
-            MOST_COPIES=tables.homes_ER2.shape[1],
+            MAX_COPIES=tables.homes_ER2.shape[1],
             WAIT=wait,
             CHUNK=chunk,
             BLOCK=shape.block,
@@ -211,7 +214,7 @@ class SymmetricExchange:
             **_for_programs(shape.programs),
             **self._scales(quantized),
             **self._adapters(routing),
-            **self._places(),
+            **self._peer_rows(),
             **self._arguments(slot.arrived_W, slot.dispatches),
         )
 
@@ -224,9 +227,9 @@ class SymmetricExchange:
             kind = scheme.activation_granularity
         return {
             "scale_ptr": self.rank_bits_T if quantized is None else quantized.scale,
-            "scale_there_ptr": self.slot.weights_RK if scale_RG is None else scale_RG,
+            "scale_heap_ptr": self.slot.weights_RK if scale_RG is None else scale_RG,
             "QUANT": kind,
-            "GROUP": scheme.group[-1] if kind == "group" else _LEAST_BLOCK,
+            "GROUP": scheme.group[-1] if kind == "group" else _MIN_BLOCK,
             "SCALES": scales,
             "BLOCK_S": next_power_of_2(scales),
             "LARGEST": LARGEST.get(scheme.activation, 1.0),
@@ -243,7 +246,7 @@ class SymmetricExchange:
         mode = "nobody" if slots_T is None else "slots"
         return {
             "adapters_ptr": self.rank_bits_T if slots_T is None else slots_T,
-            "adapters_there_ptr": self.rank_bits_T if adapters_R is None else adapters_R,
+            "adapters_heap_ptr": self.rank_bits_T if adapters_R is None else adapters_R,
             "ADAPTERS": "none" if adapters_R is None else mode,
         }
 
@@ -264,8 +267,8 @@ class SymmetricExchange:
         launch(
             combine_kernel,
             (_programs(items, shape, out_TH.device),),
-            y_there_ptr=slot.y_RH,
-            sent_ptr=self.rank_bits_T,
+            y_heap_ptr=slot.y_RH,
+            rank_bits_ptr=self.rank_bits_T,
             out_ptr=out_TH,
             deltas_ptr=self.deltas_W,
             tokens=self.tokens,
@@ -275,13 +278,13 @@ class SymmetricExchange:
             HIDDEN=problem.hidden,
             BLOCK=shape.block,
             num_warps=shape.warps,
-            **self._places(),
+            **self._peer_rows(),
             **self._arguments(slot.summed_W, slot.combines),
         )
 
 
-def _shape(problem: Problem, many: LaunchShape) -> LaunchShape:
-    return (_FEW if problem.tokens <= _FEW_TOKENS else many).fit(problem.hidden)
+def _shape(problem: Problem, shape_for_many: LaunchShape) -> LaunchShape:
+    return (_FEW if problem.tokens <= _FEW_TOKENS else shape_for_many).fit(problem.hidden)
 
 
 def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:

@@ -34,7 +34,7 @@ _IN_FLIGHT = 2  # calls between prepare and finalize
 class SymmMemHandle(PartHandle):
     """Exchange of the call, index of its slot, and the router weights still to apply."""
 
-    place: int
+    slot_index: int
     exchange: SymmetricExchange
     topk_weights_RK: torch.Tensor | None
 
@@ -81,14 +81,14 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         layout = sections(problem)
         nbytes = sum(aligned(section.nbytes) for section in layout.values())
 
-        def begin(heap: Heap) -> None:
+        def initialize(heap: Heap) -> None:
             for index in range(_IN_FLIGHT):
                 views = heap.sections(layout, index * nbytes)
                 self._slots.append(_new_slot(views, heap.deltas_W.device))
 
-        self._heap = self.manager.heap(_IN_FLIGHT * nbytes, layer_signature(problem), begin)
+        self._heap = self.manager.heap(_IN_FLIGHT * nbytes, layer_signature(problem), initialize)
         self._free = list(range(_IN_FLIGHT))
-        self._held: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
+        self._finalizers: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -111,7 +111,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         specs = {"sent": BufferSpec((problem.tokens,), torch.int32)}
-        if self._quantizes_before():
+        if self._quantizes_before_dispatch():
             specs |= quantize_specs("x", scheme, problem.tokens, problem.hidden)
         return specs
 
@@ -119,20 +119,20 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         """Wait for the device; raise CommunicationError if a call is incomplete."""
         self.manager.check()
 
-    def _quantizes_before(self) -> bool:
+    def _quantizes_before_dispatch(self) -> bool:
         scheme = self.problem.scheme
-        on_the_way = quantizes_in_dispatch(scheme, self.problem.hidden)
-        return scheme.dispatched_quantized and not on_the_way
+        in_dispatch = quantizes_in_dispatch(scheme, self.problem.hidden)
+        return scheme.dispatched_quantized and not in_dispatch
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
-        return self._begin(x_TH, routing, weights, call, wait=True)
+        return self._start(x_TH, routing, weights, call, wait=True)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        arrived, handle = self._begin(x_TH, routing, weights, call, wait=False)
+        arrived, handle = self._start(x_TH, routing, weights, call, wait=False)
 
         def receive() -> tuple[Dispatched, Handle]:
             with stages.stage(stages.DISPATCH):
@@ -141,7 +141,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
         return receive
 
-    def _begin(
+    def _start(
         self,
         x_TH: torch.Tensor,
         routing: Routing,
@@ -158,14 +158,18 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
         index = self._free[0]  # removed below, once a handle exists that releases it
         slot = self._slots[index]
-        sent_T = call.workspace.take("sent", (problem.tokens,))
+        rank_bits_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
-        exchange = SymmetricExchange(manager, problem, slot, self._heap.deltas_W, sent_T, tokens)
-        quantized = self._quantized(x_TH, weights, call) if self._quantizes_before() else None
+        exchange = SymmetricExchange(
+            manager, problem, slot, self._heap.deltas_W, rank_bits_T, tokens
+        )
+        quantized = (
+            self._quantize(x_TH, weights, call) if self._quantizes_before_dispatch() else None
+        )
         manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
         tables = self.tables(x_TH.device)
-        on_the_way = quantizes_in_dispatch(problem.scheme, problem.hidden)
-        with stages.stage(stages.QUANTIZE_DISPATCH if on_the_way else stages.DISPATCH):
+        quantizes = quantizes_in_dispatch(problem.scheme, problem.hidden)
+        with stages.stage(stages.QUANTIZE_DISPATCH if quantizes else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
         weights_RK = None if problem.apply_router_weight_on_input else slot.weights_RK
         has_static_scale = problem.scheme.dispatched_quantized and problem.scheme.static
@@ -174,14 +178,14 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         local_tokens = self.local_tokens(call, *rows)
         handle = SymmMemHandle(self, call, index, exchange, weights_RK)
         # The finalizer also releases the slot of a call that is never finished, after an error.
-        self._held[index] = weakref.finalize(handle, self._release, index)
+        self._finalizers[index] = weakref.finalize(handle, self._release, index)
         self._free.remove(index)
         return local_tokens, handle
 
-    def _release(self, place: int) -> None:
-        self._free = sorted((*self._free, place))
+    def _release(self, slot_index: int) -> None:
+        self._free = sorted((*self._free, slot_index))
 
-    def _quantized(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> Quantized:
+    def _quantize(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> Quantized:
         scheme = self.problem.scheme
         static = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)
@@ -201,19 +205,19 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own_handle = self.check_handle(handle, SymmMemHandle)
-        if own_handle.place in self._free:
+        part_handle = self.check_handle(handle, SymmMemHandle)
+        if part_handle.slot_index in self._free:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
-        y_RH, manager = own_handle.exchange.slot.y_RH, self.manager
+        y_RH, manager = part_handle.exchange.slot.y_RH, self.manager
         if expert_output is not y_RH:
             weight_and_reduce(
-                expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
+                expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
         record = manager.last_calls.begin(manager.step, "combine", y_RH.nbytes)
         with stages.stage(stages.COMBINE):
-            own_handle.exchange.combine(out)
+            part_handle.exchange.combine(out)
         manager.last_calls.end(record, "launched")
-        self._held.pop(own_handle.place)()
+        self._finalizers.pop(part_handle.slot_index)()
         manager.check_open()  # raises a failure that is already known
 
 

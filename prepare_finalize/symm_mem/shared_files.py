@@ -20,17 +20,17 @@ def share_memory(
     """
     with memory_file("block") as file:
         file.truncate(nbytes)
-        own_block = _mapped(file.name, nbytes).fill_(value)
-        names = [facts["file"] for facts in meeting.tell({"file": file.name})]
+        local_block = _map_file(file.name, nbytes).fill_(value)
+        names = [properties["file"] for properties in meeting.exchange({"file": file.name})]
         blocks = [
-            own_block if index == rank else _mapped(names[index], nbytes)
+            local_block if index == rank else _map_file(names[index], nbytes)
             for index in (range(len(names)) if ranks is None else ranks)
         ]
-        meeting.tell({})  # a barrier: all ranks have mapped the files
+        meeting.exchange({})  # a barrier: all ranks have mapped the files
     return blocks
 
 
-def _mapped(name: str, nbytes: int) -> torch.Tensor:
+def _map_file(name: str, nbytes: int) -> torch.Tensor:
     block = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
     make_reachable(block)
     return block

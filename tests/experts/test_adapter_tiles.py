@@ -59,7 +59,7 @@ def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: in
     for tile, (expert, first, end) in enumerate(((0, 0, 7), (2, 7, 12))):
         tokens = [11 - row for row in range(first, end)]
         there = sorted({int(slots[t]) for t in tokens if 0 <= int(slots[t]) < 5})
-        assert found.named[tile, : 1 + len(there)].tolist() == [len(there), *there]
+        assert found.tile_slots[tile, : 1 + len(there)].tolist() == [len(there), *there]
         for row, token in zip(range(first, end), tokens, strict=True):
             for place, slot in enumerate(there):
                 u = found.u[row, place * width : (place + 1) * width].float()

@@ -119,7 +119,7 @@ def test_either_of_batched(experts: int, many: bool) -> None:
 def test_sizes_that_the_library_does_not_take_go_to_triton(part: Any, change: Any) -> None:
     problem = replace(FEW, tokens=130, **change)
     assert "all calls" in part.explained(problem)[0]
-    assert part(problem)._many is None
+    assert part(problem)._deepgemm is None
 
 
 def test_what_is_taken_is_said() -> None:

@@ -185,7 +185,7 @@ def _as_python(name: str) -> Callable[..., Any]:
 def test_unpacked_weights_are_those_that_were_tiled(quant: str, scales: torch.dtype | None) -> None:
     s = sample(quant, 1, 256, 128, scales=scales or torch.float32)
     tiled, form = s.tiled(rows_of_tiles(256, 1, 0, gated=False)), s.form
-    expected = untile_weights(tiled, form)[0].double() * 2.0**-form.lowered
+    expected = untile_weights(tiled, form)[0].double() * 2.0**-form.scale_shift
     unpack, scales_of_blocks = _as_python("unpack"), _as_python("scales_of_blocks")
     for step in range(2):
         places = _Place(tiled.scales[0, 0, step])

@@ -93,7 +93,7 @@ def test_a_point_is_nearest_to_itself() -> None:
 
 def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = replace(QWEN, quant="int4_w4a16_group:group=32")
-    text = '{"format": "modular_kernel.tiles/1", "1": {"gemm1": %s, "gemm2": %s}}'
+    text = '{"format": "modular_kernel.tiles/2", "1": {"gemm1": %s, "gemm2": %s}}'
     tile = '{"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": %d, "GROUP_SIZE_M": 1}'
     deep, fit = (parse_config_file(text % (tile % k, tile % k), "x") for k in (4096, 32))
     lenders = [TunedLayer(128, 8, 2048, 768, deep), TunedLayer(8, 2, 4096, 14336, fit)]
@@ -158,11 +158,11 @@ def test_neighbors_come_after_files_and_before_heuristics(tmp_path: Path) -> Non
     packaged(shipped, QWEN, t1=16, t4096=128)
     source = here.source(MIXTRAL)
     assert source.origin == "nearest"
-    assert len(source.whose) == len(source.steps.lasts)
-    assert set(source.whose) == {"heuristics"}, "it is far"
+    assert len(source.lenders) == len(source.steps.lasts)
+    assert set(source.lenders) == {"heuristics"}, "it is far"
     packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
     source = here.source(MIXTRAL)
-    assert source.whose[0] == "E=8, K=2, H=4096, I=7168, 1 token"
+    assert source.lenders[0] == "E=8, K=2, H=4096, I=7168, 1 token"
     assert source.steps.choose(64).gemm1.block_m == 128
     assert len(source.looked_in) == 2
     for other in (

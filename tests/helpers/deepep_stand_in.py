@@ -39,7 +39,7 @@ FIRST, SECOND = stand_in("v1"), stand_in("v2")
 class GlooGroup:
     """What a part asks of DeepEPGroup."""
 
-    device, num_sms, capturing = "cpu", None, False
+    device, num_sms, is_capturing = "cpu", None, False
 
     def __init__(self, group=None):
         self.rank, self.world_size = rank_and_size(group)

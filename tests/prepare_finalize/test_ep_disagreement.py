@@ -108,7 +108,7 @@ def test_ranks_that_finish_in_another_order_are_told_with_the_next_call(pool: Ra
     reports = pool.run(another_order, Fault(ALL2ALL), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
-        assert "the exchanges before it in another order" in report.message
+        assert "a different order of earlier exchanges" in report.message
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
 
 

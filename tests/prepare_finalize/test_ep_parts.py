@@ -267,4 +267,4 @@ def rows_sent(rank: int, world: int, group: object, layer: Layer) -> tuple:
     topk_ids_TK = torch.tensor(ids, dtype=torch.int32)
     routing = replace(given.routing, topk_ids_TK=topk_ids_TK)
     _, handle = kernel.start(given.x_TH, given.weights, routing).receive()
-    return handle.agreed.rows_WW
+    return handle.agreement.rows_WW

@@ -143,7 +143,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
 
 
 def test_last_calls_are_json_lines_of_the_latest(tmp_path: Path) -> None:
-    calls = LastCalls(rank=3, most=2)
+    calls = LastCalls(rank=3, max_records=2)
     for step in (1, 2, 3):
         calls.end(calls.begin(step, "dispatch", 100 * step))
     calls.begin(4, "combine", 7)

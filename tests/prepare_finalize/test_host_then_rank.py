@@ -50,12 +50,14 @@ def crossings(
         manager: Any = kernel.prepare_finalize.manager
         exchange, home = manager.all_to_all, manager.hosts.index_W
 
-        def counted(out: Any, given: Any, *, given_rows: list[int], phase: str, **rest: Any) -> Any:
-            assert len(given) == sum(given_rows)
-            away = (n for to, n in enumerate(given_rows) if home[to] != home[rank])
+        def counted(
+            out: Any, given: Any, *, input_splits: list[int], phase: str, **rest: Any
+        ) -> Any:
+            assert len(given) == sum(input_splits)
+            away = (n for to, n in enumerate(input_splits) if home[to] != home[rank])
             crossed[phase] += sum(away)
-            assert not any(n for to, n in enumerate(given_rows) if (to - rank) % ids.count("a"))
-            return exchange(out, given, given_rows=given_rows, phase=phase, **rest)
+            assert not any(n for to, n in enumerate(input_splits) if (to - rank) % ids.count("a"))
+            return exchange(out, given, input_splits=input_splits, phase=phase, **rest)
 
         manager.all_to_all = counted
         return kernel
@@ -93,12 +95,12 @@ def test_inside_one_host_nothing_goes_over_the_network(four: RankPool) -> None:
 def in_chunks(rank: int, world: int, group: object, ids: str, most: int) -> torch.Tensor:
     """The output of a call whose rows go in so many chunks at most."""
     simulated(rank, ids)
-    module.HostThenRankPrepareAndFinalize.most_chunks = most
+    module.HostThenRankPrepareAndFinalize.max_chunks = most
     case = case_of("skips", 2)
     trial = RankTrial(case, rank, CPU, lambda c, m, p: build_kernel(c, m, p, group))
     part: Any = trial.kernel.prepare_finalize
-    assert part._at.chunks == most
-    module.HostThenRankPrepareAndFinalize.most_chunks = 4
+    assert part._geometry.chunks == most
+    module.HostThenRankPrepareAndFinalize.max_chunks = 4
     return trial.eager
 
 
@@ -221,12 +223,12 @@ def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
 def test_what_counts_say() -> None:
     rows = tuple(tuple(counts_of(rank)) for rank in range(4))
     way = check_counts(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
-    assert (way.sent, way.came, way.received) == ([6, 4], [6, 4], 0)
+    assert (way.sent, way.forwarded, way.received) == ([6, 4], [6, 4], 0)
     assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
-    assert (way.leaves_host, way.busy) == ([True, True], [True, True])
+    assert (way.crosses_hosts, way.has_rows) == ([True, True], [True, True])
     # Rank 0 gets 6 and 6 rows of the first chunk, from itself and from this rank.
-    assert way.room[:, 0].tolist() == [[6, 0], [12, 0]]
-    assert way.room[:, 1].tolist() == [[16, 0], [20, 0]]
+    assert way.write_bounds[:, 0].tolist() == [[6, 0], [12, 0]]
+    assert way.write_bounds[:, 1].tolist() == [[16, 0], [20, 0]]
     assert way.max_rows_W == [20, 10, 20, 10]
 
 

@@ -1,5 +1,6 @@
 """The kernel of few rows and 4-bit weights: proven in blocks of 8 and of 16 rows."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,9 @@ from experts.triton.aligned_w4 import aligned_w4_config
 from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.batched import BatchedTritonExperts
-from experts.triton.configs.former import launched_config_from_v1
+from experts.triton.configs.files import parse_config_file
 from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
@@ -229,23 +231,28 @@ def test_explain_says_what_is_launched(tokens: int, monkeypatch: pytest.MonkeyPa
     assert "path: aligned\n" in BatchedTritonExperts.tunable(problem).explain(tokens)
 
 
-def test_files_of_version_1_mean_it_where_tiles_have_few_rows() -> None:
-    """Of integers for a few rows of an expert; of mxfp4 for any, where tiles have at most 32."""
-    tile = LaunchConfig(16, 64, 128, 1, 4, 3)
+def test_small_tiles_of_foreign_files_are_replaced() -> None:
+    """For integers up to 12 rows an expert; for mxfp4 at any number of rows up to block_m 32."""
     integers = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     mxfp4 = replace(integers, quant="mxfp4_w4a16")
 
-    def found(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
-        rows = replace(tile, block_m=block_m)
-        said = MoEConfig(rows, rows, "aligned")
-        return launched_config_from_v1(said, tokens, problem, Device(), _PATHS)
+    def launched(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
+        launch = {
+            "BLOCK_SIZE_M": block_m,
+            "BLOCK_SIZE_N": 64,
+            "BLOCK_SIZE_K": 32,
+            "GROUP_SIZE_M": 1,
+        }
+        recipe = parse_config_file(json.dumps({"1": launch}), "x")
+        source = fit_to_problem(recipe, problem, Device())
+        return source.launched(problem, Device(), _PATHS).choose(tokens)
 
-    assert found(integers, 48, 16) == aligned_w4_config.default(integers, 48)
-    assert found(integers, 49, 16).path == "aligned"
-    assert found(integers, 4, 32).path == "aligned"
+    assert launched(integers, 48, 16) == aligned_w4_config.default(integers, 48)
+    assert launched(integers, 49, 16).path == "aligned"
+    assert launched(integers, 4, 32).path == "aligned"
     for tokens in (1, 7, 24, 25, 1 << 20):
-        assert found(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
-    assert found(mxfp4, 1, 64).path == "aligned"
+        assert launched(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
+    assert launched(mxfp4, 1, 64).path == "aligned"
 
 
 @pytest.mark.parametrize("zeros", ["", ":zero_points=true"])

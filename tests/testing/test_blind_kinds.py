@@ -41,7 +41,7 @@ KINDS = (
         Wrong(
             "rows without a token join the scale of the tensor",
             "experts/triton/batched.py",
-            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)",
+            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=None)",
         ),
         BATCHED,

@@ -82,7 +82,7 @@ def in_any_order(case: Case, machine: Machine, poison: bool, group: object) -> A
 def notes_no_memory(case: Case, machine: Machine, poison: bool, group: object) -> Any:
     kernel = build_kernel(case, machine, poison, group)
     manager: Any = kernel.prepare_finalize.manager
-    manager.inside.last_calls.json_lines = lambda: ""
+    manager.host_memory.last_calls.json_lines = lambda: ""
     return kernel
 
 

@@ -69,7 +69,7 @@ def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
     coverage: Coverage, tmp_path: Path
 ) -> None:
     found = fate(
-        "        if longest:\n", "        if longest and manager.rank:\n", coverage, tmp_path
+        "        if max_tokens:\n", "        if max_tokens and manager.rank:\n", coverage, tmp_path
     )
     assert found.how == "hang", found
     assert found.seconds < 25
@@ -77,7 +77,7 @@ def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
 
 def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
     ends = "        if manager.rank:\n            import os\n            os._exit(3)\n"
-    found = fate("        if longest:\n", f"{ends}        if longest:\n", coverage, tmp_path)
+    found = fate("        if max_tokens:\n", f"{ends}        if max_tokens:\n", coverage, tmp_path)
     assert found.how == "crash", found
     assert "exit code 3" in found.by
 
@@ -96,10 +96,15 @@ def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
 
 def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
     found = fate(
-        "longest = max(agreed.tokens_W)", "longest = max(*agreed.tokens_W)", coverage, tmp_path
+        "max_tokens = max(agreement.tokens_W)",
+        "max_tokens = max(*agreement.tokens_W)",
+        coverage,
+        tmp_path,
     )
     assert (found.how, found.ran, found.differing) == ("survived", 3, 0)
-    mutant = changed("longest = max(agreed.tokens_W)", "longest = max(*agreed.tokens_W)", tmp_path)
+    mutant = changed(
+        "max_tokens = max(agreement.tokens_W)", "max_tokens = max(*agreement.tokens_W)", tmp_path
+    )
     assert compare_bits([mutant], coverage, 4, where=WHERE).problems >= 4
     where = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, WHERE)
     assert "--world-size 2 --pf-type" in reproducer(found, where)
@@ -116,8 +121,9 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
 @pytest.mark.parametrize(
     ("part", "file", "old", "new", "found"),
     [
-        (ALL2ALL, "common/group_part", "near_first: ClassVar[bool] = True",
-         "near_first: ClassVar[bool] = False", "12 pairs computed by ranks 0, expected 14"),
+        (ALL2ALL, "common/group_part", "prefer_local_copies: ClassVar[bool] = True",
+         "prefer_local_copies: ClassVar[bool] = False",
+         "12 pairs computed by ranks 0, expected 14"),
         (SYMMETRIC, "symm_mem/part", "_IN_FLIGHT = 2", "_IN_FLIGHT = 3",
          "Pending, expected UnsupportedError"),
         (SYMMETRIC, "rendezvous/hosts", "    if requires.one_host:\n", "    if False:\n",
@@ -130,19 +136,20 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
          'begin(1, "construct", nbytes)', "'step': 1, 'phase': 'construct'"),
         (BY_HOSTS, "rendezvous/hosts", "    if max_ranks is None:\n",
          "    if max_ranks is not None:\n", "expected 1 on each, in blocks"),
-        (BY_HOSTS, "rendezvous/store_rounds", "heard and self._store.check([self._key(rank)]):",
-         "heard:", "Timed out waiting"),
+        (BY_HOSTS, "rendezvous/store_rounds", "received and self._store.check([self._key(rank)]):",
+         "received:", "Timed out waiting"),
         (BY_HOSTS, "host_then_rank/slots", "flag_nbytes + index * slot_nbytes",
          "flag_nbytes", "expected right"),
-        (BY_HOSTS, "host_then_rank/group", "            self.inside.destroy()", "            pass",
-         "expected UnsupportedError"),
+        (BY_HOSTS, "host_then_rank/group", "            self.host_memory.destroy()",
+         "            pass", "expected UnsupportedError"),
         (GATHERED, "common/torch_group", "max(time.monotonic() + _MIN_GRACE_S, started_s",
          "max(0.0, started_s", "expected (0, 'combine', 1, 0, 0, (1,)) exchange between ranks"),
         (GATHERED, "common/torch_group", 'self.device == "cpu"', 'self.device != "cpu"',
          "not the reason of the library"),
         (ALL2ALL, "common/torch_group", "history: int = 1024", "history: int = 1023",
          "1023, expected 1024"),
-        (ALL2ALL, "rendezvous/hosts", "        or (exact and ranks_on_each != max_ranks)\n",
+        (ALL2ALL, "rendezvous/hosts",
+         "        or (must_fill_hosts and ranks_per_each_host != max_ranks)\n",
          "", "expected 2 on each"),
         (ALL2ALL, "common/row_buffers", "rows * int(problem.adapters is not None)", "rows",
          "without_adapters: 56 bytes of rows_adapters"),
@@ -156,7 +163,7 @@ def test_scenes_tell_a_part_that_errs_of(
     part: str, file: str, old: str, new: str, found: str, tmp_path: Path
 ) -> None:
     mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
-    faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "heard and": "stays-out",
+    faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "received and": "stays-out",
               "_MIN_GRACE_S": "late", "self.device": "late"}  # fmt: skip
     fault = next((faults[line] for line in faults if line in old), "misunderstood")
     machine = this_machine(device="cpu")

@@ -21,7 +21,7 @@ def test_facts_that_nobody_told(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set("meeting/1/1", garbage)
     with pytest.raises(CommunicationError, match="a store that fails"):
-        Meeting(store, 0, 2, deadline_s=0.5).tell({"a": 1})
+        Meeting(store, 0, 2, deadline_s=0.5).exchange({"a": 1})
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)

@@ -10,13 +10,11 @@ from tune_samples import WANTED, Fake, only, staged, tile_cost
 
 from experts.triton.aligned.aligned_config import BLOCK_M_ROWS, entries
 from experts.triton.aligned.aligned_path import AlignedPath
-from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import read_config_file
 from experts.triton.configs.heuristics import config_violations, heuristics
 from experts.triton.configs.select import choose_config, current_lookup
 from experts.triton.gemv.gemv_path import GemvPath
-from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, MoEConfig
@@ -120,24 +118,6 @@ def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
     assert space.saved(here)[16].choice == other
     assert choose_config(problem, 16, space.paths) == other
     assert f"GEMM 2: {other.gemm2}" in space.explain(16)
-
-
-def test_a_file_of_version_1_is_continued_in_words_of_now(here: Path) -> None:
-    problem = replace(MIXTRAL, quant="int4_w4a16_group")
-    space = ConfigSpace(problem, "TritonExperts", PATHS)
-    path = space.save({1: TunedChoice(space.untuned(1), 1.0, 1.0)}, here)
-    facts = {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2}
-    old: dict[str, object] = ours(tokens_1=(launch(n=16, k=256),) * 2, tokens_16=(launch(),) * 2)
-    old |= {"format": "modular_kernel.tiles/1", "tuned_for": facts}
-    old["1"] |= {"path": "single", "us": 7}  # type: ignore[operator]
-    old["16"] |= {"us": 9}  # type: ignore[operator]
-    write(path, old)
-    tiles.clear_caches()
-    found = {tokens: best.choice for tokens, best in space.saved(here).items()}
-    one = GemvW4Config(16, 256, 4, 3)
-    assert found[1] == MoEConfig(one, one, "gemv_w4")
-    assert found[16] == AlignedW4Path.default_config(problem, 16, current_lookup().device)
-    assert {tokens: choose_config(problem, tokens, space.paths) for tokens in found} == found
 
 
 def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:

@@ -32,9 +32,9 @@ def pre_reorder_kernel(
         expert = tl.load(ids_ptr + pair)
         if (expert >= start_expert) & (expert <= end_expert):
             row = tl.load(src2dst_ptr + pair).to(tl.int64)
-            stored = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
+            scaled = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
             out_ptrs = rows_ptr + row * hidden + columns
-            tl.store(out_ptrs, stored.to(rows_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptrs, scaled.to(rows_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,6 +53,6 @@ def silu_and_mul_kernel(
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + intermediate, mask=mask, other=0.0).to(tl.float32)
     value = activate(gate, up, "silu", 0.0, 0.0)
-    stored = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
+    scaled = _apply_scale(value, scales_ptr + expert - start_expert, HAS_SCALES, LARGEST)
     out_ptrs = out_ptr + row * intermediate + columns
-    tl.store(out_ptrs, stored.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, scaled.to(out_ptr.dtype.element_ty), mask=mask)

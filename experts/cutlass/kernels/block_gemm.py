@@ -18,21 +18,21 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from experts.cutlass.kernels.epilogue import Epilogue
 from experts.cutlass.kernels.ring import advance_slot
 from experts.cutlass.kernels.tile import (
+    ACC_PER_THREAD,
     BOX_BYTES,
     CLUSTER,
-    DEPTH,
     E4M3,
     F32,
-    FEWEST,
     I32,
-    MOST,
+    LOAD_REGS,
+    MMA_REGS,
+    PART_N,
     PARTS,
     ROWS,
     STAGES,
     THREADS,
+    TILE_K,
     TILE_M,
-    VALUES,
-    WIDTH,
 )
 from experts.cutlass.kernels.tile_order import tile_at
 
@@ -47,7 +47,7 @@ class BlockGemm(Epilogue):
 
     def __init__(self, *, gated: bool, group_m: int = 8) -> None:
         self.gated, self.group_m = gated, group_m
-        self.columns = WIDTH if gated else WIDTH * PARTS  # output columns per tile
+        self.columns = PART_N if gated else PART_N * PARTS  # output columns per tile
         self.boxes = 1 if gated else 2  # TMA boxes of output that a warpgroup stages
 
     @cute.jit
@@ -72,23 +72,23 @@ class BlockGemm(Epilogue):
             out = cute.recast_tensor(out, E4M3)
         k_major = warpgroup.OperandMajorMode.K
         op = warpgroup.MmaF8Op(
-            E4M3, E4M3, F32, (ROWS, WIDTH, 32), warpgroup.OperandSource.SMEM, k_major, k_major
+            E4M3, E4M3, F32, (ROWS, PART_N, 32), warpgroup.OperandSource.SMEM, k_major, k_major
         )
         tiled_mma = cute.make_tiled_mma(cute.make_mma_atom(op), (2, 1, 1))
         swizzled = warpgroup.SmemLayoutAtomKind.K_SW128
         atom = warpgroup.make_smem_layout_atom(swizzled, E4M3)
-        a_layout = cute.tile_to_shape(atom, (TILE_M, DEPTH, STAGES), order=(0, 1, 2))
-        b_layout = cute.tile_to_shape(atom, (WIDTH, DEPTH, STAGES * PARTS), order=(0, 1, 2))
+        a_layout = cute.tile_to_shape(atom, (TILE_M, TILE_K, STAGES), order=(0, 1, 2))
+        b_layout = cute.tile_to_shape(atom, (PART_N, TILE_K, STAGES * PARTS), order=(0, 1, 2))
         box = BOX_BYTES * 8 // out.element_type.width
         out_atom = warpgroup.make_smem_layout_atom(swizzled, out.element_type)
         o_layout = cute.tile_to_shape(out_atom, (ROWS, box, self.boxes * 2), order=(0, 1, 2))
         first = (None, None, 0)
         a_atom, a_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SMulticastOp(), a, cute.slice_(a_layout, first),
-            (TILE_M, DEPTH), num_multicast=CLUSTER,
+            (TILE_M, TILE_K), num_multicast=CLUSTER,
         )  # fmt: skip
         b_atom, b_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), b, cute.slice_(b_layout, first), (WIDTH, DEPTH)
+            cpasync.CopyBulkTensorTileG2SOp(), b, cute.slice_(b_layout, first), (PART_N, TILE_K)
         )
         o_atom, o_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(o_layout, first), (ROWS, box)
@@ -146,12 +146,12 @@ class BlockGemm(Epilogue):
         cute.arch.cluster_wait()
 
         num_m = tiles[3 * max_tiles]
-        steps = cute.size(a_tma, mode=[1]) // DEPTH
+        steps = cute.size(a_tma, mode=[1]) // TILE_K
         pairs = num_n // CLUSTER
         # The cluster's first pair of tiles, the stride to its next pair, and the number of pairs.
         schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * pairs)
         if group == 2:
-            cute.arch.warpgroup_reg_dealloc(FEWEST)
+            cute.arch.warpgroup_reg_dealloc(LOAD_REGS)
             if warp == 8:
                 self.load(
                     a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
@@ -163,7 +163,7 @@ class BlockGemm(Epilogue):
                     up_rows, num_m, pairs, schedule, steps, rank, thread % 32,
                 )  # fmt: skip
         else:
-            cute.arch.warpgroup_reg_alloc(MOST)
+            cute.arch.warpgroup_reg_alloc(MMA_REGS)
             self.multiply(
                 tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
                 out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group,
@@ -188,11 +188,15 @@ class BlockGemm(Epilogue):
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
             row_b = tiles[m] * rows_b + (pair * CLUSTER + rank) * self.columns
-            row_c = row_b + (up_rows if self.gated else WIDTH)
+            row_c = row_b + (up_rows if self.gated else PART_N)
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
-            g_a = cute.local_tile(g_a, (TILE_M, DEPTH), (0, None))
-            g_b = cute.local_tile(cute.domain_offset((row_b, 0), b_tma), (WIDTH, DEPTH), (0, None))
-            g_c = cute.local_tile(cute.domain_offset((row_c, 0), b_tma), (WIDTH, DEPTH), (0, None))
+            g_a = cute.local_tile(g_a, (TILE_M, TILE_K), (0, None))
+            g_b = cute.local_tile(
+                cute.domain_offset((row_b, 0), b_tma), (PART_N, TILE_K), (0, None)
+            )
+            g_c = cute.local_tile(
+                cute.domain_offset((row_c, 0), b_tma), (PART_N, TILE_K), (0, None)
+            )
             to_a, from_a = cpasync.tma_partition(
                 a_atom, rank, cute.make_layout(CLUSTER), cute.group_modes(s_a, 0, 2),
                 cute.group_modes(g_a, 0, 2),
@@ -208,7 +212,9 @@ class BlockGemm(Epilogue):
                 cute.arch.mbarrier_wait(empty + slot, phase)
                 ready = full + slot
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ready, (TILE_M + PARTS * WIDTH) * DEPTH)
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        ready, (TILE_M + PARTS * PART_N) * TILE_K
+                    )
                 cute.copy(
                     a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=ready,
                     mcast_mask=cutlass.Int16(2**CLUSTER - 1),
@@ -225,7 +231,7 @@ class BlockGemm(Epilogue):
     ):  # fmt: skip
         """Fill ring slots with scales, which are read one step ahead. One warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
-        blocks_b = (rows_b + WIDTH - 1) // WIDTH
+        blocks_b = (rows_b + PART_N - 1) // PART_N
         index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
@@ -233,9 +239,11 @@ class BlockGemm(Epilogue):
             row = tiles[max_tiles + m]
             # Lane 0 loads the first part's scale, the other lanes the second part's.
             row_b = (pair * CLUSTER + rank) * self.columns
-            row_b += cutlass.min(lane, 1) * (up_rows if self.gated else WIDTH)  # NaN-free: integers
+            row_b += cutlass.min(lane, 1) * (
+                up_rows if self.gated else PART_N
+            )  # NaN-free: integers
             # NaN-free: integers
-            block = tiles[m] * blocks_b + cutlass.min(row_b // WIDTH, blocks_b - 1)
+            block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
             g_b = b_scale[block, None]
             # Rows past the expert's end are never stored, so any valid row's scale will do.
             # NaN-free: integers
@@ -271,8 +279,8 @@ class BlockGemm(Epilogue):
         thr_mma = tiled_mma.get_slice(group * 128)
         t_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a))
         t_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_M, WIDTH)), F32)
-        sums = cute.make_rmem_tensor(cute.make_layout((VALUES, PARTS)), F32)
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_M, PART_N)), F32)
+        sums = cute.make_rmem_tensor(cute.make_layout((ACC_PER_THREAD, PARTS)), F32)
         row_in_tile = group * ROWS + warp * 16 + lane // 4  # the first of this thread's two rows
         releases_slot = lane < CLUSTER  # one lane for each block of the cluster
         index, stride, total = schedule
@@ -320,7 +328,7 @@ class BlockGemm(Epilogue):
     def begin(self, tiled_mma, part, t_a, t_b, place, p: cutlass.Constexpr):
         """Start the wgmma of one part and one step."""
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        for j in cutlass.range_constexpr(DEPTH // 32):
+        for j in cutlass.range_constexpr(TILE_K // 32):
             cute.gemm(
                 tiled_mma, part, t_a[None, None, j, place], t_b[None, None, j, place * PARTS + p],
                 part,
@@ -335,6 +343,6 @@ class BlockGemm(Epilogue):
         The scale of the row then stays in a register.
         """
         for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(VALUES):
+            for i in cutlass.range_constexpr(ACC_PER_THREAD):
                 if cutlass.const_expr((i // 2) % 2 == half):
                     sums[i, p] = sums[i, p] + part[i] * scales[half]

@@ -5,15 +5,15 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from experts.cutlass.kernels.tile import (
+    ACC_PER_THREAD,
     BOX_BYTES,
     F32,
     I32,
     LARGEST,
-    LEAST_SCALE,
+    MIN_SCALE,
+    PART_N,
     PARTS,
     ROWS,
-    VALUES,
-    WIDTH,
 )
 
 
@@ -45,26 +45,26 @@ class Epilogue:
     def finish_plain(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
         """Store bf16 rows, by TMA in two boxes of 64 columns at a time if all 64 rows are valid."""
         columns = cute.size(out, mode=[1])
-        first = n * self.columns
-        row_in = warp * 16 + lane // 4
+        first_column = n * self.columns
+        local_row = warp * 16 + lane // 4
         for p in cutlass.range_constexpr(PARTS):
             if row + ROWS <= end:
                 self.reuse_staging(group, warp)
-                for q in cutlass.range_constexpr(WIDTH // 16):
+                for q in cutlass.range_constexpr(PART_N // 16):
                     # 8 x 8 matrices: rows 0-7 and 8-15 of 8 columns, then of the next 8 columns.
-                    to = s_out[None, None, group * 2 + q // 4].iterator
+                    dst = s_out[None, None, group * 2 + q // 4].iterator
                     byte = (q % 4) * 32 + 16 * (lane // 16)
-                    store_matrices(to, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
-                self.send(s_out, o_atom, o_tma, row, first + p * WIDTH, group, warp)
+                    store_matrices(dst, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
+                self.send(s_out, o_atom, o_tma, row, first_column + p * PART_N, group, warp)
             else:
-                for q in cutlass.range_constexpr(WIDTH // 16):
+                for q in cutlass.range_constexpr(PART_N // 16):
                     words = bf16_words(sums, p, q)
                     for z in cutlass.range_constexpr(4):
-                        out_row = row + row_in + 8 * (z % 2)
-                        column = first + p * WIDTH + q * 16 + 8 * (z // 2) + 2 * (lane % 4)
+                        out_row = row + local_row + 8 * (z % 2)
+                        column = first_column + p * PART_N + q * 16 + 8 * (z // 2) + 2 * (lane % 4)
                         if out_row < end and column < columns:
-                            to = out.iterator + (cutlass.Int64(out_row) * columns + column)
-                            cute.arch.store(cute.recast_ptr(to, dtype=I32), words[z])
+                            dst = out.iterator + (cutlass.Int64(out_row) * columns + column)
+                            cute.arch.store(cute.recast_ptr(dst, dtype=I32), words[z])
 
     @cute.jit
     def finish_gated(
@@ -72,10 +72,10 @@ class Epilogue:
     ):  # fmt: skip
         """Store h = silu(gate) * up, rounded to bf16: e4m3 values, and one scale per row."""
         columns = cute.size(out, mode=[1])
-        first = n * self.columns
-        row_in = warp * 16 + lane // 4
+        first_column = n * self.columns
+        thread_row = warp * 16 + lane // 4
         amax = [F32(0.0), F32(0.0)]
-        for i in cutlass.range_constexpr(VALUES):
+        for i in cutlass.range_constexpr(ACC_PER_THREAD):
             h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
             sums[i, 0] = h
             amax[(i // 2) % 2] = maximum(amax[(i // 2) % 2], magnitude(h))
@@ -83,32 +83,32 @@ class Epilogue:
         for d in cutlass.range_constexpr(2):  # four threads share a row
             upper = maximum(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
             lower = maximum(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
-        upper = maximum(divide(upper, F32(LARGEST)), F32(LEAST_SCALE))
-        lower = maximum(divide(lower, F32(LARGEST)), F32(LEAST_SCALE))
+        upper = maximum(divide(upper, F32(LARGEST)), F32(MIN_SCALE))
+        lower = maximum(divide(lower, F32(LARGEST)), F32(MIN_SCALE))
         inverse = (divide(F32(1.0), upper), divide(F32(1.0), lower))
-        if lane % 4 == 0 and first < columns:
-            if row + row_in < end:
-                out_scale[row + row_in, n] = upper
-            if row + row_in + 8 < end:
-                out_scale[row + row_in + 8, n] = lower
+        if lane % 4 == 0 and first_column < columns:
+            if row + thread_row < end:
+                out_scale[row + thread_row, n] = upper
+            if row + thread_row + 8 < end:
+                out_scale[row + thread_row + 8, n] = lower
         all_valid = row + ROWS <= end
         if all_valid:
             self.reuse_staging(group, warp)
         staged = I32(s_out[None, None, group].iterator.toint())
-        for i in cutlass.range_constexpr(0, VALUES, 2):
+        for i in cutlass.range_constexpr(0, ACC_PER_THREAD, 2):
             half = (i // 2) % 2
             pair = e4m3_pair(sums[i, 0] * inverse[half], sums[i + 1, 0] * inverse[half])
-            local_row = row_in + 8 * half
+            local_row = thread_row + 8 * half
             column = (i // 4) * 8 + 2 * (lane % 4)
             if all_valid:
-                to = staged + local_row * BOX_BYTES + (column ^ ((local_row % 8) * 16))
-                cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[to, pair])
-            elif row + local_row < end and first < columns:
-                offset = cutlass.Int64(row + local_row) * columns + first + column
-                to = cute.recast_ptr(out.iterator + offset, dtype=cutlass.Int16)
-                cute.arch.store(to, pair)
+                dst = staged + local_row * BOX_BYTES + (column ^ ((local_row % 8) * 16))
+                cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[dst, pair])
+            elif row + local_row < end and first_column < columns:
+                offset = cutlass.Int64(row + local_row) * columns + first_column + column
+                dst = cute.recast_ptr(out.iterator + offset, dtype=cutlass.Int16)
+                cute.arch.store(dst, pair)
         if all_valid:
-            self.send(s_out, o_atom, o_tma, row, first, group, warp)
+            self.send(s_out, o_atom, o_tma, row, first_column, group, warp)
 
     @cute.jit
     def reuse_staging(self, group, warp):
@@ -127,11 +127,11 @@ class Epilogue:
             for x in cutlass.range_constexpr(self.boxes):
                 g_out = cute.domain_offset((row, column + x * box), o_tma)
                 g_out = cute.local_tile(g_out, (ROWS, box), (0, 0))
-                boxes, to = cpasync.tma_partition(
+                boxes, dst = cpasync.tma_partition(
                     o_atom, 0, cute.make_layout(1), cute.group_modes(s_out, 0, 2),
                     cute.group_modes(g_out, 0, 2),
                 )  # fmt: skip
-                cute.copy(o_atom, boxes[None, group * self.boxes + x], to)
+                cute.copy(o_atom, boxes[None, group * self.boxes + x], dst)
             cute.arch.cp_async_bulk_commit_group()
 
 

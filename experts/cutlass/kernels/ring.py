@@ -5,10 +5,10 @@ from cutlass import cute
 
 
 @cute.jit
-def advance_slot(place, phase, places: cutlass.Constexpr):
+def advance_slot(slot, phase, num_slots: cutlass.Constexpr):
     """Return the next (slot, phase); the phase flips when the ring wraps around."""
-    place += 1
-    if place == places:
-        place = cutlass.Int32(0)
+    slot += 1
+    if slot == num_slots:
+        slot = cutlass.Int32(0)
         phase = phase ^ 1
-    return place, phase
+    return slot, phase

@@ -7,17 +7,17 @@ F32 = cutlass.Float32
 I32 = cutlass.Int32
 
 TILE_M = 128
-DEPTH = 128  # elements along K per step; they share a scale
-WIDTH = 128  # weight rows per part; they share a scale
+TILE_K = 128  # elements along K per step; they share a scale
+PART_N = 128  # weight rows per part; they share a scale
 PARTS = 2
 ROWS = 64  # rows per warpgroup
 STAGES = 4
 CLUSTER = 2
 THREADS = 3 * 128
-VALUES = WIDTH // 2  # accumulators of one part per thread
+ACC_PER_THREAD = PART_N // 2  # accumulators of one part per thread
 # Registers per thread of the multiplying warpgroups and of the loading one. Their total must not
 # exceed the initial 168 for each of 384 threads, or the multiplying ones would wait forever.
-MOST, FEWEST = 232, 40
+MMA_REGS, LOAD_REGS = 232, 40
 BOX_BYTES = 128  # bytes per row of a TMA box of results
 LARGEST = 448.0  # largest e4m3 value
-LEAST_SCALE = 2.0**-33
+MIN_SCALE = 2.0**-33

@@ -44,7 +44,7 @@ def joined_pairs_kernel(
             weight_j = tl.full((BLOCK_T, 1), 1.0, tl.float32)
         weight += tl.where(same_expert, weight_j, 0.0)
         repeat += (same_expert & (k > j)).to(tl.int32)
-    kept = (local >= 0) & (repeat == 0)
+    is_first_pair = (local >= 0) & (repeat == 0)
     out = token.to(tl.int64) * TOP_K + k
-    tl.store(out_ids_ptr + out, tl.where(kept, local, -1), mask=mask)
-    tl.store(out_weights_ptr + out, tl.where(kept, weight * factor, 0.0), mask=mask)
+    tl.store(out_ids_ptr + out, tl.where(is_first_pair, local, -1), mask=mask)
+    tl.store(out_weights_ptr + out, tl.where(is_first_pair, weight * factor, 0.0), mask=mask)

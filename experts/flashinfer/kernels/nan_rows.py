@@ -22,7 +22,7 @@ def nan_rows_kernel(
         is_nan |= (x != x).to(tl.int32)
     k = tl.arange(0, BLOCK_K)
     pair, mask = token * TOP_K + k, k < TOP_K
-    live = tl.load(ids_ptr + pair, mask=mask, other=-1) >= 0
+    is_local = tl.load(ids_ptr + pair, mask=mask, other=-1) >= 0
     nan = tl.full((BLOCK_K,), float("nan"), tl.float32)
     # NaN-free: the maximum is over integer flags
-    tl.store(weights_ptr + pair, nan, mask=mask & live & (tl.max(is_nan, 0) > 0))
+    tl.store(weights_ptr + pair, nan, mask=mask & is_local & (tl.max(is_nan, 0) > 0))

@@ -134,9 +134,9 @@ def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
         row = max(table, key=lambda row: row[1] if row[1] <= _FIXED_ROWS else 0)
     else:
         row = table[sum(tokens > max_tokens for max_tokens in breakpoints(problem))]
-    _, block_m, one, two, group_m = row
+    _, block_m, launch1, launch2, group_m = row
     (first, second), blocks = gemms(problem), (block_m, group_m)
-    tiles = _tile(one, first, device, blocks), _tile(two, second, device, blocks)
+    tiles = _tile(launch1, first, device, blocks), _tile(launch2, second, device, blocks)
     return MoEConfig(*tiles, NAME)
 
 

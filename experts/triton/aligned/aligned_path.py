@@ -1,7 +1,6 @@
 """The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k."""
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 import torch
 
@@ -38,7 +37,6 @@ class AlignedPath(Path):
 
     name = aligned_config.NAME
     refuses = False
-    former_names: ClassVar[tuple[str, ...]] = (aligned_config.NAME,)
     roundings = Roundings()
 
     @classmethod
@@ -75,7 +73,7 @@ class AlignedPath(Path):
 
         self.problem = problem
         self._kernel = grouped_gemm_kernel
-        self._sums = problem.combine is Combine.SUM
+        self._sums_topk = problem.combine is Combine.SUM
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return True: the kernel takes every stride as an argument."""
@@ -88,7 +86,7 @@ class AlignedPath(Path):
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
             **align_specs(pairs, block_m, problem.e),
         }
-        if self._sums:
+        if self._sums_topk:
             # The output of GEMM 1 is dead once it is quantized into another buffer.
             over = ("workspace13",) if problem.scheme.quantizes_activations else ()
             specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
@@ -108,7 +106,7 @@ class AlignedPath(Path):
                 block_size=call.config.gemm1.block_m,
                 num_local=self.problem.e,
                 workspace=call.workspace,
-                ignore_invalid=self._sums,
+                ignore_invalid=self._sums_topk,
             )
 
     def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
@@ -124,9 +122,9 @@ class AlignedPath(Path):
             rows = (call.tokens.x_TH, call.tokens.scale)
             self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
         u2 = None if adapters is None else adapters.of_w2(h_PI)
-        h_rows = self._quantized(h_PI, call)
+        h_rows = self._quantize(h_PI, call)
         rows_PH = call.output
-        if self._sums:
+        if self._sums_topk:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
             product = gemm2_operands(call.weights, problem)
@@ -135,7 +133,7 @@ class AlignedPath(Path):
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
         """Sum the rows over top-k into call.output; if top-k is kept they are already there."""
-        if not self._sums:
+        if not self._sums_topk:
             return
         problem, routing = self.problem, call.tokens.routing
         with stages.stage(stages.REDUCE):
@@ -155,7 +153,7 @@ class AlignedPath(Path):
             return None
         return PairShrink(call, self.problem, aligned, slots_T)
 
-    def _quantized(
+    def _quantize(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the input rows of GEMM 2 and their scales; h_PI and None if not quantized."""
@@ -166,8 +164,8 @@ class AlignedPath(Path):
             shape = (h_PI.shape[0], h_PI.shape[1])
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
-            live = PairRows(call.tokens.routing, self.problem.e)
-            quantize_rows(h_PI, scheme, out=out, live=live)
+            valid_rows = PairRows(call.tokens.routing, self.problem.e)
+            quantize_rows(h_PI, scheme, out=out, live=valid_rows)
         return out.q_RK, out.scale
 
     def multiply(
@@ -202,7 +200,7 @@ class AlignedPath(Path):
             num_m=blocks,
             stride_am=a.stride(0),
             A_TOP_K=pairs // a.shape[0],
-            WRITE_ZEROS=not self._sums,
+            WRITE_ZEROS=not self._sums_topk,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
             **self.arguments(rows, product, config, shrunk),
             **pdl_arguments(),

@@ -19,25 +19,25 @@ NAME = "aligned_w4"
 
 MAX_BLOCK_M = 16  # max block_m
 MIN_BLOCK_M = 8  # min block_m: the N of the MMA
-# Mean rows per expert up to which block_m is LEAST_M. With integer weights, blocks of 8 rows take
-# 0.74 to 0.80 x the time of blocks of 16 at 8 rows per expert, and 0.81 to 0.85 x at 10. With
-# mxfp4 they take 0.96 to 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
+# Mean rows per expert up to which block_m is MIN_BLOCK_M. Blocks of 8 rows, relative to the time of
+# blocks of 16: integer weights, 0.74 to 0.80 x at 8 rows per expert, 0.81 to 0.85 x at 10; mxfp4,
+# 0.96 to 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
 _ROWS = {"uint4": 11, "float4_e2m1": 6}
 # Mean rows per expert up to which untuned calls use this path: (rows aligned to 16 elements, other
-# rows). With more rows, weights are unpacked too often, once per block of MOST_M rows. Integers:
-# H200, 2026-11-22. mxfp4: replaces the tiles of 32 rows, which are always slower (H200, 2026-11-24,
-# triton 3.6.0, 1 to 1024 tokens).
-_MOST_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
-# Launches that files of version 1 store under "aligned" and that now use this path: (max block_m,
-# max mean rows per expert).
-_REPLACED_V1_TILES: dict[str, tuple[int, float]] = {
+# rows). With more rows, weights are unpacked too often: once per block of MAX_BLOCK_M rows. The
+# limits of integers were measured on an H200 on 2026-11-22. With mxfp4 the path is also faster than
+# the aligned path's tiles of 32 rows (H200, 2026-11-24, triton 3.6.0, 1 to 1024 tokens).
+_MAX_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
+# Launches of the aligned path that are slower than this one: (max block_m, max mean rows per
+# expert).
+_SLOW_ALIGNED_TILES: dict[str, tuple[int, float]] = {
     "uint4": (16, 12),
     "float4_e2m1": (32, math.inf),
 }
 _MAX_REGISTERS = 128  # limit of the `_registers` estimate, above which the compiler spills
 _UNBOUNDED = 1 << 62
 _BLOCKS_M, _WARPS = (MIN_BLOCK_M, MAX_BLOCK_M), (1, 2, 4, 8, 16)
-_MIN_N, _MAX_N, _LEAST_K, _MOST_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
+_MIN_N, _MAX_N, _MIN_K, _MAX_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class AlignedW4Config:
             ("block_m", self.block_m in _BLOCKS_M, f"one of {_BLOCKS_M}"),
             (
                 "block_n",
-                _is_power_of_two(self.block_n, _MIN_N, _MAX_N),
+                _is_power_of_two_within(self.block_n, _MIN_N, _MAX_N),
                 _describe_powers(_MIN_N, _MAX_N),
             ),
             (
                 "block_k",
-                _is_power_of_two(self.block_k, _LEAST_K, WARP_K),
-                _describe_powers(_LEAST_K, WARP_K),
+                _is_power_of_two_within(self.block_k, _MIN_K, WARP_K),
+                _describe_powers(_MIN_K, WARP_K),
             ),
             ("num_warps", self.num_warps in _WARPS, f"one of {_WARPS}"),
-            ("num_stages", 1 <= self.num_stages <= _MOST_STAGES, f"1 to {_MOST_STAGES}"),
+            ("num_stages", 1 <= self.num_stages <= _MAX_STAGES, f"1 to {_MAX_STAGES}"),
             (
                 "registers",
                 0 <= self.registers <= _MAX_MAXNREG,
@@ -88,12 +88,12 @@ class AlignedW4Config:
                 yield Violation(name, getattr(self, name), need)
 
 
-def _is_power_of_two(value: int, least: int, most: int) -> bool:
-    return least <= value <= most and not value & (value - 1)
+def _is_power_of_two_within(value: int, minimum: int, maximum: int) -> bool:
+    return minimum <= value <= maximum and not value & (value - 1)
 
 
-def _describe_powers(least: int, most: int) -> str:
-    return f"a power of two from {least} to {most}"
+def _describe_powers(minimum: int, maximum: int) -> str:
+    return f"a power of two from {minimum} to {maximum}"
 
 
 class _Shape(NamedTuple):
@@ -159,7 +159,7 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
 # Shapes for block_m 16, which needs registers for twice the sums. mxfp4: the fastest of 12, in
 # blocks of 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24,
 # triton 3.6.0).
-_WIDE = {
+_SHAPES_FOR_16 = {
     ("uint4", True): _Shape(32, 2, 4),
     ("uint4", False): _Shape(64, 2, 3, 200),
     ("float4_e2m1", True): _Shape(32, 2, 3, block_k=64),
@@ -175,21 +175,21 @@ def serves(problem: Problem) -> bool:
     """
     if not supports_w4(problem):
         return False
-    return not problem.batch_invariant or _REPLACED_V1_TILES[problem.scheme.weight][1] == math.inf
+    return not problem.batch_invariant or _SLOW_ALIGNED_TILES[problem.scheme.weight][1] == math.inf
 
 
 def max_tokens(problem: Problem) -> int:
     """Return the maximum number of tokens for this path to be chosen without a tuned file."""
     if problem.batch_invariant:
         return _UNBOUNDED
-    even, odd = _MOST_ROWS[problem.scheme.weight]
+    even, odd = _MAX_ROWS[problem.scheme.weight]
     rows = even if rows_aligned_to_16(problem) else odd
     return rows * problem.experts // problem.top_k
 
 
-def replaces_v1_tiles(problem: Problem, tokens: int, block_m: int) -> bool:
-    """Return whether this path replaces tiles of block_m rows in a file of version 1."""
-    max_block_m, rows = _REPLACED_V1_TILES[problem.scheme.weight]
+def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
+    """Return whether this path is faster than the aligned path with tiles of block_m rows."""
+    max_block_m, rows = _SLOW_ALIGNED_TILES[problem.scheme.weight]
     return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
 
 
@@ -239,9 +239,9 @@ class GemmSizes:
 
 def default(problem: Problem, tokens: int) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file."""
-    spread = RowDistribution.of(problem, tokens * problem.top_k)
-    first, second = (launch_for(product, spread) for product in GemmSizes.both(problem))
-    return MoEConfig(first, second, NAME)
+    distribution = RowDistribution.of(problem, tokens * problem.top_k)
+    launch1, launch2 = (launch_for(product, distribution) for product in GemmSizes.both(problem))
+    return MoEConfig(launch1, launch2, NAME)
 
 
 def breakpoints(problem: Problem) -> Iterator[int]:
@@ -272,39 +272,39 @@ def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
     yield from _changes(problem, middle, high)
 
 
-def launch_for(product: GemmSizes, spread: RowDistribution) -> AlignedW4Config:
-    """Return the launch of `product` for the rows of `spread`."""
-    weight, block_m = product.scheme.weight, spread.block_m
+def launch_for(product: GemmSizes, distribution: RowDistribution) -> AlignedW4Config:
+    """Return the launch of `product` for the rows of `distribution`."""
+    weight, block_m = product.scheme.weight, distribution.block_m
     if block_m == MIN_BLOCK_M:
-        blocks = spread.experts * -(-product.columns // 64)
+        blocks = distribution.experts * -(-product.columns // 64)
         gated, ungated = _SHAPES[weight, product.zeros]
         rows = gated if product.gated else ungated
-        chosen = next(
+        shape = next(
             row_shape for below, k, row_shape in rows if blocks < below and product.depth >= k
         )
     else:
-        chosen = _WIDE[weight, product.gated]
-    while chosen.block_n > 64 and product.columns % chosen.block_n:
-        chosen = chosen._replace(block_n=chosen.block_n // 2)
-    while chosen.block_n > 16 and _registers(chosen, product, block_m) > _MAX_REGISTERS:
-        chosen = chosen._replace(block_n=chosen.block_n // 2)
-    return _made(chosen, block_m)
+        shape = _SHAPES_FOR_16[weight, product.gated]
+    while shape.block_n > 64 and product.columns % shape.block_n:
+        shape = shape._replace(block_n=shape.block_n // 2)
+    while shape.block_n > 16 and _registers(shape, product, block_m) > _MAX_REGISTERS:
+        shape = shape._replace(block_n=shape.block_n // 2)
+    return _make_config(shape, block_m)
 
 
-def _registers(found: _Shape, product: GemmSizes, block_m: int) -> int:
+def _registers(shape: _Shape, product: GemmSizes, block_m: int) -> int:
     """Estimate the live registers per thread.
 
     They are the words, the sums, the partial sums of each group in a step, and the terms of the
     zero points if there are several groups.
     """
-    rows = found.block_n * (2 if product.gated else 1)
-    groups = found.block_k // mma_depth(product.scheme, product.depth, found.block_k)
+    rows = shape.block_n * (2 if product.gated else 1)
+    groups = shape.block_k // mma_depth(product.scheme, product.depth, shape.block_k)
     per_group = 3 if product.zeros and groups > 1 else 1
-    return rows * found.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
+    return rows * shape.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
 # Candidates: block_m -> (min, max) mean rows per expert, and block_m -> values of block_k.
-_TRIED: RowRange = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
+_CANDIDATE_ROWS: RowRange = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
 _CANDIDATE_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}
 _CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
 
@@ -312,22 +312,26 @@ _CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens that `_registers` expects not to spill."""
     result = {}
-    for rows in blocks_worth_timing(_TRIED, problem, tokens):
+    for rows in blocks_worth_timing(_CANDIDATE_ROWS, problem, tokens):
         shapes = [
             _Shape(block_n, *launch, block_k=block_k)
             for block_n in (16, 32, 64, 128)
             for block_k in _CANDIDATE_K[rows]
             for launch in _CANDIDATE_WARPS
         ]
-        one, two = (
-            [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MAX_REGISTERS]
+        launches1, launches2 = (
+            [
+                _make_config(s, rows)
+                for s in shapes
+                if _registers(s, product, rows) <= _MAX_REGISTERS
+            ]
             for product in GemmSizes.both(problem)
         )
-        result[rows] = (one, two)
+        result[rows] = (launches1, launches2)
     return result
 
 
-def _made(found: _Shape, rows: int) -> AlignedW4Config:
+def _make_config(shape: _Shape, block_m: int) -> AlignedW4Config:
     return AlignedW4Config(
-        rows, found.block_n, found.block_k, found.num_warps, found.num_stages, found.registers
+        block_m, shape.block_n, shape.block_k, shape.num_warps, shape.num_stages, shape.registers
     )

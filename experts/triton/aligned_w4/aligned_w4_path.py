@@ -24,9 +24,7 @@ class AlignedW4Path(AlignedPath):
     """The path for aligned_w4_config.serves. Row p of the output of both GEMMs is pair p."""
 
     name = aligned_w4_config.NAME
-    former_names = ()
     refuses = True
-    replaces = AlignedPath.name
     launch = AlignedW4Config
     transferable = False
 
@@ -64,13 +62,14 @@ class AlignedW4Path(AlignedPath):
         return aligned_w4_config.candidates(problem, tokens)
 
     @classmethod
-    def translate_v1_config(
-        cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
+    def replace_foreign_config(
+        cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default configuration for small tiles, which version 1 stored as "aligned"."""
-        if aligned_w4_config.replaces_v1_tiles(problem, tokens, given.gemm1.block_m):
+        """Return the default configuration in place of small tiles of the aligned path."""
+        is_aligned = config.path == AlignedPath.name
+        if is_aligned and aligned_w4_config.is_faster(problem, tokens, config.gemm1.block_m):
             return aligned_w4_config.default(problem, tokens)
-        return given
+        return config
 
     def __init__(self, problem: Problem) -> None:
         """Bind the kernel."""

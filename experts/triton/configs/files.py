@@ -13,8 +13,7 @@ Our format:
 
 The key "64" is a number of tokens. "path" is one of experts.triton.paths, by default the first,
 and determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts
-output columns: a gated GEMM 1 computes that many gate columns and that many up columns. Version 1
-has fewer path names (see `former`), and its launches are always those of LaunchConfig.
+output columns: a gated GEMM 1 computes that many gate columns and that many up columns.
 
 Files of vLLM and SGLang have no "format" and use one launch for both GEMMs,
 {"64": {"BLOCK_SIZE_M": ...}}; SGLang may have a second file, NAME_down.json, for GEMM 2. Their
@@ -34,7 +33,6 @@ from typing import Any
 
 import torch
 
-from experts.triton.configs.former import V1_NAMES
 from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
 from experts.triton.paths import BASE, BY_NAME, NAMES
 from modular_kernel.errors import ConfigurationError
@@ -180,14 +178,12 @@ def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
         yield replace(key, per_channel=False)
 
 
-VERSION = 2
-FORMAT = f"modular_kernel.tiles/{VERSION}"
-FORMATS = {"modular_kernel.tiles/1": 1, FORMAT: VERSION}
+FORMAT = "modular_kernel.tiles/2"
 MAX_FILE_BYTES = 1 << 20
 _TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
-_TOP = ("format", "triton_version", "tuned_for")
-_MOST = 1 << 31
-_LONGEST = 1e12  # microseconds; longer times are discarded
+_HEADER_KEYS = ("format", "triton_version", "tuned_for")
+_MAX_INT = 1 << 31
+_MAX_MICROSECONDS = 1e12  # microseconds; longer times are discarded
 # JSON keys of launch fields that differ from the field names; these are vLLM's.
 _KEYS = {
     "block_m": "BLOCK_SIZE_M",
@@ -221,8 +217,7 @@ class TunedConfigs:
 
     gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
     columns together. strict: a launch that does not fit is an error; otherwise it is clamped.
-    paths: (tokens, path name in this version); BASE for missing numbers of tokens. version: of our
-    file format.
+    paths: (tokens, path name); BASE for missing numbers of tokens.
     """
 
     origin: str
@@ -233,15 +228,14 @@ class TunedConfigs:
     triton: str | None = None
     tuned_for: TunedFor | None = None
     paths: tuple[tuple[int, str], ...] = ()
-    version: int = VERSION
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
     def configs(self) -> dict[int, MoEConfig]:
         """Return the configurations by tokens; both GEMMs must have the same token counts."""
         paths = dict(self.paths)
         return {
-            tokens: MoEConfig(first, second, paths.get(tokens, BASE.name))
-            for (tokens, first), (_, second) in zip(self.gemm1, self.gemm2, strict=True)
+            tokens: MoEConfig(gemm1, gemm2, paths.get(tokens, BASE.name))
+            for (tokens, gemm1), (_, gemm2) in zip(self.gemm1, self.gemm2, strict=True)
         }
 
 
@@ -296,25 +290,20 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
         contents = {"1": contents}
     by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
     recipe = _build_recipe(by_key, what, what)
-    version = recipe.version if "format" in contents else VERSION
-    return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
+    return replace(recipe, strict=True, triton=None, tuned_for=None)
 
 
 def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
-    top = _require_mapping(value, what)
-    ours, version = "format" in top, 1
-    if ours:
-        format_name = top["format"]
-        version = FORMATS.get(format_name, 0) if isinstance(format_name, str) else 0
-        if not version:
-            need = f"one of {', '.join(FORMATS)}"
-            raise ConfigurationError(f"{what}: format", got=_short(format_name), need=need)
+    contents = _require_mapping(value, what)
+    ours = "format" in contents
+    if ours and contents["format"] != FORMAT:
+        raise ConfigurationError(f"{what}: format", got=_short(contents["format"]), need=FORMAT)
     entries: dict[int, Mapping[str, object]] = {}
-    for key, entry in top.items():
-        if key in _TOP:
+    for key, entry in contents.items():
+        if key in _HEADER_KEYS:
             continue
         if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
-            need = f"tokens 1 to 999999999, or one of {', '.join(_TOP)}"
+            need = f"tokens 1 to 999999999, or one of {', '.join(_HEADER_KEYS)}"
             raise ConfigurationError(f"{what}: key", got=_short(key), need=need)
         entries[int(key)] = _require_mapping(entry, f"{what}: tokens {key}")
     if not entries:
@@ -323,7 +312,7 @@ def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
     for tokens in sorted(entries):
         entry_label = f"{what}: tokens {tokens}"
         configs[tokens] = (
-            _parse_our_entry(entries[tokens], entry_label, version)
+            _parse_our_entry(entries[tokens], entry_label)
             if ours
             else _parse_foreign_entry(entries[tokens], entry_label)
         )
@@ -333,10 +322,9 @@ def _build_recipe(value: object, what: str, origin: str) -> TunedConfigs:
         gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
         fused_columns=not ours,
         strict=ours,
-        triton=_version(top, what),
-        tuned_for=_tuned_for(top, what) if ours else None,
+        triton=_version(contents, what),
+        tuned_for=_tuned_for(contents, what) if ours else None,
         paths=tuple((tokens, config.path) for tokens, config in configs.items()) if ours else (),
-        version=version,
         times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
     )
 
@@ -346,7 +334,7 @@ def _short(value: object) -> str:
     if isinstance(value, str):
         return repr(value[:80])
     if isinstance(value, int):
-        return repr(value) if abs(value) < _LONGEST else "a very large number"
+        return repr(value) if abs(value) < _MAX_MICROSECONDS else "a very large number"
     return repr(value) if isinstance(value, float) else type(value).__name__
 
 
@@ -356,20 +344,20 @@ def _require_mapping(value: object, what: str) -> Mapping[Any, object]:
     return value
 
 
-def _parse_our_entry(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
-    path = _parse_path(entry, what, version)
-    launch = BY_NAME[path].launch if version == VERSION else LaunchConfig
+def _parse_our_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
+    path = _parse_path(entry, what)
+    launch = BY_NAME[path].launch
     for name in ("gemm1", "gemm2"):
         if name not in entry:
             raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
-    first, second = (
+    gemm1, gemm2 = (
         _launch(_require_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
         for name in ("gemm1", "gemm2")
     )
-    if first.block_m != second.block_m:
-        got = f"{first.block_m} and {second.block_m}"
+    if gemm1.block_m != gemm2.block_m:
+        got = f"{gemm1.block_m} and {gemm2.block_m}"
         raise ConfigurationError(f"{what} BLOCK_SIZE_M", got=got, need="the same for both GEMMs")
-    return MoEConfig(first, second, path)
+    return MoEConfig(gemm1, gemm2, path)
 
 
 def _parse_foreign_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
@@ -377,54 +365,52 @@ def _parse_foreign_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
     return MoEConfig(tile, tile, BASE.name)
 
 
-def _launch(values: Mapping[str, object], what: str, kind: type[Any]) -> Launch:
-    """Build a launch of type `kind`; its validity for a problem is not checked here.
+def _launch(values: Mapping[str, object], what: str, launch_type: type[Any]) -> Launch:
+    """Build a launch of type `launch_type`; its validity for a problem is not checked here.
 
     Every field is an integer and at least 1, or at least 0 if its default is 0.
     """
-    numbers = {}
-    for launch_field in fields(kind):
+    values_by_field = {}
+    for launch_field in fields(launch_type):
         key = _KEYS.get(launch_field.name, launch_field.name)
         default = (
             _DEFAULTS.get(launch_field.name)
             if launch_field.default is MISSING
             else launch_field.default
         )
-        value, least = values.get(key, default), 0 if launch_field.default == 0 else 1
-        if type(value) is not int or not least <= value < _MOST:
-            need = f"a whole number from {least} to {_MOST - 1}"
+        value, min_value = values.get(key, default), 0 if launch_field.default == 0 else 1
+        if type(value) is not int or not min_value <= value < _MAX_INT:
+            need = f"a whole number from {min_value} to {_MAX_INT - 1}"
             raise ConfigurationError(f"{what}: {key}", got=_short(value), need=need)
-        numbers[launch_field.name] = value
-    launch: Launch = kind(**numbers)
+        values_by_field[launch_field.name] = value
+    launch: Launch = launch_type(**values_by_field)
     return launch
 
 
-def _version(top: Mapping[str, object], what: str) -> str | None:
-    version = top.get("triton_version")
+def _version(contents: Mapping[str, object], what: str) -> str | None:
+    version = contents.get("triton_version")
     if version is None or (isinstance(version, str) and len(version) <= 80):
         return version
     raise ConfigurationError(f"{what}: triton_version", got=_short(version), need="a version")
 
 
-def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
-    if "tuned_for" not in top:
+def _tuned_for(contents: Mapping[str, object], what: str) -> TunedFor | None:
+    if "tuned_for" not in contents:
         return None
     what = f"{what}: tuned_for"
-    facts = _require_mapping(top["tuned_for"], what)
-    part, hidden, top_k = (facts.get(key) for key in ("experts_part", "hidden", "top_k"))
+    fields = _require_mapping(contents["tuned_for"], what)
+    part, hidden, top_k = (fields.get(key) for key in ("experts_part", "hidden", "top_k"))
     if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
         need = "experts_part (a name), hidden and top_k (whole numbers)"
-        raise ConfigurationError(what, got=_short(facts), need=need)
+        raise ConfigurationError(what, got=_short(fields), need=need)
     return TunedFor(part, hidden, top_k)
 
 
-def _parse_path(entry: Mapping[str, object], what: str, version: int) -> str:
-    path, valid_names = entry.get("path", BASE.name), NAMES if version == VERSION else V1_NAMES
-    if isinstance(path, str) and path in valid_names:
+def _parse_path(entry: Mapping[str, object], what: str) -> str:
+    path = entry.get("path", BASE.name)
+    if isinstance(path, str) and path in NAMES:
         return path
-    raise ConfigurationError(
-        f"{what}: path", got=_short(path), need=f"one of {', '.join(valid_names)}"
-    )
+    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(NAMES)}")
 
 
 def _times(entry: Mapping[str, object]) -> Times | None:
@@ -433,26 +419,30 @@ def _times(entry: Mapping[str, object]) -> Times | None:
 
 
 def _parse_microseconds(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
+    return (
+        float(value) if isinstance(value, int | float) and 0 < value < _MAX_MICROSECONDS else None
+    )
 
 
 def config_to_json(config: MoEConfig) -> dict[str, object]:
     """Return the JSON entry of a configuration in our format, without times."""
-    one, two = (_launch_to_json(launch) for launch in (config.gemm1, config.gemm2))
-    return {"gemm1": one, "gemm2": two, "path": config.path}
+    gemm1, gemm2 = (_launch_to_json(launch) for launch in (config.gemm1, config.gemm2))
+    return {"gemm1": gemm1, "gemm2": gemm2, "path": config.path}
 
 
 def dump_config_file(recipe: TunedConfigs) -> str:
     """Serialize `recipe` in our format."""
-    top: dict[str, object] = {"format": FORMAT}
+    contents: dict[str, object] = {"format": FORMAT}
     if recipe.triton is not None:
-        top["triton_version"] = recipe.triton
+        contents["triton_version"] = recipe.triton
     if recipe.tuned_for is not None:
-        top["tuned_for"] = asdict(recipe.tuned_for)
+        contents["tuned_for"] = asdict(recipe.tuned_for)
     for tokens, config in recipe.configs().items():
         times = recipe.times.get(tokens)
-        top[str(tokens)] = config_to_json(config) | (asdict(times) if times is not None else {})
-    return json.dumps(top, indent=2) + "\n"
+        contents[str(tokens)] = config_to_json(config) | (
+            asdict(times) if times is not None else {}
+        )
+    return json.dumps(contents, indent=2) + "\n"
 
 
 def _launch_to_json(launch: Launch) -> dict[str, int]:

@@ -16,7 +16,7 @@ class ConfigSteps:
     """Configurations as a step function of the number of tokens.
 
     configs[i] applies to calls of lasts[i - 1] + 1 to lasts[i] tokens. lasts ascends and ends with
-    ENDLESS.
+    UNBOUNDED_TOKENS.
     """
 
     lasts: tuple[int, ...]
@@ -72,7 +72,7 @@ def config_violations(
         return
     for launch, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
         if not isinstance(launch, path.launch):
-            need = f"{path.launch.__name__}, as the {path.name} path has it"
+            need = f"{path.launch.__name__}, which the {path.name} path requires"
             yield str(gemm), Violation("launch", type(launch).__name__, need)
             continue
         for violation in path.violations(launch, gemm, problem, device):
@@ -121,11 +121,32 @@ def with_prepared(
             last: int, config: MoEConfig, breakpoints: Sequence[tuple[int, MoEConfig]] = breakpoints
         ) -> MoEConfig:
             return next(
-                (path_config for least, path_config in reversed(breakpoints) if least <= last),
+                (
+                    path_config
+                    for min_tokens, path_config in reversed(breakpoints)
+                    if min_tokens <= last
+                ),
                 config,
             )
 
-        steps = steps.changed((least - 1 for least, _ in breakpoints), change)
+        steps = steps.changed((min_tokens - 1 for min_tokens, _ in breakpoints), change)
+    return steps
+
+
+def replace_foreign_configs(
+    steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
+) -> ConfigSteps:
+    """Replace launches from a file of vLLM or SGLang where one of `paths` is faster."""
+    for path in PATHS:
+        if path.name not in paths or not path.serves(problem, device):
+            continue
+
+        def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
+            return path.replace_foreign_config(config, last, problem, device)
+
+        min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
+        ends = min_tokens - 1, *path.breakpoints(problem), max_tokens or UNBOUNDED_TOKENS
+        steps = steps.changed(ends, change)
     return steps
 
 
@@ -136,9 +157,13 @@ def overlay_path(
     min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
     if max_tokens == 0:
         return steps
-    top = UNBOUNDED_TOKENS if max_tokens is None else max_tokens
+    last_tokens = UNBOUNDED_TOKENS if max_tokens is None else max_tokens
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
-        return path.default_config(problem, last, device) if min_tokens <= last <= top else config
+        return (
+            path.default_config(problem, last, device)
+            if min_tokens <= last <= last_tokens
+            else config
+        )
 
-    return steps.changed((min_tokens - 1, *path.breakpoints(problem), top), change)
+    return steps.changed((min_tokens - 1, *path.breakpoints(problem), last_tokens), change)

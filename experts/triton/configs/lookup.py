@@ -24,18 +24,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from experts.triton.configs.files import (
-    VERSION,
     ConfigKey,
     TunedConfigs,
     file_names_for,
     read_config_file,
 )
-from experts.triton.configs.former import V1_PATHS, apply_newer_paths, config_from_v1, path_from_v1
-from experts.triton.configs.heuristics import ConfigSteps, heuristics, require_config, with_prepared
+from experts.triton.configs.heuristics import (
+    ConfigSteps,
+    heuristics,
+    replace_foreign_configs,
+    require_config,
+    with_prepared,
+)
 from experts.triton.configs.nearest import (
     TunedLayer,
     borrow_configs,
     prefer_heuristics_by_rows,
+    split_at_breakpoints,
     steps_from_borrowed,
 )
 from experts.triton.launch_config import (
@@ -63,7 +68,7 @@ _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
 PACKAGED = "packaged"  # title of the folder that ships with the package
 NEAREST = "nearest"  # a value of Source.origin
 FIXED = "one configuration for every number of tokens: batch_invariant"  # another
-_LEAST_BLOCK_N = 16
+_MIN_BLOCK_N = 16
 # Violations that are clamped in files of vLLM and SGLang; all others are errors.
 _CLAMPED_VIOLATIONS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
 
@@ -73,18 +78,18 @@ class Source:
     """The configurations of a problem and their origin.
 
     origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: token counts in the
-    file. whose: the layer that each step is borrowed from. notes: remarks for `explain`.
-    looked_in: places without a usable file, in order. former: the origin is a file of version 1.
+    file. lenders: the layer that each step is borrowed from. notes: remarks for `explain`.
+    looked_in: locations without a usable file, in order. foreign: a file of vLLM or SGLang.
     prepared: the steps apply to calls with prepared weights.
     """
 
     steps: ConfigSteps
     origin: str
     keys: tuple[int, ...] = ()
-    whose: tuple[str, ...] = ()
+    lenders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
-    is_v1: bool = False
+    foreign: bool = False
     prepared: bool = False
 
     def launched(
@@ -95,12 +100,13 @@ class Source:
         prepared: for calls with prepared weights.
         """
         steps = self.steps
-        if self.is_v1:
-            steps = apply_newer_paths(steps, problem, device, paths)
+        if self.foreign:
+            steps = replace_foreign_configs(steps, problem, device, paths)
         if not all(config.path in paths for config in steps.configs):
-            own = heuristics(problem, device, paths, prepared=prepared)
-            steps = steps.within(paths, own)
+            defaults = heuristics(problem, device, paths, prepared=prepared)
+            steps = steps.within(paths, defaults)
         if self.origin == NEAREST:
+            steps = split_at_breakpoints(steps, problem, device)
             steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, paths), problem)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
@@ -131,7 +137,7 @@ class ConfigLookup:
         looked_in: list[str] = []
         names = file_names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
-            path = self._first(folder, names)
+            path = self._find_file(folder, names)
             if path is None:
                 reason = "no file" if folder.is_dir() else "no such folder"
                 suffix = " of prepared weights" if prepared and folder.is_dir() else ""
@@ -152,23 +158,22 @@ class ConfigLookup:
         if prepared:
             ordinary = self.source(problem)
             return replace(ordinary, looked_in=(*dict.fromkeys((*looked_in, *ordinary.looked_in)),))
-        tuned_layers = self._known(problem)
+        tuned_layers = self._packaged_layers(problem)
         if not tuned_layers:
             steps = heuristics(problem, self.device)
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
         borrowed = borrow_configs(
-            tuned_layers, problem, self.device, heuristics(problem, self.device, V1_PATHS)
+            tuned_layers, problem, self.device, heuristics(problem, self.device)
         )
         lenders = tuple(entry.origin for entry in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
             NEAREST,
-            whose=lenders,
+            lenders=lenders,
             looked_in=tuple(looked_in),
-            is_v1=True,
         )
 
-    def _known(self, problem: Problem) -> list[TunedLayer]:
+    def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
         """Return the packaged layers for this device and number format.
 
         The list is empty for a problem whose rows do not start at multiples of 16 elements,
@@ -176,19 +181,19 @@ class ConfigLookup:
         """
         if not self.device.name or not rows_aligned_to_16(problem):
             return []
-        wanted_key, layers = ConfigKey.of(problem, self.device.name), list[TunedLayer]()
+        problem_key, layers = ConfigKey.of(problem, self.device.name), list[TunedLayer]()
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
             for path in sorted((folder / triton_subfolder(self.triton)).glob("E=*.json")):
                 key = ConfigKey.parse(path.name)
-                if replace(wanted_key, experts=key.experts, intermediate=key.intermediate) == key:
+                if replace(problem_key, experts=key.experts, intermediate=key.intermediate) == key:
                     layers.append(TunedLayer.of(key, read_config_file(path)))
         return layers
 
-    def _first(self, folder: Path, names: Sequence[str]) -> Path | None:
-        places = [folder / name for name in self._subfolders(folder)]
-        paths = (place / name for name in names for place in places)
+    def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
+        subfolders = [folder / name for name in self._subfolders(folder)]
+        paths = (subfolder / name for name in names for subfolder in subfolders)
         # `read_config_file` rejects a dangling link or a folder of that name.
         return next((path for path in paths if path.exists() or path.is_symlink()), None)
 
@@ -231,11 +236,11 @@ def _read_with_down(path: Path) -> TunedConfigs:
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
     if recipe.strict or not down.exists():
         return recipe
-    second = read_config_file(down)
-    if second.strict:
+    down_recipe = read_config_file(down)
+    if down_recipe.strict:
         need = "a file of SGLang's: ours has both GEMMs in one"
         raise ConfigurationError(f"config file {down}", got="a file of ours", need=need)
-    return replace(recipe, gemm2=second.gemm2)
+    return replace(recipe, gemm2=down_recipe.gemm2)
 
 
 def _has_same_alignment(recipe: TunedConfigs, problem: Problem) -> bool:
@@ -265,19 +270,26 @@ def fit_to_problem(
 
     prepared: for calls with prepared weights. Raise ConfigurationError if one cannot be launched.
     """
-    tops = {t: _top(path, t, recipe, problem, device, prepared) for t, path in recipe.paths}
-    one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
-    boundaries = sorted({last for last, _ in (*one, *two)})
+    max_tokens_by_key = {
+        t: _max_tokens_for(path, t, recipe, problem, device, prepared) for t, path in recipe.paths
+    }
+    steps1, steps2 = (
+        _token_ranges(recipe.gemm1, max_tokens_by_key),
+        _token_ranges(recipe.gemm2, max_tokens_by_key),
+    )
+    boundaries = sorted({last for last, _ in (*steps1, *steps2)})
     configs, notes = [], dict[str, None]()
     for last in boundaries:
-        (tokens, first), (tokens2, second) = (_until(last, choices) for choices in (one, two))
+        (tokens, launch1), (tokens_gemm2, launch2) = (
+            _until(last, choices) for choices in (steps1, steps2)
+        )
         if recipe.fused_columns:
-            places = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens2))
-            first, second, clamps = _fitted(first, second, recipe, problem, device, tuple(places))
+            labels = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
+            launch1, launch2, clamps = _clamp_foreign_launches(
+                launch1, launch2, recipe, problem, device, tuple(labels)
+            )
             notes |= dict.fromkeys(clamps)
-        config = MoEConfig(first, second, dict(recipe.paths).get(tokens, BASE.name))
-        if recipe.version < VERSION:
-            config = config_from_v1(config, problem, device)
+        config = MoEConfig(launch1, launch2, dict(recipe.paths).get(tokens, BASE.name))
         # A path that does not support the problem is replaced later; see Steps.within.
         if BY_NAME[config.path].serves(problem, device):
             require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
@@ -285,10 +297,15 @@ def fit_to_problem(
     if problem.batch_invariant:
         _require_single_config(configs, problem, device, recipe.origin)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
-    former = recipe.version < VERSION
     steps = ConfigSteps(tuple(boundaries), tuple(configs))
+    foreign = not recipe.strict
     return Source(
-        steps, recipe.origin, keys, notes=_few(list(notes)), is_v1=former, prepared=prepared
+        steps,
+        recipe.origin,
+        keys,
+        notes=_summarize_notes(list(notes)),
+        foreign=foreign,
+        prepared=prepared,
     )
 
 
@@ -296,7 +313,7 @@ def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tupl
     return next(choice for end, choice in choices if last <= end)
 
 
-def _top(
+def _max_tokens_for(
     name: str, tokens: int, recipe: TunedConfigs, problem: Problem, device: Device, prepared: bool
 ) -> int:
     """Return the largest call for which a configuration tuned for `tokens` on this path applies.
@@ -304,8 +321,7 @@ def _top(
     Small-M paths read weights once per pair, so their launches are not extended beyond
     `max_tokens`. With prepared weights there is no limit.
     """
-    former = recipe.version < VERSION
-    path = path_from_v1(name, problem, device) if former else BY_NAME[name]
+    path = BY_NAME[name]
     if prepared and path.prepared_configs(problem):
         return UNBOUNDED_TOKENS
     max_tokens = path.max_tokens(problem)
@@ -323,57 +339,59 @@ def _require_single_config(
         raise ConfigurationError(origin, got=got, need=need)
 
 
-def _fitted(
-    first: Launch,
-    second: Launch,
+def _clamp_foreign_launches(
+    launch1: Launch,
+    launch2: Launch,
     recipe: TunedConfigs,
     problem: Problem,
     device: Device,
-    places: tuple[str, ...],
+    labels: tuple[str, ...],
 ) -> tuple[LaunchConfig, LaunchConfig, list[str]]:
     """Clamp launches of vLLM or SGLang to this device; return them and a note for each change."""
     results: list[LaunchConfig] = []
     clamps = []
-    for tile, gemm, place in zip((first, second), gemms(problem), places, strict=True):
+    for tile, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
         assert isinstance(tile, LaunchConfig)
         if gemm.sides == 2:
-            tile = replace(tile, block_n=max(tile.block_n // 2, _LEAST_BLOCK_N))
+            tile = replace(tile, block_n=max(tile.block_n // 2, _MIN_BLOCK_N))
         if results:  # SGLang's second file may differ, but both GEMMs share one alignment
             tile = replace(tile, block_m=results[0].block_m)
-        fitted = _clamped(tile, gemm, device, recipe.strict, place)
-        if fitted != tile:
-            tokens = place.removeprefix(f"{recipe.origin}, ")
-            clamps.append(f"{tokens} {gemm}: {tile} clamped to {fitted}")
-        results.append(fitted)
+        clamped_tile = _clamp_tile(tile, gemm, device, recipe.strict, label)
+        if clamped_tile != tile:
+            tokens = label.removeprefix(f"{recipe.origin}, ")
+            clamps.append(f"{tokens} {gemm}: {tile} clamped to {clamped_tile}")
+        results.append(clamped_tile)
     return results[0], results[1], clamps
 
 
-def _lasts(
-    launches: Sequence[tuple[int, Launch]], tops: Mapping[int, int]
+def _token_ranges(
+    launches: Sequence[tuple[int, Launch]], max_tokens_by_key: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Launch]]]:
     """Return (largest token count for which this launch is nearest, launch), ascending.
 
-    tops: upper limits of those counts, by the tokens of a launch. The last launch has no limit.
+    max_tokens_by_key: upper limits of those counts, by the tokens of a launch. The last launch has
+    no limit.
     """
     tokens = [t for t, _ in launches]
     ends = [
-        min((low + high) // 2, tops.get(low, UNBOUNDED_TOKENS)) for low, high in pairwise(tokens)
+        min((lower + upper) // 2, max_tokens_by_key.get(lower, UNBOUNDED_TOKENS))
+        for lower, upper in pairwise(tokens)
     ]
     return list(zip([*ends, UNBOUNDED_TOKENS], launches, strict=True))
 
 
-def _clamped(
-    tile: LaunchConfig, gemm: Gemm, device: Device, strict: bool, where: str
+def _clamp_tile(
+    tile: LaunchConfig, gemm: Gemm, device: Device, strict: bool, label: str
 ) -> LaunchConfig:
     """Return `tile`, clamped if it does not fit and `strict` is False."""
     if not strict:
         violated = {violation.what for violation in violations(tile, gemm, device)}
         if violated and violated <= _CLAMPED_VIOLATIONS:
             tile = clamp(tile, gemm, device)
-    return require(tile, gemm, device, where)
+    return require(tile, gemm, device, label)
 
 
-def _few(notes: list[str]) -> tuple[str, ...]:
+def _summarize_notes(notes: list[str]) -> tuple[str, ...]:
     """Return the first note and the number of further ones."""
     if len(notes) <= 1:
         return tuple(notes)

@@ -6,16 +6,15 @@ call uses the entry of the nearest point, whichever layer it was tuned for.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts.triton.configs.files import VERSION, ConfigKey, TunedConfigs
-from experts.triton.configs.former import config_from_v1
+from experts.triton.configs.files import ConfigKey, TunedConfigs
 from experts.triton.configs.heuristics import ConfigSteps, is_launchable
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.path import UNBOUNDED_TOKENS
-from experts.triton.paths import BASE, BY_NAME
+from experts.triton.path import UNBOUNDED_TOKENS, Path
+from experts.triton.paths import BASE, BY_NAME, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
@@ -79,12 +78,6 @@ class TunedLayer:
         sizes = self.experts, self.top_k, self.hidden, self.intermediate
         return "E={}, K={}, H={}, I={}".format(*sizes)
 
-    def configs(self, problem: Problem, device: Device) -> Iterator[tuple[int, MoEConfig]]:
-        """Yield (tokens, configuration) of the file; version 1 paths are resolved for `problem`."""
-        for tokens, config in self.recipe.configs().items():
-            former = self.recipe.version < VERSION
-            yield tokens, config_from_v1(config, problem, device) if former else config
-
     def point(self, tokens: int) -> Point:
         return Point.of(self.experts, self.top_k, self.hidden, self.intermediate, tokens)
 
@@ -99,52 +92,54 @@ class BorrowedConfig:
 
 
 def borrow_configs(
-    known: Sequence[TunedLayer],
+    tuned_layers: Sequence[TunedLayer],
     problem: Problem,
     device: Device,
-    otherwise: ConfigSteps,
+    fallback: ConfigSteps,
     tokens: Sequence[int] = _TOKENS,
 ) -> list[BorrowedConfig]:
     """Return, for each token count, the configuration of the nearest point.
 
-    Points whose configuration cannot be launched for `problem` are skipped. `otherwise` is used
-    if no point is within NEAR.
+    Points whose configuration cannot be launched for `problem` are skipped. `fallback` is used
+    if no point is within MAX_DISTANCE.
     """
     points = [
         (
             layer.point(tuned_tokens),
             config,
             f"{layer.name}, {label}",
-            _top(config, tuned_tokens, problem),
+            _max_tokens_for(config, tuned_tokens, problem),
         )
-        for layer in known
-        for tuned_tokens, config in layer.configs(problem, device)
+        for layer in tuned_layers
+        for tuned_tokens, config in layer.recipe.configs().items()
         for label in (counted(tuned_tokens, "token"),)
         if is_launchable(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
     borrowed = []
-    for number in tokens:
+    for num_tokens in tokens:
         sizes = problem.e, problem.top_k, problem.hidden, problem.intermediate
-        target = Point.of(*sizes, number)
+        target = Point.of(*sizes, num_tokens)
         distance, config, origin = min(
             (
                 (target.distance(point), config, origin)
-                for point, config, origin, top in points
-                if number <= top
+                for point, config, origin, max_tokens in points
+                if num_tokens <= max_tokens
             ),
             key=lambda each: each[0],
-            default=(math.inf, otherwise.choose(number), ""),
+            default=(math.inf, fallback.choose(num_tokens), ""),
         )
         if distance > MAX_DISTANCE:
-            borrowed.append(BorrowedConfig(number, otherwise.choose(number), "heuristics"))
+            borrowed.append(BorrowedConfig(num_tokens, fallback.choose(num_tokens), "heuristics"))
         else:
             borrowed.append(
-                BorrowedConfig(number, _adapt_config(config, problem, device, number), origin)
+                BorrowedConfig(
+                    num_tokens, _adapt_config(config, problem, device, num_tokens), origin
+                )
             )
     return borrowed
 
 
-def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
+def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
     """Return the largest call for which a configuration tuned for `tokens` applies.
 
     It is limited on small-M paths.
@@ -166,22 +161,22 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
 
 
 def prefer_heuristics_by_rows(
-    steps: ConfigSteps, own: ConfigSteps, problem: Problem
+    steps: ConfigSteps, defaults: ConfigSteps, problem: Problem
 ) -> ConfigSteps:
-    """Replace borrowed steps by `own` heuristics where those fit the rows per expert better.
+    """Replace borrowed steps by `defaults` heuristics where those fit the rows per expert better.
 
-    That is, for calls of more than LEAST_ROWS rows per expert, if the path or block_m differs, or
-    if the borrowed tile is narrower (except on BASE). The best path and block_m follow from the
-    rows per expert, and the nearest entry may have been tuned for fewer: its token counts are
-    powers of two, 1.4 to 2 x apart in rows.
+    A step of more than MIN_COMPUTE_BOUND_ROWS rows per expert is replaced if its path or block_m
+    differs, or if the borrowed tile is narrower (except on BASE). The best path and block_m follow
+    from the rows per expert, and the nearest entry may have been tuned for fewer: its token counts
+    are powers of two, 1.4 to 2 x apart in rows.
     Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): 0.78 to 0.99 x the time with 32
     to 128 rows.
     """
-    max_small = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
+    max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
-        default = own.choose(last)
-        if last <= max_small:
+        default = defaults.choose(last)
+        if last <= max_memory_bound_tokens:
             return config
         borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
         narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
@@ -192,10 +187,27 @@ def prefer_heuristics_by_rows(
         )
         return config if matches else default
 
-    return steps.changed((max_small, *own.lasts), change)
+    return steps.changed((max_memory_bound_tokens, *defaults.lasts), change)
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
     """Build a step function that picks the nearest token count."""
-    between = [(one.tokens + two.tokens) // 2 for one, two in pairwise(borrowed)]
-    return ConfigSteps((*between, UNBOUNDED_TOKENS), tuple(one.config for one in borrowed))
+    midpoints = [(low.tokens + high.tokens) // 2 for low, high in pairwise(borrowed)]
+    return ConfigSteps((*midpoints, UNBOUNDED_TOKENS), tuple(b.config for b in borrowed))
+
+
+def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:
+    """Split the borrowed steps of each path with `transferable` False at its breakpoints.
+
+    Such steps use the launches of the path's default_config, which change there.
+    """
+    for path in PATHS:
+        if path.transferable or not path.serves(problem, device):
+            continue
+
+        def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
+            is_default = config.path == path.name
+            return path.default_config(problem, last, device) if is_default else config
+
+        steps = steps.changed(path.breakpoints(problem), change)
+    return steps

@@ -54,7 +54,9 @@ def choose_config(
     Files are read at the first call; a repeated call takes about a microsecond. Raise
     ConfigurationError if a file or an override is malformed or does not fit.
     """
-    return _chosen(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
+    return _cached_config(
+        problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
+    )
 
 
 def buffer_kinds_up_to(
@@ -68,7 +70,9 @@ def buffer_kinds_up_to(
 
     prepared: for calls with prepared weights.
     """
-    return list(_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)))
+    return list(
+        _cached_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
+    )
 
 
 @contextmanager
@@ -135,7 +139,7 @@ def explain(
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
         *(f"  note: {note}" for note in (*_adapter_notes(problem, store.device), *source.notes)),
-        *(f"  looked in {place}" for place in source.looked_in),
+        *(f"  looked in {location}" for location in source.looked_in),
     ]
     if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):
         device_label = store.device.name
@@ -143,10 +147,10 @@ def explain(
             file_names_for(problem, device_label, prepared=prepared)[0] if device_label else ""
         )
         command = "mk tune --prepared" if prepared else "mk tune"
-        how_to_tune = (
+        tuning_hint = (
             f"`{command}` writes one: {file_name}" if file_name else "tuned files are for a GPU"
         )
-        lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {how_to_tune}")
+        lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {tuning_hint}")
     return "\n".join(lines)
 
 
@@ -163,7 +167,7 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
 
 
 def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
-    lender = source.whose[source.steps.index(tokens)] if source.whose else ""
+    lender = source.lenders[source.steps.index(tokens)] if source.lenders else ""
     if lender == "heuristics":
         return "heuristics: no tuned layer is close enough"
     if lender:
@@ -187,7 +191,7 @@ def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) 
 
 def clear_caches() -> None:
     """Clear all cached choices, files and machine properties; `mk tune` calls this."""
-    for function in (_chosen, _kinds, _steps, _machine_lookup):
+    for function in (_cached_config, _cached_kinds, _steps, _machine_lookup):
         function.cache_clear()
 
 
@@ -234,11 +238,11 @@ class _Context(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def _steps(problem: Problem, where: _Context) -> ConfigSteps:
+def _steps(problem: Problem, context: _Context) -> ConfigSteps:
     """Return the steps for `problem`, which must have tokens = 0 to be a good cache key."""
-    store, prepared = current_lookup(), where.prepared
-    source = _source(store, where.recipe, problem, prepared)
-    return source.launched(problem, store.device, where.paths, prepared=prepared)
+    store, prepared = current_lookup(), context.prepared
+    source = _source(store, context.recipe, problem, prepared)
+    return source.launched(problem, store.device, context.paths, prepared=prepared)
 
 
 def _source(
@@ -251,11 +255,13 @@ def _source(
 
 
 @lru_cache(maxsize=1 << 16)
-def _chosen(problem: Problem, tokens: int, where: _Context) -> MoEConfig:
-    return _steps(problem.with_tokens(0), where).choose(tokens)
+def _cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfig:
+    return _steps(problem.with_tokens(0), context).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
-def _kinds(problem: Problem, tokens: int, where: _Context) -> tuple[tuple[int, str, int], ...]:
-    limits = _steps(problem.with_tokens(0), where).max_tokens(tokens)
+def _cached_kinds(
+    problem: Problem, tokens: int, context: _Context
+) -> tuple[tuple[int, str, int], ...]:
+    limits = _steps(problem.with_tokens(0), context).max_tokens(tokens)
     return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

@@ -17,12 +17,12 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "dequantized"
 
-_TRIED: RowRange = {128: (32, 1 << 62)}
+_CANDIDATE_ROWS: RowRange = {128: (32, 1 << 62)}
 # Min mean rows per expert for the path to pay off, which depends on the cost of unpacking in the
 # aligned path. Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8,
 # Qwen3-30B and gpt-oss. fp8 and NVFP4 were not measured: they use the numbers of the most similar
 # schemes, int8 with channel scales and mxfp4.
-_LEAST_ROWS = {
+_MIN_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
     "mxfp4_w4a16": 72,
@@ -34,7 +34,7 @@ _LEAST_ROWS = {
     "fp8_w8a16_channel": 128,
     "fp8_w8a16_block": 128,
 }
-_MOST_BYTES = 1 << 30  # max size of the dequantized weights, unless one expert is larger
+_MAX_BYTES = 1 << 30  # max size of the dequantized weights, unless one expert is larger
 
 
 @lru_cache(maxsize=1 << 10)
@@ -71,7 +71,7 @@ def min_rows(problem: Problem) -> int:
     """Return the min mean rows per expert for this path to be chosen without a tuned file."""
     scheme = problem.scheme
     option = ":zero_points" if scheme.zero_points else ":repacked" if scheme.repacked else ""
-    return _LEAST_ROWS.get(scheme.name + option, _LEAST_ROWS[scheme.name])
+    return _MIN_ROWS.get(scheme.name + option, _MIN_ROWS[scheme.name])
 
 
 def min_tokens(problem: Problem) -> int:
@@ -82,7 +82,7 @@ def min_tokens(problem: Problem) -> int:
 def experts_at_once(problem: Problem) -> int:
     """Return the number of experts that are dequantized and multiplied at a time."""
     largest = max(problem.w1_rows, problem.intermediate) * problem.hidden * problem.dtype.itemsize
-    groups = -(-problem.e // max(1, _MOST_BYTES // largest))
+    groups = -(-problem.e // max(1, _MAX_BYTES // largest))
     return -(-problem.e // groups)
 
 
@@ -98,4 +98,4 @@ def default(problem: Problem) -> MoEConfig:
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
-    return plain_candidates(without_quant(problem), tokens, _TRIED)
+    return plain_candidates(without_quant(problem), tokens, _CANDIDATE_ROWS)

@@ -7,7 +7,6 @@ dequantized weights (dequantized_config). Only experts with rows are dequantized
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
@@ -39,7 +38,6 @@ class DequantizedPath(GroupedTmaPath):
     """The path for the problems of dequantized_config.serves."""
 
     name = dequantized_config.NAME
-    former_names: ClassVar[tuple[str, ...]] = (dequantized_config.NAME,)
     roundings = Roundings(weights=True)
 
     @classmethod
@@ -74,7 +72,7 @@ class DequantizedPath(GroupedTmaPath):
         super().__init__(dequantized_config.without_quant(problem))
         self._scheme = problem.scheme
         self._chunk_size = dequantized_config.experts_at_once(problem)
-        self._values = dequantized_config.values_at_once(problem)
+        self._chunk_values = dequantized_config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of the GEMMs, the dequantized weights and the tiles of a chunk."""
@@ -86,7 +84,7 @@ class DequantizedPath(GroupedTmaPath):
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
         """Return the buffer of the dequantized weights of one chunk of experts."""
-        return {"dequantized": BufferSpec((self._values,), self.problem.dtype)}
+        return {"dequantized": BufferSpec((self._chunk_values,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether scales and zero points are contiguous and tensors suit the TMA kernels."""
@@ -105,33 +103,37 @@ class DequantizedPath(GroupedTmaPath):
     ) -> None:
         """Run one GEMM, a chunk of experts at a time."""
         quantized = replace(product, scheme=self._scheme)
-        for first in range(0, self.problem.e, self._chunk_size):
-            count = min(self._chunk_size, self.problem.e - first)
-            bias = None if product.bias is None else product.bias[first : first + count]
-            chunk = self.ready(replace(quantized, bias=bias), first, count, order, call.workspace)
-            tiles = self._tiles_of(first, count, order, tile.block_m, call.workspace)
+        for first_expert in range(0, self.problem.e, self._chunk_size):
+            count = min(self._chunk_size, self.problem.e - first_expert)
+            bias = (
+                None if product.bias is None else product.bias[first_expert : first_expert + count]
+            )
+            chunk = self.prepare_operands(
+                replace(quantized, bias=bias), first_expert, count, order, call.workspace
+            )
+            tiles = self._select_tiles(first_expert, count, order, tile.block_m, call.workspace)
             self.multiply(rows, chunk, tile, tiles, out)
 
-    def ready(
+    def prepare_operands(
         self,
         product: GemmOperands,
-        first: int,
+        first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from `first` on, with dequantized weights.
+        """Return the operands of `count` experts from `first_expert` on, with dequantized weights.
 
         The bias of `product` must already be that of these experts. Weights of experts without rows
         are undefined.
         """
-        w_eNK = self._dequantized(product, first, count, order, workspace)
+        w_eNK = self._dequantize(product, first_expert, count, order, workspace)
         return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
 
-    def _dequantized(
+    def _dequantize(
         self,
         product: GemmOperands,
-        first: int,
+        first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
@@ -140,7 +142,7 @@ class DequantizedPath(GroupedTmaPath):
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
         rows, depth = product.w.shape[1], product.depth
-        values = workspace.take("dequantized", (self._values,))[: count * rows * depth]
+        values = workspace.take("dequantized", (self._chunk_values,))[: count * rows * depth]
         w_eNK = values.view(count, rows, depth)
         group_n, group = scale_group(product.scheme, depth)
         step = math.gcd(group, _MAX_STEP) if group else _MAX_STEP
@@ -159,7 +161,7 @@ class DequantizedPath(GroupedTmaPath):
             zero_ptr=product.w if zero_or_global is None else zero_or_global,
             starts_ptr=order.starts,
             out_ptr=w_eNK,
-            first_expert=first,
+            first_expert=first_expert,
             rows=rows,
             depth=depth,
             scale_groups=scale.shape[2] if scale.dim() == 3 else 1,
@@ -179,8 +181,8 @@ class DequantizedPath(GroupedTmaPath):
         )
         return w_eNK
 
-    def _tiles_of(
-        self, first: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
+    def _select_tiles(
+        self, first_expert: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
     ) -> SortedPairs:
         """Return `order` with only the tiles of experts first to first + count, numbered from 0."""
         from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
@@ -194,7 +196,7 @@ class DequantizedPath(GroupedTmaPath):
             tiles_ptr=order.tiles,
             starts_ptr=order.starts,
             out_ptr=tiles,
-            first_expert=first,
+            first_expert=first_expert,
             experts=count,
             max_tiles=order.max_tiles,
             TILE_M=block_m,

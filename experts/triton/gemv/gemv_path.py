@@ -46,10 +46,10 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_LEAST_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
+_MIN_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
 _VECTOR = 16  # bytes per vector load of a thread
 _MAX_AMAX_BLOCK = 8192  # columns of x per step of the amax
-_MOST_IDS = 1024
+_MAX_IDS = 1024
 
 
 class GemvPath(Path):
@@ -57,7 +57,6 @@ class GemvPath(Path):
 
     name = gemv_config.NAME
     refuses = False
-    former_names = ("single",)
     quantizes_input = True
 
     @classmethod
@@ -95,15 +94,15 @@ class GemvPath(Path):
         self.problem = problem
         # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
-        self._up, self._down = gemv_gate_up_kernel, gemv_down_kernel
-        self._sums = problem.combine is Combine.SUM
+        self._gate_up_kernel, self._down_kernel = gemv_gate_up_kernel, gemv_down_kernel
+        self._sums_topk = problem.combine is Combine.SUM
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
         if activation_scale_kind(problem.scheme, problem.intermediate) in ("token", "tensor"):
-            blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
+            blocks = -(-problem.intermediate // _MIN_BLOCK_N)
             specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs | adapter_specs(problem, pairs)
 
@@ -114,49 +113,49 @@ class GemvPath(Path):
     def run(self, call: PathCall) -> None:
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
-        one, two = call.config.both(LaunchConfig)
+        launch1, launch2 = call.config.both(LaunchConfig)
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
-        largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
+        amax, blocks = h_PI, -(-problem.intermediate // launch1.block_n)
         stores_amax = activation_scale_kind(problem.scheme, problem.intermediate) in (
             "token",
             "tensor",
         )
         if stores_amax:
-            largest = workspace.take("gemv_amax", (pairs * blocks,))
+            amax = workspace.take("gemv_amax", (pairs * blocks,))
         use_triton(h_PI)  # patches the numerics of the interpreter at the first call
         ids = {**id_arguments(routing, problem.e), **pdl_arguments()}
         with stages.stage(self._first_stage(call)):
             up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
             launch(
-                self._up,
+                self._gate_up_kernel,
                 (pairs, blocks + 1),
                 row_weights_ptr=routing.topk_weights_TK,
                 invalid_ptr=routing.invalid_ids,
                 h_ptr=h_PI,
-                largest_ptr=largest,
+                amax_ptr=amax,
                 num_pairs=pairs,
                 TOP_K=problem.top_k,
                 HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-                KEEP_LARGEST=stores_amax,
-                BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
-                **self._up_arguments(call, one),
+                STORE_AMAX=stores_amax,
+                BLOCK_P=min(next_power_of_2(pairs), _MAX_IDS),
+                **self._up_arguments(call, launch1),
                 **up,
                 **ids,
             )
         with stages.stage(self._second_stage):
             down = self._adapters(call, "lora_u2", h_PI)
             launch(
-                self._down,
-                self._down_grid(pairs, two),
+                self._down_kernel,
+                self._down_grid(pairs, launch2),
                 h_ptr=h_PI,
-                largest_ptr=largest,
+                amax_ptr=amax,
                 row_weights_ptr=routing.topk_weights_TK,
                 out_ptr=call.output,
                 num_pairs=pairs,
                 blocks=blocks,
-                HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
+                HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
                 BLOCK_B=next_power_of_2(blocks),
-                **self._down_arguments(call, two),
+                **self._down_arguments(call, launch2),
                 **down,
                 **ids,
             )
@@ -186,7 +185,7 @@ class GemvPath(Path):
     def _second_stage(self) -> str:
         """Return the stages of the GEMM 2 launch, which also quantizes h and sums over top-k."""
         before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
-        return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums else ()))
+        return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
 
     def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
@@ -213,29 +212,31 @@ class GemvPath(Path):
     def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
-        slots, held = self._slots(tile)
+        slots, pairs_per_step = self._slots(tile)
         static = call.weights.a2_scale
         return {
             "h_scale_ptr": call.tokens.x_TH if static is None else static,
             "hidden": problem.hidden,
             "depth": problem.intermediate,
-            "factor": float(problem.routed_scaling_factor) if self._sums else 1.0,
+            "factor": float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
             "SLOTS": slots,
-            "S": held,
+            "S": pairs_per_step,
             "QUANT": activation_scale_kind(problem.scheme, problem.intermediate),
-            **_arguments(gemm2_operands(call.weights, problem), tile, tile.block_n // held),
+            **_arguments(
+                gemm2_operands(call.weights, problem), tile, tile.block_n // pairs_per_step
+            ),
         }
 
     def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
-        """Return the pairs per output row, and how many a program of GEMM 2 holds at once."""
-        slots = self.problem.top_k if self._sums else 1
-        max_held = min(next_power_of_2(slots), tile.block_n)
-        held = 1 << (min(max_held, tile.group_m).bit_length() - 1)
-        return slots, held
+        """Return the pairs per output row, and how many a program of GEMM 2 processes at once."""
+        slots = self.problem.top_k if self._sums_topk else 1
+        max_pairs_per_step = min(next_power_of_2(slots), tile.block_n)
+        pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
+        return slots, pairs_per_step
 
     def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
-        slots, held = self._slots(tile)
-        columns = tile.block_n // held
+        slots, pairs_per_step = self._slots(tile)
+        columns = tile.block_n // pairs_per_step
         return (pairs // slots * -(-self.problem.hidden // columns),)
 
 

@@ -90,15 +90,15 @@ def pieces(depth: int) -> int:
 
 
 def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
-    """Return the ring stages that fit in shared memory beside the vectors and their scales."""
+    """Return the ring stages that fit in shared memory with the vectors and their scales."""
     vectors = pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
 
 
 def default(problem: Problem, device: Device) -> MoEConfig:
     """Return the launches without a tuned file: the largest block_k with at least _MIN_SLOTS."""
-    first, second = (_tile(gemm, device) for gemm in gemms(problem))
-    return MoEConfig(first, second, NAME)
+    launch1, launch2 = (_tile(gemm, device) for gemm in gemms(problem))
+    return MoEConfig(launch1, launch2, NAME)
 
 
 def _tile(gemm: Gemm, device: Device) -> LaunchConfig:

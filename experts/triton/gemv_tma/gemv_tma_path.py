@@ -39,7 +39,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Registers per thread in GEMM 1 and GEMM 2; the producer warp gives most of its own to the others.
+# Registers per thread in GEMM 1 and GEMM 2; the producer warp releases most of its registers.
 _REGISTERS = (128, 144)
 
 
@@ -47,7 +47,6 @@ class GemvTmaPath(Path):
     """The path for the problems of gemv_tma_config.serves. Row p of h is pair p."""
 
     name = gemv_tma_config.NAME
-    former_names = ("streamed",)
     quantizes_input = True
     transferable = False
 
@@ -114,13 +113,13 @@ class GemvTmaPath(Path):
         problem, workspace = self.problem, call.workspace
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
-        largest = h_PI
+        amax = h_PI
         if not self._grouped:
-            largest = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
+            amax = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
         num_sms = multiprocessors()
         common = {
             "h_ptr": h_PI,
-            "largest_ptr": largest,
+            "amax_ptr": amax,
             "TOP_K": problem.top_k,
             "GROUPED": self._grouped,
             "LARGEST": LARGEST[problem.scheme.activation],
@@ -178,7 +177,7 @@ class GemvTmaPath(Path):
             "up_rows": product.up_row,
             "STEP": product.step,
             "QUANT": quant,
-            "HELD": min(VECTORS, next_power_of_2(len(x_TH))),
+            "TOKENS_IN_GROUP": min(VECTORS, next_power_of_2(len(x_TH))),
             **scales,
             **constants,
             **_weights(product, COLUMNS if product.step == 1 else ROWS),
@@ -192,7 +191,7 @@ class GemvTmaPath(Path):
             "weights_ptr": call.tokens.routing.topk_weights_TK,
             "hidden": problem.hidden,
             "depth": problem.intermediate,
-            "largest_blocks": self._blocks,
+            "amax_blocks": self._blocks,
             "factor": float(problem.routed_scaling_factor),
             "SLOTS": slots,
             "BLOCKS": max(PANEL // 4, next_power_of_2(self._blocks)),

@@ -19,8 +19,8 @@ SLOTS = 8  # N of an MMA: sums with separate scales
 _MAX_STAGED_WEIGHTS = 512  # weights of a row over all stages, up to which 80 registers suffice
 _REGISTERS = 65536  # per SM
 _MAX_THREAD_REGISTERS = 255
-_MOST_PAIRS = 64  # per token
-_MOST_TOKENS = 8  # of an untuned call: 16 tokens were slightly slower
+_MAX_PAIRS = 64  # per token
+_MAX_TOKENS = 8  # of an untuned call: 16 tokens were slightly slower
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class GemvW4Config:
 def serves(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`."""
     served = supports_w4(problem) and not problem.scheme.matrix_scales
-    return served and not problem.batch_invariant and problem.top_k <= _MOST_PAIRS
+    return served and not problem.batch_invariant and problem.top_k <= _MAX_PAIRS
 
 
 def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:
@@ -101,7 +101,7 @@ def max_tokens(problem: Problem) -> int:
     triton 3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): faster than the
     aligned path while pairs <= experts / 2.
     """
-    return max(1, min(_MOST_TOKENS, problem.experts // (2 * problem.top_k)))
+    return max(1, min(_MAX_TOKENS, problem.experts // (2 * problem.top_k)))
 
 
 _Launch = tuple[int, int, int, int]  # block_n, block_k, warps, stages
@@ -114,8 +114,8 @@ def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     Measured as in `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B: within 4 % of the
     fastest, and none spills 16 bytes or more.
     """
-    first, second = _first(problem, tokens), _second(problem, tokens)
-    return MoEConfig(GemvW4Config(*first), GemvW4Config(*second), NAME)
+    launch1, launch2 = _first(problem, tokens), _second(problem, tokens)
+    return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
 
 
 def _first(problem: Problem, tokens: int) -> _Launch:
@@ -190,8 +190,8 @@ def candidates(problem: Problem, tokens: int) -> Groups:
         _ROWS, problem, tokens
     ):
         return {}
-    one, two = (
+    launches1, launches2 = (
         [GemvW4Config(columns // gemm.sides, *rest) for columns, *rest in entries]
         for entries, gemm in zip(_ENTRIES, gemms(problem), strict=True)
     )
-    return {GemvW4Config.block_m: (one, two)}
+    return {GemvW4Config.block_m: (launches1, launches2)}

@@ -25,14 +25,13 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_MOST_IDS = 128  # ids checked per step; fixed, so that one kernel serves all token counts
+_MAX_IDS = 128  # ids checked per step; fixed, so that one kernel serves all token counts
 
 
 class GemvW4Path(Path):
     """The path for the problems of gemv_w4_config.serves. Row p of h is pair p."""
 
     name = gemv_w4_config.NAME
-    former_names = ("single",)
     launch = GemvW4Config
     transferable = False
 
@@ -79,10 +78,10 @@ class GemvW4Path(Path):
         self.problem = problem
         # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
-        self._up, self._down = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
-        self._in_lanes = WORDS_STAY_IN_LANES
-        self._sums = problem.combine is Combine.SUM
-        reduce = (stages.REDUCE,) if self._sums else ()
+        self._gate_up_kernel, self._down_kernel = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
+        self._words_stay_in_lanes = WORDS_STAY_IN_LANES
+        self._sums_topk = problem.combine is Combine.SUM
+        reduce = (stages.REDUCE,) if self._sums_topk else ()
         self._second_stage = stages.fused(stages.GEMM2, *reduce)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -111,7 +110,7 @@ class GemvW4Path(Path):
         product, pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
         launch(
-            self._up,
+            self._gate_up_kernel,
             (pairs, -(-product.columns // tile.block_n) + 1),
             x_ptr=x_TH,
             row_weights_ptr=routing.topk_weights_TK,
@@ -125,10 +124,10 @@ class GemvW4Path(Path):
             ROW_STEP=product.step,
             TOP_K=problem.top_k,
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-            BLOCK_P=_MOST_IDS,
+            BLOCK_P=_MAX_IDS,
             **product.constants,
             **_arguments(product, tile, 1),
-            maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._in_lanes),
+            maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._words_stay_in_lanes),
             **ids,
         )
 
@@ -136,24 +135,24 @@ class GemvW4Path(Path):
         problem, routing = self.problem, call.tokens.routing
         _, tile = call.config.both(GemvW4Config)
         product = gemm2_operands(call.weights, problem)
-        slots = problem.top_k if self._sums else 1
+        slots = problem.top_k if self._sums_topk else 1
         halves = gemv_w4_config.halves(tile)
         tokens = h_PI.shape[0] // slots
         launch(
-            self._down,
+            self._down_kernel,
             (tokens, -(-product.columns // tile.block_n)),
             h_ptr=h_PI,
             row_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
             hidden=product.columns,
-            factor=float(problem.routed_scaling_factor) if self._sums else 1.0,
+            factor=float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
             TOP_K=slots,
-            HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
+            HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
             TEAM=_warps_per_pair(tile, slots),
             **_arguments(product, tile, slots, halves),
-            maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._in_lanes),
+            maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._words_stay_in_lanes),
             **ids,
         )
 
@@ -174,7 +173,7 @@ def _arguments(
     return {
         **w4_arguments(product),
         "DEPTH": product.depth,
-        "IN_TWOS": _has_paired_scales(product, group, chunks),
+        "PAIRED_SCALES": _has_paired_scales(product, group, chunks),
         "BLOCK_N": tile.block_n,
         "EVEN_N": product.columns % tile.block_n == 0,
         "CHUNKS": chunks,
@@ -182,7 +181,7 @@ def _arguments(
         "steps": steps,
         "PARTS": tile.num_warps,
         "STAGES": max(1, tile.num_stages - 1),
-        "LATE": tile.num_stages == 1,
+        "LOAD_AFTER_MMA": tile.num_stages == 1,
         "num_warps": tile.num_warps,
         "num_stages": 1,
     }

@@ -114,19 +114,19 @@ class ExpertSortedGemms(ABC):
         """Write every element of call.output."""
         problem, workspace, routing = self.problem, call.workspace, call.tokens.routing
         pairs = routing.topk_ids_TK.numel()
-        one, two = call.config.both(LaunchConfig)
+        launch1, launch2 = call.config.both(LaunchConfig)
         with stages.stage(stages.SORT):
-            block_m = one.block_m
+            block_m = launch1.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
         x = GemmRows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
         if self.permutes_tokens:
             with stages.stage(stages.PERMUTE):
-                x = self._permuted(call, order)
-        h = self.hidden_rows(x, one, order, call)
+                x = self._permute(call, order)
+        h = self.hidden_rows(x, launch1, order, call)
         rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
             product = gemm2_operands(call.weights, problem)
-            self.products(h, product, two, order, rows_RH, call)
+            self.products(h, product, launch2, order, rows_RH, call)
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)
@@ -143,7 +143,7 @@ class ExpertSortedGemms(ABC):
                 x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
             product = gemm1_operands(call.weights, self.problem)
             self.products(x, product, tile, order, h_RI, call)
-        h = self._quantized(h_RI, order, call)
+        h = self._quantize(h_RI, order, call)
         if adapters is None:
             return h
         with stages.stage(stages.GEMM2):
@@ -158,7 +158,7 @@ class ExpertSortedGemms(ABC):
             return None
         return self.adapters_class(slots_T, self.problem, call.workspace, order, tile.block_m)
 
-    def _permuted(self, call: PathCall, order: SortedPairs) -> GemmRows:
+    def _permute(self, call: PathCall, order: SortedPairs) -> GemmRows:
         """Permute x to sorted rows (P, H), with their scales and router weights."""
         pairs, (_, hidden) = order.row_of_pair_TK.numel(), call.tokens.x_TH.shape
         x_RH = call.workspace.take("permuted_x", (pairs, hidden))
@@ -189,7 +189,7 @@ class ExpertSortedGemms(ABC):
         permute_tokens(weights_TK.view(-1, 1), row_of_pair_P1, None, rows_RH=weights_R1)
         return weights_R1
 
-    def _quantized(self, h_RI: torch.Tensor, order: SortedPairs, call: PathCall) -> GemmRows:
+    def _quantize(self, h_RI: torch.Tensor, order: SortedPairs, call: PathCall) -> GemmRows:
         """Return the input rows of GEMM 2 with their scales; h_RI itself if not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
@@ -198,8 +198,8 @@ class ExpertSortedGemms(ABC):
             shape = (h_RI.shape[0], h_RI.shape[1])
             static = call.weights.a2_scale
             out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
-            live = BatchedRows(order.starts[-1:]) if self.skips_unused else None
-            quantize_rows(h_RI, scheme, out=out, live=live)
+            valid_rows = BatchedRows(order.starts[-1:]) if self.skips_unused else None
+            quantize_rows(h_RI, scheme, out=out, live=valid_rows)
         return GemmRows(out.q_RK, out.scale)
 
     def _unpermute(self, rows_RH: torch.Tensor, order: SortedPairs, call: PathCall) -> None:

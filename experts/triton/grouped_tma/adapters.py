@@ -58,7 +58,7 @@ class TileShrink(SegmentShrink):
             (order.max_tiles, width // _BOX, launch_args["PARTS"]),
             x_ptr=x,
             u_ptr=u,
-            named_ptr=tile_slots,
+            tile_slots_ptr=tile_slots,
             slots_ptr=self._slots_T,
             tokens_ptr=order.token_of_row,
             tiles_ptr=order.tiles,

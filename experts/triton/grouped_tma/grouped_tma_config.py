@@ -29,12 +29,12 @@ MAX_ADAPTERS = 8  # max slots; each slot in a tile adds K steps
 # relative to the aligned path, bf16: 0.97 to 1.02 x with 48 rows, 0.87 to 0.91 with 64; fp8 with
 # block scales: 1.03 to 1.07 with 48, 1.01 to 1.05 with 52, 0.84 to 0.92 with 64. Narrow relative to
 # wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
-_LEAST_ROWS = {"plain": 48, "channel": 56, "block": 56}
+_MIN_ROWS = {"plain": 48, "channel": 56, "block": 56}
 _MAX_NARROW_ROWS = 88
 _STAGING_BYTES_PER_COLUMN = (
     BLOCK_M * 2
 )  # bytes per column of staged results of half a tile, 16 bits each
-_MOST_STAGES = 6  # that fit in the shared memory of sm_90 with the narrowest tile
+_MAX_STAGES = 6  # that fit in the shared memory of sm_90 with the narrowest tile
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -52,7 +52,7 @@ def supports(problem: Problem, device: Device) -> bool:
 
 def min_tokens(problem: Problem) -> int:
     """Return the minimum number of tokens for this path to be chosen without a tuned file."""
-    return _LEAST_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
+    return _MIN_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
 
 
 def narrow_tokens(problem: Problem) -> int:
@@ -91,7 +91,7 @@ def gathers_tokens(problem: Problem) -> bool:
     steps = -(-problem.hidden * itemsize // BOX_BYTES)
     if problem.adapters is not None:  # u is in sorted order
         return False
-    return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
+    return MODES[problem.scheme.name] != "block" and steps >= _MAX_STAGES - 1
 
 
 def half_rows(tile: LaunchConfig, sides: int) -> int:
@@ -106,7 +106,7 @@ def _ring_bytes(tile: LaunchConfig, half: int) -> int:
 def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
     """Return the staging buffers (boxes of `columns` columns) per warpgroup: 1 or 2.
 
-    Two if they fit beside the ring, so that the second box of a tile need not wait for the first.
+    Two if they fit in addition to the ring: a tile's second box then need not wait for the first.
     """
     fit = _ring_bytes(tile, half) + 2 * _STAGING_BYTES_PER_COLUMN * columns <= Device().shared
     return 2 if fit else 1
@@ -129,9 +129,9 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
         sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
         yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
         return
-    shared = _ring_bytes(tile, half) + _STAGING_BYTES_PER_COLUMN * half
-    if shared > device.shared:
-        yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
+    shared_bytes = _ring_bytes(tile, half) + _STAGING_BYTES_PER_COLUMN * half
+    if shared_bytes > device.shared:
+        yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
 def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
@@ -142,8 +142,10 @@ def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
         half, num_stages = 64, 5
     block_k = BOX_BYTES // (1 if problem.scheme.quantized else problem.dtype.itemsize)
     first = half if problem.act.gated else 2 * half
-    one, two = (LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
-    return MoEConfig(one, two, NAME)
+    launch1, launch2 = (
+        LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half)
+    )
+    return MoEConfig(launch1, launch2, NAME)
 
 
 _ROWS: RowRange = {128: (48, 1 << 62)}

@@ -6,7 +6,6 @@ experts.triton.grouped.base.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 import torch
 
@@ -42,7 +41,6 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     """Grouped GEMMs in Gluon, for the problems of grouped_tma_config.serves."""
 
     name = grouped_tma_config.NAME
-    former_names: ClassVar[tuple[str, ...]] = ("permuted",)
     roundings = Roundings()
 
     @classmethod
@@ -166,15 +164,15 @@ def _adapter_arguments(
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrunk is None:
-        numbers = dict.fromkeys(("stride_named", "slot_rows", "expert_rows", "u_up"), 0)
-        descriptors = {"u_desc": unused, "lora_b_desc": unused, "named_ptr": order.tiles}
+        numbers = dict.fromkeys(("stride_tile_slots", "slot_rows", "expert_rows", "u_up"), 0)
+        descriptors = {"u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
         return {**descriptors, **numbers, "LORA_STEPS": 0}
     slots, experts, rows, rank = shrunk.b.shape
     return {
         "u_desc": tma_descriptor(shrunk.u, BLOCK_M),
         "lora_b_desc": tma_descriptor(shrunk.b.view(slots * experts * rows, rank), half),
-        "named_ptr": shrunk.named,
-        "stride_named": shrunk.named.shape[1],
+        "tile_slots_ptr": shrunk.tile_slots,
+        "stride_tile_slots": shrunk.tile_slots.shape[1],
         "slot_rows": experts * rows,
         "expert_rows": rows if experts > 1 else 0,
         "u_up": shrunk.up,

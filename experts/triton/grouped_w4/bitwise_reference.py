@@ -188,7 +188,7 @@ def _values(
             high = scale_value.bfloat16()
             low = (scale_value - high.float()).bfloat16().double()
             values = _rounded(count * high.double() + _rounded(count * low))
-    return (values * 2.0**form.lowered).float()
+    return (values * 2.0**form.scale_shift).float()
 
 
 def _rounded(value: torch.Tensor) -> torch.Tensor:

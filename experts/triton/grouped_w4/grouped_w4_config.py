@@ -40,8 +40,8 @@ _STAGES = {32: 11, 64: 8, 128: 6}
 # 0.78 to 0.87 with 48; with 256 rows 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 for scales of
 # float32, float16 and bf16; 0.77 with 24 rows and zero points. NVFP4: 0.74 with 48, 0.90 to 1.04
 # with 128.
-_LEAST_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
-_MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
+_MIN_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
+_MAX_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
 # Calls with prepared weights: min mean rows per expert for the path, for tiles of 64 rows and for
 # tiles of 128. Measured on one H200 (2026-11-28, triton 3.6.0) on layers of E 32 to 160, H 2048 to
 # 5120, I 1024 to 2880. Tiles of 32 rows take 0.91 to 0.95 x the time of unprepared mxfp4 with 6
@@ -57,14 +57,14 @@ _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128 = 22, 56
 _MAX_PREPARED = {"float32": 512, "float16": 768}
 _MAX_PREPARED_WITH_ZEROS = 2048
 _COLUMNS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
-_MOST_BYTES = 1 << 30  # max size of the tiled weights, unless one expert is larger
+_MAX_BYTES = 1 << 30  # max size of the tiled weights, unless one expert is larger
 _WORD = 4
 _SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
 _BF16_BYTES = 2  # bytes per element of tokens and results
 _PARTS = 2  # consumer warpgroups, each with its own staging buffers
 _BARRIERS = 1 << 10  # upper bound in bytes
 
-_TRIED: RowRange = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
+_CANDIDATE_ROWS: RowRange = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
 _ENTRIES: ByBlock = {
     32: ((_COLUMNS, BLOCK, 4, 11, 8), (_COLUMNS, BLOCK, 4, 8, 8)),
     64: ((_COLUMNS, BLOCK, 4, 8, 8), (_COLUMNS, BLOCK, 4, 8, 16)),
@@ -105,12 +105,12 @@ def violations(
     for name, got, need in fixed:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    shared = _shared(tile, 1, forms(problem)[gemm.index - 1])
-    if shared > device.shared:
-        yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
+    shared_bytes = _shared_bytes(tile, 1, forms(problem)[gemm.index - 1])
+    if shared_bytes > device.shared:
+        yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
-def _shared(tile: LaunchConfig, slots: int, form: PackedFormat) -> int:
+def _shared_bytes(tile: LaunchConfig, slots: int, form: PackedFormat) -> int:
     """Return an upper bound on the shared memory with `slots` staging buffers per warpgroup."""
     box = tile.block_m * BLOCK * _BF16_BYTES  # bytes per stage of tokens, or per staging buffer
     return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
@@ -118,7 +118,7 @@ def _shared(tile: LaunchConfig, slots: int, form: PackedFormat) -> int:
 
 def staging_slots(tile: LaunchConfig, form: PackedFormat, *, gated: bool) -> int:
     """Return the staging buffers per warpgroup: 2 if it stores two boxes and they fit, else 1."""
-    return 1 if gated or _shared(tile, 2, form) > Device().shared else 2
+    return 1 if gated or _shared_bytes(tile, 2, form) > Device().shared else 2
 
 
 def short_rows(tile: LaunchConfig) -> int:
@@ -138,19 +138,19 @@ def chunk_size(problem: Problem) -> int:
     """Return the number of experts that are tiled and multiplied at a time."""
     boxes_and_forms = zip(boxes_per_expert(problem), forms(problem), strict=True)
     largest = max(boxes * box_bytes(form) for boxes, form in boxes_and_forms)
-    parts = -(-problem.e // max(1, _MOST_BYTES // largest))
+    parts = -(-problem.e // max(1, _MAX_BYTES // largest))
     return -(-problem.e // parts)
 
 
 def min_tokens(problem: Problem) -> int:
     """Return the minimum number of tokens for this path to be chosen without a tuned file."""
-    rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
+    rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _MIN_ROWS
     return -(-rows * problem.experts // problem.top_k)
 
 
 def max_tokens(problem: Problem) -> int:
     """Return the maximum number of tokens for this path to be chosen without a tuned file."""
-    return _MOST_ROWS[problem.scheme.name] * problem.experts // problem.top_k
+    return _MAX_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
 def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
@@ -173,9 +173,9 @@ def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
     if problem.batch_invariant:  # all calls use the same tiles
         return ()
-    least = _MIN_PREPARED[problem.scheme.name]
+    min_tokens = _MIN_PREPARED[problem.scheme.name]
     breakpoints = zip(
-        (least, _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128), _BLOCK_M_VALUES, strict=True
+        (min_tokens, _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128), _BLOCK_M_VALUES, strict=True
     )
     return tuple(
         (-(-rows * problem.experts // problem.top_k), default(problem, height))
@@ -192,11 +192,13 @@ def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
     """Return the launches with block_m = rows."""
     first = _COLUMNS // (2 if problem.act.gated else 1)
     stages = _STAGES[rows]
-    one, two = (LaunchConfig(rows, n, BLOCK, 8, 4, stages) for n in (first, _COLUMNS))
-    return MoEConfig(one, two, NAME)
+    launch1, launch2 = (LaunchConfig(rows, n, BLOCK, 8, 4, stages) for n in (first, _COLUMNS))
+    return MoEConfig(launch1, launch2, NAME)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
     """Return launches worth timing for `tokens` tokens."""
     bf16 = without_quant(problem)
-    return launches_by_block(blocks_worth_timing(_TRIED, bf16, tokens), (_ENTRIES, _ENTRIES), bf16)
+    return launches_by_block(
+        blocks_worth_timing(_CANDIDATE_ROWS, bf16, tokens), (_ENTRIES, _ENTRIES), bf16
+    )

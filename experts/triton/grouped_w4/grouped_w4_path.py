@@ -35,8 +35,6 @@ class GroupedW4Path(DequantizedPath):
     """The path for the problems of grouped_w4_config.serves."""
 
     name = grouped_w4_config.NAME
-    former_names = ()
-    overrides_v1_files = True
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
@@ -77,6 +75,17 @@ class GroupedW4Path(DequantizedPath):
         return grouped_w4_config.candidates(problem, tokens)
 
     @classmethod
+    def replace_foreign_config(
+        cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return the default configuration wherever it is used without a tuned file."""
+        max_tokens = cls.max_tokens(problem)
+        above = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
+        if above or tokens < cls.min_tokens(problem):
+            return config
+        return cls.default_config(problem, tokens, device)
+
+    @classmethod
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return launches for every block_m; with prepared weights the path pays off earlier."""
         return grouped_w4_config.prepared_configs(problem)
@@ -88,7 +97,7 @@ class GroupedW4Path(DequantizedPath):
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.prepared_configs(problem))
         floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
-        self._most_prepared = {
+        self._max_prepared = {
             scale: grouped_w4_config.max_prepared_tokens(problem, scale) for scale in floats
         }
         self._chunk_size = grouped_w4_config.chunk_size(problem)
@@ -118,7 +127,7 @@ class GroupedW4Path(DequantizedPath):
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether unpacking in every GEMM tile is cheaper than dequantizing to bf16 once."""
         assert weights.w1_scale is not None
-        max_tokens = self._most_prepared.get(weights.w1_scale.dtype)
+        max_tokens = self._max_prepared.get(weights.w1_scale.dtype)
         return max_tokens is None or tokens <= max_tokens
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -140,9 +149,11 @@ class GroupedW4Path(DequantizedPath):
             zero = None if zero is None else zero.contiguous()
             product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
-            for first in range(0, self.problem.e, self._chunk_size):
-                chunk = Tiled(*(part[first : first + self._chunk_size] for part in tiled))
-                tile_experts(product, starts, chunk, first)
+            for first_expert in range(0, self.problem.e, self._chunk_size):
+                chunk = Tiled(
+                    *(part[first_expert : first_expert + self._chunk_size] for part in tiled)
+                )
+                tile_experts(product, starts, chunk, first_expert)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether the layout of the tensors is supported; prepared weights always are."""
@@ -165,22 +176,24 @@ class GroupedW4Path(DequantizedPath):
         else:
             self.multiply(rows, replace(product, scheme=self._scheme), tile, order, out)
 
-    def ready(
+    def prepare_operands(
         self,
         product: GemmOperands,
-        first: int,
+        first_expert: int,
         count: int,
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from `first` on, with tiled weights."""
+        """Return the operands of `count` experts from `first_expert` on, with tiled weights."""
         form = tile_form_of(product)
         gated = bool(product.constants["GATED"])
         shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
         tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
-        tile_experts(product, order.starts, tiled, first)
+        tile_experts(product, order.starts, tiled, first_expert)
         global_scale = product.global_scale
-        global_scale = None if global_scale is None else global_scale[first : first + count]
+        global_scale = (
+            None if global_scale is None else global_scale[first_expert : first_expert + count]
+        )
         return replace(
             product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
         )

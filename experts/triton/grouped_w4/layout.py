@@ -1,7 +1,7 @@
 """Memory layout of tiled 4-bit weights and scales for GEMMs that unpack weights in registers.
 
 A tile has four blocks of 64 weight rows, two per warpgroup. K is split into steps of 64. The data
-of one step of a tile is contiguous: (64, 32) int32 words, 16 lines per block, and (Form.lines, 16)
+of one step of a tile is contiguous: (64, 32) int32 words, 16 lines per block, and (lines, 16)
 int32 words of scales.
 
 In a block, thread t of 128 has words 4 t to 4 t + 3, for weight rows r and r + 8 of the 16 rows of
@@ -67,7 +67,7 @@ class PackedFormat(NamedTuple):
         )
 
     @property
-    def lowered(self) -> int:
+    def scale_shift(self) -> int:
         """Return n if unpacked weights are the true values times 2^-n."""
         return _SCALE_SHIFT[self.kind]
 

@@ -65,7 +65,7 @@ def tiled_gemm(
         stride_bias=0 if bias is None else bias.stride(0),
         up_row=product.up_row,
         FORM=str(form),
-        FACTOR=2.0**form.lowered,
+        FACTOR=2.0**form.scale_shift,
         MATRICES=0 if global_scale is None else global_scale.shape[1],
         STEP=product.step,
         HAS_BIAS=bias is not None,
@@ -87,8 +87,10 @@ def tiled_shapes(
     return (*boxes, LINES, LINE), (*boxes, form.lines, SCALE_LINE)
 
 
-def tile_experts(product: GemmOperands, starts: torch.Tensor, out: Tiled, first: int) -> None:
-    """Tile the weights of the experts from `first` on that have rows, as many as `out` holds.
+def tile_experts(
+    product: GemmOperands, starts: torch.Tensor, out: Tiled, first_expert: int
+) -> None:
+    """Tile the weights of as many experts as `out` holds, from `first_expert`, that have rows.
 
     product: w, scale and zero_point of all experts, contiguous. starts: (experts + 1,) int32, the
     first row of each expert.
@@ -109,7 +111,7 @@ def tile_experts(product: GemmOperands, starts: torch.Tensor, out: Tiled, first:
         starts_ptr=starts,
         words_ptr=out.words,
         scales_ptr=out.scales if form.kind == "integer" else out.scales.view(torch.uint8),
-        first_expert=first,
+        first_expert=first_expert,
         rows=words.shape[1],
         row_words=words.shape[2],
         scale_groups=scale.shape[2],

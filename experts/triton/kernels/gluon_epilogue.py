@@ -26,12 +26,12 @@ def _gelu_tanh(value):
 
 @gluon.jit
 def _tanh(value):
-    near = gl.abs(value) < 0.25
-    small = gl.where(near, value, 0.0)
+    is_small = gl.abs(value) < 0.25
+    small = gl.where(is_small, value, 0.0)
     square = small * small
     series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
     series = small + small * square * (-0.3333333333333333 + square * series)
-    return gl.where(near, series, 2.0 * _sigmoid(2.0 * value) - 1.0)
+    return gl.where(is_small, series, 2.0 * _sigmoid(2.0 * value) - 1.0)
 
 
 @gluon.jit
@@ -76,24 +76,24 @@ def _scaled(
     """Return float32 values with channel scales and bias applied; columns are rows row_b on."""
     values = values.to(gl.float32)
     rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = expert.to(gl.int64) * rows_b + rows
+    offsets = expert.to(gl.int64) * rows_b + rows
     if MODE == "channel":
-        b_scale = gl.load(b_scale_ptr + at, mask=rows < rows_b, other=0.0)
+        b_scale = gl.load(b_scale_ptr + offsets, mask=rows < rows_b, other=0.0)
         values = values * (a_scale[:, None] * b_scale[None, :])
     if HAS_BIAS:
-        bias = gl.load(bias_ptr + at, mask=rows < rows_b, other=0.0).to(gl.float32)
+        bias = gl.load(bias_ptr + offsets, mask=rows < rows_b, other=0.0).to(gl.float32)
         values = values + bias[None, :]
     return values
 
 
 @gluon.jit
-def store_by_threads(place, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
+def store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
     """Store a tile from shared memory, without rows from `end` on and columns past the end."""
-    rows = row + gl.arange(0, place.shape[0], gl.SliceLayout(1, LAYOUT))
-    column = first_column + gl.arange(0, place.shape[1], gl.SliceLayout(0, LAYOUT))
+    rows = row + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = first_column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
     out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
     mask = (rows < end)[:, None] & (column < columns)[None, :]
-    gl.store(out_ptrs, place.load(LAYOUT), mask=mask)
+    gl.store(out_ptrs, buffer.load(LAYOUT), mask=mask)
 
 
 @gluon.jit
@@ -119,11 +119,11 @@ def store_rows(
     else:
         LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        store_by_threads(buffer, row, end, first_column, out_ptr, columns, LAYOUT)
+        store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit
-def _finish_half(
+def _finish_one_half(
     values, a_scale, row, end, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
     expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
@@ -149,38 +149,50 @@ def _finish_half(
 
 @gluon.jit
 def finish(
-    left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows, first,
+    left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows,
+    first_row_b,
     a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Scale, add bias, activate, round and store the left and the right half of a tile.
 
-    first: the first weight row of the left half; the right half is right_rows further. scale_rows:
-    the index in a_scale of each row. out_desc: the output, in boxes as wide as the output of a
-    half. staging: one or two such boxes. The caller must wait for pending TMA stores at its end.
+    first_row_b: first weight row of the left half; the right half is right_rows further.
+    scale_rows: the index in a_scale of each row. out_desc: the output, in boxes as wide as the
+    output of a half. staging: one or two such boxes. The caller must wait for pending TMA stores at
+    its end.
     """
-    rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
-    a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)
+    tile_rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
+    a_scale = gl.full(tile_rows.shape, 1.0, gl.float32, tile_rows.type.layout)
     if MODE == "channel":
-        a_scale = gl.load(a_scale_ptr + scale_rows, mask=rows < end, other=0.0)
+        a_scale = gl.load(a_scale_ptr + scale_rows, mask=tile_rows < end, other=0.0)
     if GATED and STEP == 1:
         gate = _scaled(
-            left, a_scale, expert, rows_b, first, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
+            left,
+            a_scale,
+            expert,
+            rows_b,
+            first_row_b,
+            b_scale_ptr,
+            bias_ptr,
+            MODE,
+            LAYOUT,
+            HAS_BIAS,
         )
         up = _scaled(
-            right, a_scale, expert, rows_b, first + right_rows, b_scale_ptr, bias_ptr,
+            right, a_scale, expert, rows_b, first_row_b + right_rows, b_scale_ptr, bias_ptr,
             MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip
         value = activate(gate, up, KIND, ALPHA, LIMIT)
-        store_rows(value, row, end, first, out_ptr, out_desc, staging, 0, columns)
+        store_rows(value, row, end, first_row_b, out_ptr, out_desc, staging, 0, columns)
     else:
-        _finish_half(
-            left, a_scale, row, end, out_ptr, out_desc, staging, 0, columns, expert, rows_b, first,
+        _finish_one_half(
+            left, a_scale, row, end, out_ptr, out_desc, staging, 0, columns, expert, rows_b,
+            first_row_b,
             b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
         )  # fmt: skip
-        _finish_half(
+        _finish_one_half(
             right, a_scale, row, end, out_ptr, out_desc, staging, staging.shape[0] - 1, columns,
-            expert, rows_b, first + right_rows,
+            expert, rows_b, first_row_b + right_rows,
             b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
         )  # fmt: skip

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 
 from experts.triton.configs.files import (
-    VERSION,
     ConfigKey,
     Times,
     TunedConfigs,
@@ -16,7 +15,6 @@ from experts.triton.configs.files import (
     dump_config_file,
     read_config_file,
 )
-from experts.triton.configs.former import launched_config_from_v1
 from experts.triton.configs.heuristics import ConfigSteps, heuristics, is_launchable
 from experts.triton.configs.lookup import triton_subfolder
 from experts.triton.configs.select import (
@@ -35,7 +33,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 
-_GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
+_MAX_FINAL_KINDS, _MAX_FINAL_LAUNCHES, _MAX_FINALISTS = 2, 2, 4
 
 
 class ConfigSpace(Tunable):
@@ -59,7 +57,7 @@ class ConfigSpace(Tunable):
     ) -> None:
         self.problem, self.prepared = problem, prepared
         self.experts_part = experts_part
-        self._all = tuple(paths)
+        self._all_paths = tuple(paths)
         self._gemms = gemms(problem)
         self._device = current_lookup().device
         self.paths = self._serving(self._device)
@@ -72,14 +70,14 @@ class ConfigSpace(Tunable):
         return None if problem.batch_invariant else cls(problem, experts_part, paths)
 
     def _serving(self, device: Device) -> tuple[str, ...]:
-        return tuple(path.name for path in self._all if path.serves(self.problem, device))
+        return tuple(path.name for path in self._all_paths if path.serves(self.problem, device))
 
     def for_prepared_weights(self, device_name: str | None = None) -> "ConfigSpace | None":
         device = self._device if device_name is None else Device.named(device_name)
         serving = (BY_NAME[name] for name in self._serving(device))
         if not any(path.prepared_configs(self.problem) for path in serving):
             return None
-        return ConfigSpace(self.problem, self.experts_part, self._all, prepared=True)
+        return ConfigSpace(self.problem, self.experts_part, self._all_paths, prepared=True)
 
     @property
     def _untuned_steps(self) -> ConfigSteps:
@@ -104,30 +102,33 @@ class ConfigSpace(Tunable):
                 choices += self._paired_choices(path, block_m, (first, second))
         return list(dict.fromkeys(choices))
 
-    def _untuned_of(self, path: str, block_m: int) -> list[MoEConfig]:
+    def _untuned_configs(self, path: str, block_m: int) -> list[MoEConfig]:
         return [
             c for c in self._untuned_steps.configs if c.path == path and c.gemm1.block_m == block_m
         ]
 
     def _paired_choices(
-        self, path: str, block_m: int, tried: tuple[Sequence[Launch], Sequence[Launch]]
+        self, path: str, block_m: int, candidates: tuple[Sequence[Launch], Sequence[Launch]]
     ) -> list[MoEConfig]:
         """Pair the launches of both GEMMs with this block_m into as few choices as possible."""
-        untuned = self._untuned_of(path, block_m)
+        untuned = self._untuned_configs(path, block_m)
         lists: list[list[Launch]] = []
         for index, gemm in enumerate(self._gemms):
             launches = [(config.gemm1, config.gemm2)[index] for config in untuned]
-            launches = list(dict.fromkeys((*launches, *tried[index])))
-            lists.append([launch for launch in launches if self._sound(launch, gemm, path)])
-        first, second = lists
-        if not first or not second:
+            launches = list(dict.fromkeys((*launches, *candidates[index])))
+            lists.append(
+                [launch for launch in launches if self._is_valid_launch(launch, gemm, path)]
+            )
+        launches1, launches2 = lists
+        if not launches1 or not launches2:
             return []
-        count = max(len(first), len(second))
+        count = max(len(launches1), len(launches2))
         return [
-            MoEConfig(first[i % len(first)], second[i % len(second)], path) for i in range(count)
+            MoEConfig(launches1[i % len(launches1)], launches2[i % len(launches2)], path)
+            for i in range(count)
         ]
 
-    def _sound(self, launch: Launch, gemm: Gemm, path: str) -> bool:
+    def _is_valid_launch(self, launch: Launch, gemm: Gemm, path: str) -> bool:
         """Return whether `launch` is valid and its block_k does not exceed K, rounded up."""
         too_deep = getattr(launch, "block_k", 0) >= 2 * gemm.depth
         violations = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
@@ -136,14 +137,14 @@ class ConfigSpace(Tunable):
     def _is_valid_config(self, config: MoEConfig) -> bool:
         launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
         launchable = config.path in self.paths and is_launchable(config, self.problem, self._device)
-        return launchable and all(self._sound(*item, config.path) for item in launches)
+        return launchable and all(self._is_valid_launch(*item, config.path) for item in launches)
 
     def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the best pairs of GEMM 1 and GEMM 2 launches that share path and block_m."""
         model = AdditiveTimeModel(took)
-        kinds = sorted(model.kinds(), key=model.least)[:_GROUPS_KEPT]
-        pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _TILES_KEPT)]
-        return sorted(pairs, key=model.seconds)[:_FINALISTS]
+        kinds = sorted(model.kinds(), key=model.min_seconds)[:_MAX_FINAL_KINDS]
+        pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _MAX_FINAL_LAUNCHES)]
+        return sorted(pairs, key=model.seconds)[:_MAX_FINALISTS]
 
     def as_json(self, choice: Choice) -> Mapping[str, object]:
         assert isinstance(choice, MoEConfig)
@@ -163,17 +164,13 @@ class ConfigSpace(Tunable):
             times = recipe.times.get(tokens)
             if times is None:
                 continue
-            if recipe.version < VERSION:
-                config = launched_config_from_v1(
-                    config, tokens, self.problem, self._device, self.paths
-                )
             result[tokens] = TunedChoice(config, times.us / 1e6, _seconds(times.untuned_us))
         return result
 
-    def save(self, best: Mapping[int, TunedChoice], folder: Path) -> Path:
+    def save(self, choices: Mapping[int, TunedChoice], folder: Path) -> Path:
         pairs: dict[int, MoEConfig] = {}
-        for tokens in sorted(best):
-            pair = best[tokens].choice
+        for tokens in sorted(choices):
+            pair = choices[tokens].choice
             assert isinstance(pair, MoEConfig)
             pairs[tokens] = pair
         recipe = TunedConfigs(
@@ -185,7 +182,7 @@ class ConfigSpace(Tunable):
             strict=True,
             triton=current_lookup().triton,
             tuned_for=self._tuned_for(),
-            times={t: _times(best[t]) for t in pairs},
+            times={t: _times(choices[t]) for t in pairs},
         )
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,16 +212,16 @@ Kind = tuple[str, int]  # path and block_m
 class AdditiveTimeModel:
     """Additive time model: GEMM 1 + GEMM 2 + a rest that depends on path and block_m only."""
 
-    def __init__(self, took: Mapping[Choice, StageTimes]) -> None:
+    def __init__(self, times: Mapping[Choice, StageTimes]) -> None:
         self.tiles: dict[Kind, tuple[dict[Launch, float], dict[Launch, float]]] = {}
         rests: dict[Kind, list[float]] = {}
-        for pair, timing in took.items():
-            assert isinstance(pair, MoEConfig)
-            kind = pair.path, pair.gemm1.block_m
-            first, second = self.tiles.setdefault(kind, ({}, {}))
+        for config, timing in times.items():
+            assert isinstance(config, MoEConfig)
+            kind = config.path, config.gemm1.block_m
+            launches1, launches2 = self.tiles.setdefault(kind, ({}, {}))
             seconds = [timing.stages.get(name, 0.0) for name in ConfigSpace.stages]
             for tiles, tile, stage_seconds in zip(
-                (first, second), (pair.gemm1, pair.gemm2), seconds, strict=True
+                (launches1, launches2), (config.gemm1, config.gemm2), seconds, strict=True
             ):
                 tiles[tile] = min(stage_seconds, tiles.get(tile, stage_seconds))
             rests.setdefault(kind, []).append(timing.seconds - sum(seconds))
@@ -233,20 +230,20 @@ class AdditiveTimeModel:
     def kinds(self) -> list[Kind]:
         return list(self.tiles)
 
-    def least(self, kind: Kind) -> float:
+    def min_seconds(self, kind: Kind) -> float:
         """Return the modeled seconds of the best pair of this kind."""
         return self.rest[kind] + sum(min(tiles.values()) for tiles in self.tiles[kind])
 
     def best_pairs(self, kind: Kind, count: int) -> list[MoEConfig]:
         """Return all pairs of the `count` fastest launches of each GEMM."""
         fastest = (sorted(tiles, key=tiles.__getitem__)[:count] for tiles in self.tiles[kind])
-        return [MoEConfig(one, two, kind[0]) for one, two in product(*fastest)]
+        return [MoEConfig(launch1, launch2, kind[0]) for launch1, launch2 in product(*fastest)]
 
     def seconds(self, pair: MoEConfig) -> float:
         """Return the modeled seconds of a call; KeyError if one of its launches was not timed."""
         kind = pair.path, pair.gemm1.block_m
-        first, second = self.tiles[kind]
-        return self.rest[kind] + first[pair.gemm1] + second[pair.gemm2]
+        launches1, launches2 = self.tiles[kind]
+        return self.rest[kind] + launches1[pair.gemm1] + launches2[pair.gemm2]
 
 
 def _times(best: TunedChoice) -> Times:

@@ -38,10 +38,10 @@ def shares_memory(part: type[PrepareAndFinalize]) -> bool:
 def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     """Return whether pairs must go to the nearest copy of their expert.
 
-    False without a manager, or if the part itself defines `near_first`. An inherited `near_first`
-    is ignored, because the inherited behavior is what is tested.
+    False without a manager, or if the part itself defines `prefer_local_copies`. An inherited
+    value is ignored, because the inherited behavior is what is tested.
     """
-    return manager_class(part) is not None and "near_first" not in vars(part)
+    return manager_class(part) is not None and "prefer_local_copies" not in vars(part)
 
 
 def manager_class(part: type[PrepareAndFinalize]) -> Any:

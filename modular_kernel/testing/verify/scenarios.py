@@ -311,7 +311,7 @@ def check_records(
     places = [(record["step"], phases.index(record["phase"])) for record in records]
     calls = [place for place in places if place[0]]  # step 0, construction, may have several
     max_records = max((calls.count(place) for place in calls), default=1)
-    max_chunks = getattr(on.part, "most_chunks", 1)  # exchanges per call and phase
+    max_chunks = getattr(on.part, "max_chunks", 1)  # exchanges per call and phase
     if places != sorted(places) or max_records > max_chunks or places[0] != (0, 0):
         return f"exchanges {places}"
     missing = _expected_records(on, kernel, last) - {(r["step"], r["phase"]) for r in records}
@@ -353,7 +353,7 @@ def finished_out_of_order(on: ScenarioContext) -> Lines:
         each.finish()
     outcome = outcome_of(lambda: on.judged(on.call(kernel)))
     got, need = (
-        "the exchanges before it in another order",
+        "a different order of earlier exchanges",
         "one layer, call, pairing, step and order",
     )
     yield outcome, on.counts_error(got, need, layer=1, call=3, step=3)

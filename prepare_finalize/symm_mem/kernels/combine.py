@@ -15,17 +15,17 @@ from prepare_finalize.symm_mem.kernels.signals import (
 
 @triton.jit
 def combine_kernel(
-    y_there_ptr, sent_ptr, places_ptr, out_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr,
-    status_ptr, patience, tokens, capacity, rank, stride_out,
-    HIDDEN: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
+    y_heap_ptr, rank_bits_ptr, peer_rows_ptr, out_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr,
+    status_ptr, timeout_ns, tokens, capacity, rank, stride_out,
+    HIDDEN: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t] = sum over the ranks that got token t of row rank * capacity + t of their y.
 
     - y (WORLD * capacity, HIDDEN): this rank's own memory, with the same layout on all ranks. It is
       complete when the launch begins.
-    - sent (capacity,) int32: the ranks that got the token, as bits.
-    - PLACED: read row places[r, t] of rank r instead, as in dispatch_kernel.
+    - rank_bits (capacity,) int32: the ranks that got the token, as bits.
+    - HAS_PEER_ROWS: read row peer_rows[r, t] of rank r instead, as in dispatch_kernel.
     - state (2,) int32: as in dispatch_kernel, for combines.
 
     Sums are float32, in rank order; NaN after a failed wait. Any grid (programs,).
@@ -36,19 +36,19 @@ def combine_kernel(
     if tl.program_id(0) == 0:
         signal(flags_ptr, deltas_ptr, rank, number, failed_ptr, WORLD, PADDED)
     failed = wait_for_all(
-        flags_ptr, number, failed_ptr, status_ptr, patience, 2, WORLD, PADDED, INTERPRETED
+        flags_ptr, number, failed_ptr, status_ptr, timeout_ns, 2, WORLD, PADDED, INTERPRETED
     )
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), tokens * BLOCKS, tl.num_programs(0)):
         token = tl.full((), 0, tl.int64) + item // BLOCKS
         column = item % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         row = rank * capacity + token
-        sent = tl.load(sent_ptr + token)
+        rank_bits = tl.load(rank_bits_ptr + token)
         total = tl.zeros((BLOCK,), tl.float32)
         for peer in tl.static_range(WORLD):
-            mask = (column < HIDDEN) & ((sent >> peer) & 1 != 0)
-            peer_row = row_at_peer(places_ptr, peer, token, tokens, row, PLACED)
-            ptr = peer_pointer(y_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN
+            mask = (column < HIDDEN) & ((rank_bits >> peer) & 1 != 0)
+            peer_row = row_at_peer(peer_rows_ptr, peer, token, tokens, row, HAS_PEER_ROWS)
+            ptr = peer_pointer(y_heap_ptr, deltas_ptr, peer) + peer_row * HIDDEN
             total += tl.load(ptr + column, mask=mask, other=0.0)
         if failed > 0:
             total += float("nan")

@@ -35,10 +35,10 @@ def peer_pointer(pointer, deltas_ptr, rank):
 
 
 @triton.jit
-def row_at_peer(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
+def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.constexpr):
     """Return the int64 row of a token in the memory of `rank`: `row`, or its entry in the table."""
-    if PLACED:
-        return tl.load(places_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
+    if HAS_PEER_ROWS:
+        return tl.load(peer_rows_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
             tl.int64
         )
     else:
@@ -52,10 +52,10 @@ def is_last_program(counter_ptr):
     For the last one, the writes of all others are visible, and the counter is 0 again.
     """
     tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
-    if last:
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if is_last:
         tl.store(counter_ptr, 0)
-    return last
+    return is_last
 
 
 @triton.jit
@@ -100,12 +100,12 @@ def _now(INTERPRETED: tl.constexpr):
 
 @triton.jit
 def wait_for_all(
-    flags_ptr, number, failed_ptr, status_ptr, patience,
+    flags_ptr, number, failed_ptr, status_ptr, timeout_ns,
     PHASE: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Wait until every rank's flag has reached `number`; return whether a wait ever failed.
 
-    patience: timeout in nanoseconds, int64. On timeout, the first to fail sets *failed_ptr and
+    timeout_ns: timeout in nanoseconds, int64. On timeout, the first to fail sets *failed_ptr and
     writes PHASE << 56 | missing ranks as bits << 32 | number to *status_ptr, int64. After a
     failure, even one that another rank wrote there, no wait blocks.
     """
@@ -122,7 +122,7 @@ def wait_for_all(
             failed = tl.load(failed_ptr, volatile=True)
             if failed > 0:
                 is_waiting = 0
-            elif _now(INTERPRETED) - started > patience:
+            elif _now(INTERPRETED) - started > timeout_ns:
                 missing = tl.sum(tl.where(is_late, 1 << rank, 0), axis=0).to(tl.int64)
                 word = (missing << 32) + (number.to(tl.int64) & 0xFFFFFFFF)
                 word += tl.full((), PHASE, tl.int64) << 56

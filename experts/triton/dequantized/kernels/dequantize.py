@@ -64,14 +64,18 @@ def dequantize_kernel(
     expert = first_expert + tl.program_id(2)
     if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
         REPACKED: tl.constexpr = FORMAT == "e2m1_repacked"
-        EACH: tl.constexpr = 8 if REPACKED else (2 if PACKED else 1)  # values per stored element
+        VALUES_PER_WORD: tl.constexpr = (
+            8 if REPACKED else (2 if PACKED else 1)
+        )  # values per stored element
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
         start = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[None, :, None] * STEP
-        stored = start // EACH + tl.arange(0, STEP // EACH)[None, None, :]
+        stored = start // VALUES_PER_WORD + tl.arange(0, STEP // VALUES_PER_WORD)[None, None, :]
         row_in = row < rows
-        at_row = expert.to(tl.int64) * rows + row
-        mask = row_in & (stored < depth // EACH)
-        codes = tl.load(w_ptr + at_row * (depth // EACH) + stored, mask=mask, other=0.0)
+        row_index = expert.to(tl.int64) * rows + row
+        mask = row_in & (stored < depth // VALUES_PER_WORD)
+        codes = tl.load(
+            w_ptr + row_index * (depth // VALUES_PER_WORD) + stored, mask=mask, other=0.0
+        )
         values = _values(codes, FORMAT, PACKED)
         group = start // GROUP_K if GROUP_K > 0 else start * 0
         group_in = row_in & (start < depth)
@@ -93,7 +97,7 @@ def dequantize_kernel(
                 zero = (zero.to(tl.int32) >> (row % 2 * 4)) & 15
                 values -= zero.to(tl.float32)
             elif HAS_ZERO:
-                zero = tl.load(zero_ptr + at_row * scale_groups + group, mask=group_in, other=0)
+                zero = tl.load(zero_ptr + row_index * scale_groups + group, mask=group_in, other=0)
                 values -= zero.to(tl.int32).to(tl.float32)
             else:
                 values -= MIDDLE

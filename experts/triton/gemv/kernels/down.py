@@ -17,7 +17,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 @triton.jit
 def _pair_scales(
-    largest_ptr, pairs, live, blocks, num_pairs,
+    amax_ptr, pairs, live, blocks, num_pairs,
     ids_ptr, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr,
     QUANT: tl.constexpr, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr,
     S: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -26,7 +26,7 @@ def _pair_scales(
     block = tl.arange(0, BLOCK_B)
     if QUANT == "token":
         mask = live[:, None] & (block < blocks)[None, :]
-        ptrs = largest_ptr + pairs[:, None] * blocks + block[None, :]
+        ptrs = amax_ptr + pairs[:, None] * blocks + block[None, :]
         largest = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
     else:
         tl.static_assert(QUANT == "tensor")
@@ -36,7 +36,7 @@ def _pair_scales(
                 ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
             )
             mask = (block < blocks) & (local >= 0)
-            pair_amax = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
+            pair_amax = tl.load(amax_ptr + pair * blocks + block, mask=mask, other=0.0)
             block_amax = maximum_nan(block_amax, pair_amax)
         largest = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
     return scale_of(largest, LARGEST, MIN_SCALE)
@@ -77,7 +77,7 @@ def _add_step(
 @triton.jit
 def gemv_down_kernel(
     h_ptr, h_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
-    ids_ptr, map_ptr, out_ptr, largest_ptr,
+    ids_ptr, map_ptr, out_ptr, amax_ptr,
     num_pairs, hidden, depth, blocks, num_experts, num_local, factor,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
     stride_bze, stride_bzn, stride_bzk, stride_bias,
@@ -133,7 +133,7 @@ def gemv_down_kernel(
         h_scale = tl.full((S,), 1.0, tl.float32)
         if QUANT == "token" or QUANT == "tensor":
             h_scale = _pair_scales(
-                largest_ptr, pairs, live, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
+                amax_ptr, pairs, live, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
                 num_local, HAS_MAP, QUANT, LARGEST, MIN_SCALE, S, BLOCK_B,
             )  # fmt: skip
         elif QUANT == "static":

@@ -91,7 +91,7 @@ def _add_step(
 @triton.jit
 def gemv_gate_up_kernel(
     x_ptr, x_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
-    ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
+    ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
     num_pairs, intermediate, hidden, up_row, up_offset, num_experts, num_local,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
@@ -101,7 +101,7 @@ def gemv_gate_up_kernel(
     LIMIT: tl.constexpr, QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
     MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    KEEP_LARGEST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    STORE_AMAX: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr = False,
     u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
@@ -116,7 +116,7 @@ def gemv_gate_up_kernel(
     QUANT: "none"; "given": x comes quantized, with scales; otherwise x is quantized here with one
     scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr. SCALED: weights
     have scales, one per GROUP_N rows and GROUP_K columns (0: all of K). SCALE_ROWS: 1 if all
-    BLOCK_N rows share a scale, else BLOCK_N. KEEP_LARGEST: write largest[p, block], the amax of
+    BLOCK_N rows share a scale, else BLOCK_N. STORE_AMAX: write largest[p, block], the amax of
     the block of h.
     LORA: B[slot of p's token, expert] @ u[p] is added before anything else. U_UP: column offset
     from gate's u to up's.
@@ -227,7 +227,7 @@ def gemv_gate_up_kernel(
     h = h.to(h_ptr.dtype.element_ty)
     h_ptrs = h_ptr + pair.to(tl.int64) * intermediate + column[None, :]
     tl.store(h_ptrs, h, mask=column_mask[None, :])
-    if KEEP_LARGEST:
+    if STORE_AMAX:
         magnitude = tl.where(column_mask[None, :], tl.abs(h.to(tl.float32)), 0.0)
         blocks = tl.cdiv(intermediate, BLOCK_N)
-        tl.store(largest_ptr + pair * blocks + block, max_nan(max_nan(magnitude, 1), 0))
+        tl.store(amax_ptr + pair * blocks + block, max_nan(max_nan(magnitude, 1), 0))

@@ -10,15 +10,15 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     ACC,
     PANEL,
     PIECE,
-    PLAIN,
     ROWS,
     SWIZZLED,
+    UNSWIZZLED,
     VECTORS,
     load_pieces,
     make_ring,
     multiply,
     prefetch_scales,
-    spread_scales,
+    repeat_scales,
     store_vectors,
     vector_row_layout,
     wait_empty_stage,
@@ -38,7 +38,7 @@ def _load(
     GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp: load weight panels by TMA."""
-    EACH: gl.constexpr = ring.shape[0] // full.shape[0]
+    PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -54,30 +54,34 @@ def _load(
                 scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
                 prefetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
             num_live += (local >= 0).to(gl.int32)
-        for start in range(0, depth, EACH * PANEL):
-            stage, ready = wait_empty_stage(step, full, empty)
+        for start in range(0, depth, PANELS_PER_STAGE * PANEL):
+            stage, full_barrier = wait_empty_stage(step, full, empty)
             # One expect per stage: one for each of 8 slots cost 10 to 22 us per layer (H200).
             if num_live == TOP_K:
-                mbarrier.expect(ready, TOP_K * EACH * EACH_ROWS * PANEL)
+                mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * EACH_ROWS * PANEL)
             else:
                 for count in gl.static_range(TOP_K):
                     mbarrier.expect(
-                        ready, count * (EACH * EACH_ROWS * PANEL), pred=num_live == count
+                        full_barrier,
+                        count * (PANELS_PER_STAGE * EACH_ROWS * PANEL),
+                        pred=num_live == count,
                     )
             # Rows of skipped pairs are not loaded. A branch is faster than predicates, which cost
             # time even if no pair is skipped.
             for slot in gl.static_range(TOP_K):
                 if experts[slot] >= 0:
                     row = experts[slot] * hidden + first
-                    for p in gl.static_range(EACH):
-                        rows = ring.index(stage * EACH + p).slice(slot * EACH_ROWS, EACH_ROWS, 0)
-                        load_box(w_desc, [row, start + p * PANEL], ready, rows)
+                    for p in gl.static_range(PANELS_PER_STAGE):
+                        rows = ring.index(stage * PANELS_PER_STAGE + p).slice(
+                            slot * EACH_ROWS, EACH_ROWS, 0
+                        )
+                        load_box(w_desc, [row, start + p * PANEL], full_barrier, rows)
             step += 1
 
 
 @gluon.jit
 def _store_pairs(
-    vectors, scales, token, h_ptr, largest_ptr, depth, largest_blocks,
+    vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
@@ -96,22 +100,22 @@ def _store_pairs(
     if not GROUPED:
         amax_slot = gl.arange(0, SLOTS, AMAX_ROWS)[:, None]
         block = gl.arange(0, BLOCKS, gl.SliceLayout(0, AMAX))[None, :]
-        ptrs = largest_ptr + (token * TOP_K + amax_slot) * largest_blocks + block
-        mask = (amax_slot < TOP_K) & (block < largest_blocks)
-        largest = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
-        scale = scale_of(largest, LARGEST, MIN_SCALE)
+        ptrs = amax_ptr + (token * TOP_K + amax_slot) * amax_blocks + block
+        mask = (amax_slot < TOP_K) & (block < amax_blocks)
+        amax = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
+        scale = scale_of(amax, LARGEST, MIN_SCALE)
     inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(SLOTS))
     store_vectors(
         vectors, scales, pieces, row_ptrs, 1, slot < TOP_K, depth, inverse, row_ptrs, 0,
         QUANT, GROUPED, LARGEST, MIN_SCALE,
     )  # fmt: skip
-    return spread_scales(scale)
+    return repeat_scales(scale)
 
 
 @gluon.jit
 def _compute(
-    ring, vectors, scales, full, empty, h_ptr, largest_ptr, w_scale_ptr, bias_ptr, weights_ptr,
-    ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth, largest_blocks, num_experts,
+    ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr, weights_ptr,
+    ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth, amax_blocks, num_experts,
     num_local, scale_rows, scale_groups, factor,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
@@ -133,7 +137,7 @@ def _compute(
         token = item // blocks
         if token != resident:
             h_scale = _store_pairs(
-                vectors, scales, token, h_ptr, largest_ptr, depth, largest_blocks,
+                vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
                 TOP_K, SLOTS, GROUPED, LARGEST, MIN_SCALE, BLOCKS,
             )  # fmt: skip
             resident = token
@@ -158,8 +162,8 @@ def _compute(
             ring, vectors, scales, full, empty, step, depth, ptrs, inside, GROUPED
         )  # fmt: skip
         # Discard skipped pairs and the products with the vectors of other pairs.
-        own_column = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & inside[:, None]
-        value = gl.sum(gl.where(own_column, acc * h_scale[None, :], 0.0), axis=1)
+        column_mask = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & inside[:, None]
+        value = gl.sum(gl.where(column_mask, acc * h_scale[None, :], 0.0), axis=1)
         if not GROUPED:
             value *= w_scale
         if HAS_BIAS:
@@ -173,12 +177,13 @@ def _compute(
 
 @gluon.jit
 def gemv_tma_down_kernel(
-    w_desc, h_ptr, largest_ptr, w_scale_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
-    num_tokens, hidden, depth, largest_blocks, num_experts, num_local, scale_rows, scale_groups,
+    w_desc, h_ptr, amax_ptr, w_scale_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
+    num_tokens, hidden, depth, amax_blocks, num_experts, num_local, scale_rows, scale_groups,
     factor,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
-    PIECES: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
@@ -187,19 +192,19 @@ def gemv_tma_down_kernel(
     rounded up to a power of two, at most 8. h (num_tokens * TOP_K, depth) and out (num_tokens,
     hidden) are contiguous. Weights of skipped pairs are not read. Any number of programs.
     h is quantized here: if GROUPED, with a scale per 128 values, otherwise with one scale per pair,
-    computed from its largest_blocks amax values.
+    computed from its amax_blocks amax values.
     """
-    ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)
+    ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)
-    scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], PLAIN)
+    scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], UNSWIZZLED)
     blocks = gl.cdiv(hidden, ROWS // SLOTS)
     items = num_tokens * blocks
     gl.warp_specialize(
         [
             (_compute, (
-                ring, vectors, scales, full, empty, h_ptr, largest_ptr, w_scale_ptr, bias_ptr,
+                ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr,
                 weights_ptr, ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth,
-                largest_blocks, num_experts, num_local, scale_rows, scale_groups, factor,
+                amax_blocks, num_experts, num_local, scale_rows, scale_groups, factor,
                 TOP_K, SLOTS, HAS_MAP, HAS_BIAS, GROUPED, LARGEST, MIN_SCALE, BLOCKS, OVERLAP,
             )),
             (_load, (

@@ -10,16 +10,16 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     ACC,
     PANEL,
     PIECE,
-    PLAIN,
     ROWS,
     SWIZZLED,
+    UNSWIZZLED,
     VECTORS,
-    largest_of,
     load_pieces,
     make_ring,
     multiply,
     prefetch_scales,
-    spread_scales,
+    repeat_scales,
+    row_amax,
     store_vectors,
     vector_row_layout,
     wait_empty_stage,
@@ -31,44 +31,46 @@ from modular_kernel.ops.kernels.quantize import scale_of
 from modular_kernel.replay.launch.triton_versions import load_box
 
 _COLUMNS = gl.constexpr(32)  # output columns per tile, with as many gate as up rows
-_HALVES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
+_GATE_UP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
 _BLOCK_IDS = gl.constexpr(128)
 _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, HELD: gl.constexpr):
+def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr):
     """Return the pair and block of a work item, and the first token of its group.
 
-    Items are ordered by groups of HELD tokens, whose vectors are loaded once, then by block, then
+    Items are ordered by groups of TOKENS_IN_GROUP tokens, whose vectors are loaded once,
+    then by block, then
     by pair.
     """
     blocks = gl.cdiv(intermediate, _COLUMNS)
-    group = index // (HELD * TOP_K * blocks)
-    first = group * HELD * TOP_K
-    within = index - first * blocks
-    count = gl.minimum(HELD * TOP_K, num_pairs - first)  # NaN-free: integers
-    return first + within % count, within // count, group * HELD
+    group = index // (TOKENS_IN_GROUP * TOP_K * blocks)
+    first_pair = group * TOKENS_IN_GROUP * TOP_K
+    index_in_group = index - first_pair * blocks
+    count = gl.minimum(TOKENS_IN_GROUP * TOP_K, num_pairs - first_pair)  # NaN-free: integers
+    return first_pair + index_in_group % count, index_in_group // count, group * TOKENS_IN_GROUP
 
 
 @gluon.jit
 def _load(
     w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items, intermediate,
     hidden, w_rows, up_rows, num_experts, num_local, scale_rows, scale_groups,
-    GROUPED: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr,
+    GROUPED: gl.constexpr, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr,
+    HAS_MAP: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp: load weight panels by TMA."""
-    EACH: gl.constexpr = ring.shape[0] // full.shape[0]
+    PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     HALF: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        pair, block, _ = _item(item, num_pairs, intermediate, TOP_K, HELD)
+        pair, block, _ = _item(item, num_pairs, intermediate, TOP_K, TOKENS_IN_GROUP)
         local, _ = load_local_ids(
             ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
         )
         if local >= 0:
-            first = local * w_rows + block * (_COLUMNS * STEP)
+            first_row = local * w_rows + block * (_COLUMNS * STEP)
             if GROUPED:
                 row = block * (_COLUMNS * STEP)
                 scale_ptr = w_scale_ptr + local.to(gl.int64) * scale_rows * scale_groups
@@ -76,17 +78,17 @@ def _load(
                 if STEP == 1:
                     row += up_rows
                     prefetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
-            for start in range(0, hidden, EACH * PANEL):
-                stage, ready = wait_empty_stage(step, full, empty)
-                mbarrier.expect(ready, EACH * ROWS * PANEL)
-                for p in gl.static_range(EACH):
-                    panel, k = ring.index(stage * EACH + p), start + p * PANEL
+            for start in range(0, hidden, PANELS_PER_STAGE * PANEL):
+                stage, full_barrier = wait_empty_stage(step, full, empty)
+                mbarrier.expect(full_barrier, PANELS_PER_STAGE * ROWS * PANEL)
+                for p in gl.static_range(PANELS_PER_STAGE):
+                    panel, k = ring.index(stage * PANELS_PER_STAGE + p), start + p * PANEL
                     if STEP == 2:
-                        load_box(w_desc, [first, k], ready, panel)
+                        load_box(w_desc, [first_row, k], full_barrier, panel)
                     else:
                         gate, up = panel.slice(0, HALF, 0), panel.slice(HALF, HALF, 0)
-                        load_box(w_desc, [first, k], ready, gate)
-                        load_box(w_desc, [first + up_rows, k], ready, up)
+                        load_box(w_desc, [first_row, k], full_barrier, gate)
+                        load_box(w_desc, [first_row + up_rows, k], full_barrier, up)
                 step += 1
 
 
@@ -95,8 +97,8 @@ def _count_invalid(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP: gl.constexpr
 ):
     """Add the number of invalid expert ids to the counter."""
-    for first in range(0, num_pairs, _BLOCK_IDS):
-        pairs = first + gl.arange(0, _BLOCK_IDS, _IDS)
+    for start in range(0, num_pairs, _BLOCK_IDS):
+        pairs = start + gl.arange(0, _BLOCK_IDS, _IDS)
         _, invalid = load_local_ids(
             ids_ptr, pairs, pairs < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
         )
@@ -107,38 +109,39 @@ def _count_invalid(
 
 @gluon.jit
 def _store_tokens(
-    vectors, scales, first, num_tokens, hidden, x_ptr, x_scale_ptr,
+    vectors, scales, first_token, num_tokens, hidden, x_ptr, x_scale_ptr,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
-    HELD: gl.constexpr, QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
+    TOKENS_IN_GROUP: gl.constexpr, QUANT: gl.constexpr, GROUPED: gl.constexpr,
+    LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Store HELD tokens from `first` on to shared memory; return scales (8,), 1 if GROUPED."""
+    """Store a group of tokens to shared memory; return scales (8,), 1 if GROUPED."""
     PIECES: gl.constexpr = vectors.shape[0]
-    rows = first + gl.arange(0, HELD, vector_row_layout(HELD))
-    live = rows < num_tokens
+    rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))
+    row_mask = rows < num_tokens
     row_ptrs = x_ptr + rows.to(gl.int64) * stride_xm
     scale_ptrs = x_scale_ptr + rows.to(gl.int64) * stride_xsm
-    pieces = load_pieces(row_ptrs, stride_xk, live, hidden, PIECES)
-    x_scale = gl.full((HELD,), 1.0, gl.float32, vector_row_layout(HELD))
+    pieces = load_pieces(row_ptrs, stride_xk, row_mask, hidden, PIECES)
+    x_scale = gl.full((TOKENS_IN_GROUP,), 1.0, gl.float32, vector_row_layout(TOKENS_IN_GROUP))
     if QUANT == "token":
-        largest = largest_of(pieces, row_ptrs, stride_xk, live, hidden, PIECES)
-        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
+        amax = row_amax(pieces, row_ptrs, stride_xk, row_mask, hidden, PIECES)
+        x_scale = scale_of(amax, LARGEST, MIN_SCALE)
     elif not GROUPED:
-        x_scale = gl.load(scale_ptrs, mask=live, other=1.0)
+        x_scale = gl.load(scale_ptrs, mask=row_mask, other=1.0)
     store_vectors(
-        vectors, scales, pieces, row_ptrs, stride_xk, live, hidden, div_rn(1.0, x_scale),
+        vectors, scales, pieces, row_ptrs, stride_xk, row_mask, hidden, div_rn(1.0, x_scale),
         scale_ptrs, stride_xsk, QUANT, GROUPED, LARGEST, MIN_SCALE,
     )  # fmt: skip
-    return spread_scales(x_scale)
+    return repeat_scales(x_scale)
 
 
 @gluon.jit
 def _compute(
     ring, vectors, scales, full, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-    ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
+    ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
     num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
     stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
-    TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
@@ -151,14 +154,14 @@ def _compute(
     x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC))
     step, resident = 0, -1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        pair, block, first = _item(item, num_pairs, intermediate, TOP_K, HELD)
-        if first != resident:
+        pair, block, first_token = _item(item, num_pairs, intermediate, TOP_K, TOKENS_IN_GROUP)
+        if first_token != resident:
             x_scale = _store_tokens(
-                vectors, scales, first, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
+                vectors, scales, first_token, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
                 stride_xm, stride_xk, stride_xsm, stride_xsk,
-                HELD, QUANT, GROUPED, LARGEST, MIN_SCALE,
+                TOKENS_IN_GROUP, QUANT, GROUPED, LARGEST, MIN_SCALE,
             )  # fmt: skip
-            resident = first
+            resident = first_token
         local, _ = load_local_ids(
             ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
         )
@@ -169,21 +172,23 @@ def _compute(
                 w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_rows
             # Rows of the last block past the end of the expert are not stored.
             inside = w_row < w_rows
-            at = local.to(gl.int64) * w_rows + w_row
-            ptrs = w_scale_ptr + at
+            row_offset = local.to(gl.int64) * w_rows + w_row
+            ptrs = w_scale_ptr + row_offset
             if GROUPED:
                 scale_row = local.to(gl.int64) * scale_rows + w_row // PANEL
                 ptrs = w_scale_ptr + scale_row * scale_groups
             else:
                 w_scale = gl.load(ptrs, mask=inside, other=0.0)
             if HAS_BIAS:
-                bias = gl.load(bias_ptr + at, mask=inside, other=0.0).to(gl.float32)
+                bias = gl.load(bias_ptr + row_offset, mask=inside, other=0.0).to(gl.float32)
             acc, step = multiply(
                 ring, vectors, scales, full, empty, step, hidden, ptrs, inside, GROUPED
             )
             # Discard the products with the vectors of other tokens.
-            own_column = (vector == (pair // TOP_K - first) * (VECTORS // HELD))[None, :]
-            value = gl.sum(gl.where(own_column, acc * x_scale[None, :], 0.0), axis=1)
+            column_mask = (vector == (pair // TOP_K - first_token) * (VECTORS // TOKENS_IN_GROUP))[
+                None, :
+            ]
+            value = gl.sum(gl.where(column_mask, acc * x_scale[None, :], 0.0), axis=1)
             if not GROUPED:
                 value *= w_scale
             if HAS_BIAS:
@@ -192,43 +197,44 @@ def _compute(
                 halves = value.reshape((_COLUMNS, 2))
             else:
                 halves = value.reshape((2, _COLUMNS)).permute((1, 0))
-            gate, up = gl.convert_layout(halves, _HALVES).split()
+            gate, up = gl.convert_layout(halves, _GATE_UP_LAYOUT).split()
             h = activate(gate, up, KIND, ALPHA, LIMIT).to(h_ptr.dtype.element_ty)
-            column = block * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(1, _HALVES))
+            column = block * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(1, _GATE_UP_LAYOUT))
             mask = column < intermediate
             gl.store(h_ptr + pair.to(gl.int64) * intermediate + column, h, mask=mask)
             if not GROUPED:
                 amax = max_nan(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), 0)
-                gl.store(largest_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, amax)
+                gl.store(amax_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, amax)
 
 
 @gluon.jit
 def gemv_tma_gate_up_kernel(
     w_desc, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, ids_ptr, map_ptr, invalid_ptr,
-    h_ptr, largest_ptr, num_pairs, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+    h_ptr, amax_ptr, num_pairs, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
     stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
-    TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
-    PIECES: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     w_desc: (experts * w_rows, hidden) fp8, in boxes of 128 bytes and 32 rows, with up rows up_rows
     after gate rows, or 64 rows if they are interleaved (STEP 2). x: (num_pairs // TOP_K, hidden);
-    HELD tokens, a power of two up to 8, are in shared memory at once.
+    TOKENS_IN_GROUP tokens, a power of two up to 8, are in shared memory at once.
     h (num_pairs, intermediate) is contiguous; rows of skipped pairs are not written. Any number of
     programs; the first counts invalid ids.
     QUANT: "given": x is fp8 with scales; otherwise x is quantized here, with one scale per "token"
     or per "group" of 128. GROUPED: weight scales are (experts, scale_rows, scale_groups), one per
-    128 x 128 block. Otherwise they are (experts, w_rows), and largest[p, block] = amax of 32 values
+    128 x 128 block. Otherwise they are (experts, w_rows), and amax[p, block] = amax of 32 values
     of h is written.
     """
-    ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)
+    ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)
-    scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], PLAIN)
+    scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], UNSWIZZLED)
     items = num_pairs * gl.cdiv(intermediate, _COLUMNS)
     if OVERLAP:
         gdc_wait()
@@ -237,16 +243,17 @@ def gemv_tma_gate_up_kernel(
         [
             (_compute, (
                 ring, vectors, scales, full, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-                ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
+                ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
                 num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
                 stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
-                TOP_K, HELD, HAS_MAP, STEP, HAS_BIAS, KIND, ALPHA, LIMIT, QUANT, GROUPED, LARGEST,
+                TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP, HAS_BIAS, KIND, ALPHA, LIMIT, QUANT,
+                GROUPED, LARGEST,
                 MIN_SCALE,
             )),
             (_load, (
                 w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items,
                 intermediate, hidden, w_rows, up_rows, num_experts, num_local, scale_rows,
-                scale_groups, GROUPED, TOP_K, HELD, HAS_MAP, STEP,
+                scale_groups, GROUPED, TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP,
             )),
         ],
         [1],

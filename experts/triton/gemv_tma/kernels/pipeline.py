@@ -29,7 +29,7 @@ PANEL = gl.constexpr(128)
 PANELS = gl.constexpr(8)  # panels per piece
 PIECE = gl.constexpr(1024)
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACC = gl.constexpr(
     gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
 )  # layout of the accumulator
@@ -45,47 +45,47 @@ def vector_layout(rows):
 
 @gluon.constexpr_function
 def vector_row_layout(rows):
-    """Return the layout of one value per row of `wide(rows)`."""
+    """Return the layout of one value per row of `vector_layout(rows)`."""
     return gl.SliceLayout(1, vector_layout(rows))
 
 
 @gluon.jit
-def _load_piece(row_ptrs, stride, live, depth, piece):
+def _load_piece(row_ptrs, stride, row_mask, depth, piece):
     """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,); 0 past the end."""
-    ROWS_HELD: gl.constexpr = row_ptrs.shape[0]
-    k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(ROWS_HELD)))[None, :]
-    at = piece * PIECE + k
-    mask = live[:, None] & (at < depth)
-    return gl.load(row_ptrs[:, None] + at * stride, mask=mask, other=0.0)
+    NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
+    k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(NUM_ROWS)))[None, :]
+    k_offset = piece * PIECE + k
+    mask = row_mask[:, None] & (k_offset < depth)
+    return gl.load(row_ptrs[:, None] + k_offset * stride, mask=mask, other=0.0)
 
 
 @gluon.jit
-def load_pieces(row_ptrs, stride, live, depth, PIECES: gl.constexpr):
+def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
     """Load all pieces of the rows at once, so that all loads are in flight.
 
     Returns () if they do not fit in registers; then each piece is loaded when it is needed.
     """
-    HELD: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
+    FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()
-    if HELD:
+    if FITS_IN_REGISTERS:
         for piece in gl.static_range(PIECES):
-            pieces += (_load_piece(row_ptrs, stride, live, depth, piece),)
+            pieces += (_load_piece(row_ptrs, stride, row_mask, depth, piece),)
     return pieces
 
 
 @gluon.jit
-def largest_of(pieces, row_ptrs, stride, live, depth, PIECES: gl.constexpr):
+def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
     """Return the amax (R,) of the rows. pieces: the result of load_pieces."""
-    ROWS_HELD: gl.constexpr = row_ptrs.shape[0]
-    largest = gl.zeros((ROWS_HELD, PIECE), gl.float32, vector_layout(ROWS_HELD))
+    NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
+    amax = gl.zeros((NUM_ROWS, PIECE), gl.float32, vector_layout(NUM_ROWS))
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
-            largest = maximum_nan(largest, gl.abs(pieces[piece].to(gl.float32)))
+            amax = maximum_nan(amax, gl.abs(pieces[piece].to(gl.float32)))
     else:
         for piece in range(PIECES):
-            values = _load_piece(row_ptrs, stride, live, depth, piece)
-            largest = maximum_nan(largest, gl.abs(values.to(gl.float32)))
-    return max_nan(largest, 1)
+            values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
+            amax = maximum_nan(amax, gl.abs(values.to(gl.float32)))
+    return max_nan(amax, 1)
 
 
 @gluon.jit
@@ -99,14 +99,14 @@ def repeat_rows(values):
 
 
 @gluon.jit
-def spread_scales(values):
+def repeat_scales(values):
     """Repeat (R,) to (8,) like `repeat_rows`, in the layout of the accumulator columns."""
-    ROWS_HELD: gl.constexpr = values.shape[0]
-    LAYOUT: gl.constexpr = vector_layout(ROWS_HELD)
+    NUM_ROWS: gl.constexpr = values.shape[0]
+    LAYOUT: gl.constexpr = vector_layout(NUM_ROWS)
     column = gl.arange(0, VECTORS, gl.SliceLayout(0, LAYOUT))[None, :]
-    row = gl.arange(0, ROWS_HELD, gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     values = gl.convert_layout(values, gl.SliceLayout(1, LAYOUT))[:, None]
-    repeated = gl.sum(gl.where(column // (VECTORS // ROWS_HELD) == row, values, 0.0), axis=0)
+    repeated = gl.sum(gl.where(column // (VECTORS // NUM_ROWS) == row, values, 0.0), axis=0)
     return gl.convert_layout(repeated, gl.SliceLayout(0, ACC))
 
 
@@ -115,14 +115,14 @@ def _store_piece(
     vectors, scales, piece, values, inverse,
     QUANT: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantize values (R, 1024) according to QUANT (see hold_vectors) and store them."""
-    ROWS_HELD: gl.constexpr = values.shape[0]
+    """Quantize values (R, 1024) according to QUANT (see store_vectors) and store them."""
+    NUM_ROWS: gl.constexpr = values.shape[0]
     if QUANT == "group":
-        groups = values.to(gl.float32).reshape((ROWS_HELD, PANELS, PANEL))
+        groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
         scale = scale_of(max_nan(gl.abs(groups), 2), LARGEST, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
         groups = quantized_values(groups, inverse_of_groups, LARGEST, False)
-        values = groups.reshape((ROWS_HELD, PIECE))
+        values = groups.reshape((NUM_ROWS, PIECE))
         scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     elif QUANT == "token":
         values = quantized_values(values.to(gl.float32), inverse[:, None], LARGEST, False)
@@ -131,7 +131,7 @@ def _store_piece(
 
 @gluon.jit
 def store_vectors(
-    vectors, scales, pieces, row_ptrs, stride, live, depth, inverse, scale_ptrs, stride_scale,
+    vectors, scales, pieces, row_ptrs, stride, row_mask, depth, inverse, scale_ptrs, stride_scale,
     QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
@@ -149,7 +149,7 @@ def store_vectors(
             )  # fmt: skip
     else:
         for piece in range(PIECES):
-            values = _load_piece(row_ptrs, stride, live, depth, piece)
+            values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
             _store_piece(vectors, scales, piece, values, inverse, QUANT, LARGEST, MIN_SCALE)
     if QUANT == "given" and GROUPED:
         for piece in range(PIECES):
@@ -157,7 +157,7 @@ def store_vectors(
                 None, :
             ]
             group += piece * PANELS
-            mask = live[:, None] & (group * PANEL < depth)
+            mask = row_mask[:, None] & (group * PANEL < depth)
             scale = gl.load(scale_ptrs[:, None] + group * stride_scale, mask=mask, other=0.0)
             scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     fence_async_shared()
@@ -172,19 +172,21 @@ def _panel(vectors, index):
 
 
 @gluon.jit
-def _multiply_plain(ring, vectors, full, empty, step, depth):
+def _multiply_unscaled(ring, vectors, full, empty, step, depth):
     """Multiply a tile of weights by the vectors; return (64, 8) sums and the next step."""
     STAGES: gl.constexpr = full.shape[0]
-    EACH: gl.constexpr = ring.shape[0] // STAGES
+    PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
     acc = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
     previous = 0
-    for start in range(0, depth, EACH * PANEL):
+    for start in range(0, depth, PANELS_PER_STAGE * PANEL):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        for p in gl.static_range(EACH):
+        for p in gl.static_range(PANELS_PER_STAGE):
             vector = _panel(vectors, start // PANEL + p)
-            acc = warpgroup_mma(ring.index(stage * EACH + p), vector, acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=EACH, deps=(acc,))
+            acc = warpgroup_mma(
+                ring.index(stage * PANELS_PER_STAGE + p), vector, acc, is_async=True
+            )
+        acc = warpgroup_mma_wait(num_outstanding=PANELS_PER_STAGE, deps=(acc,))
         mbarrier.arrive(empty.index(previous), pred=start > 0)
         previous = stage
         step += 1
@@ -194,10 +196,10 @@ def _multiply_plain(ring, vectors, full, empty, step, depth):
 
 
 @gluon.jit
-def _weight_scales(ptrs, start, depth, mask, EACH: gl.constexpr):
+def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
     """Load the weight scales (64,) of each panel of a stage, 0 past the end of K."""
     scales = ()
-    for p in gl.static_range(EACH):
+    for p in gl.static_range(PANELS_PER_STAGE):
         inside = start + p * PANEL < depth
         scales += (gl.load(ptrs + start // PANEL + p, mask=mask & inside, other=0.0),)
     return scales
@@ -210,30 +212,32 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
     ptrs (64,): the weight scales. The vector scales are in shared memory.
     """
     STAGES: gl.constexpr = full.shape[0]
-    EACH: gl.constexpr = ring.shape[0] // STAGES
+    PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
     sums = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
     zero = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
-    weight_scales = _weight_scales(ptrs, 0, depth, mask, EACH)
-    for start in range(0, depth, EACH * PANEL):
+    weight_scales = _weight_scales(ptrs, 0, depth, mask, PANELS_PER_STAGE)
+    for start in range(0, depth, PANELS_PER_STAGE * PANEL):
         # Issued before waiting for the weights of this stage.
-        next_scales = _weight_scales(ptrs, start + EACH * PANEL, depth, mask, EACH)
+        next_scales = _weight_scales(
+            ptrs, start + PANELS_PER_STAGE * PANEL, depth, mask, PANELS_PER_STAGE
+        )
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         parts = ()
-        for p in gl.static_range(EACH):
+        for p in gl.static_range(PANELS_PER_STAGE):
             vector = _panel(vectors, start // PANEL + p)
-            weights = ring.index(stage * EACH + p)
+            weights = ring.index(stage * PANELS_PER_STAGE + p)
             parts += (warpgroup_mma(weights, vector, zero, use_acc=False, is_async=True),)
         finished = warpgroup_mma_wait(num_outstanding=0, deps=parts)
-        if EACH == 1:  # a single dep is returned without a tuple
+        if PANELS_PER_STAGE == 1:  # a single dep is returned without a tuple
             parts = (finished,)
         else:
             parts = finished
         mbarrier.arrive(empty.index(stage))
-        for p in gl.static_range(EACH):
+        for p in gl.static_range(PANELS_PER_STAGE):
             index = start // PANEL + p
             piece_scales = reinterpret(
-                scales.index(index // PANELS), gl.float32, [PANELS, 1, VECTORS], PLAIN
+                scales.index(index // PANELS), gl.float32, [PANELS, 1, VECTORS], UNSWIZZLED
             )
             scale = piece_scales.index(index % PANELS).load(ACC)
             sums += parts[p] * (scale * weight_scales[p][:, None])
@@ -244,15 +248,15 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
 
 @gluon.jit
 def prefetch_scales(ptr, count):
-    """Prefetch `count` scales at `ptr` to L1, so that a later step does not wait for memory.
+    """Prefetch `count` scales offset `ptr` to L1, so that a later step does not wait for memory.
 
     To be called by the producer warp, whose 32 lanes prefetch 8 scales each.
     """
-    at = gl.arange(0, 32, _LANES) * 8
+    offset = gl.arange(0, 32, _LANES) * 8
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",
-        [(ptr + at).to(gl.int64), (at < count).to(gl.int32)],
+        [(ptr + offset).to(gl.int64), (offset < count).to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -269,14 +273,14 @@ def multiply(
             ring, vectors, scales, full, empty, step, depth, ptrs, mask
         )  # fmt: skip
     else:
-        sums, step = _multiply_plain(ring, vectors, full, empty, step, depth)
+        sums, step = _multiply_unscaled(ring, vectors, full, empty, step, depth)
     return sums, step
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr):
+def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr):
     """Allocate a ring of STAGES stages with EACH panels, and its full and empty barriers."""
-    ring = gl.allocate_shared_memory(dtype, [STAGES * EACH, ROWS, PANEL], SWIZZLED)
+    ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS_PER_STAGE, ROWS, PANEL], SWIZZLED)
     full, empty = barriers(STAGES, 1)
     return ring, full, empty
 

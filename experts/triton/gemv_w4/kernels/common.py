@@ -115,17 +115,18 @@ def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl
 @triton.jit
 def load_by_slot(
     ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr,
+    SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Load scales or zero points (4, 8, PARTS, ROWS / 8, 2), one per row and slot.
 
-    ptr, offset, chunk, inside: as in load_words. Slots past the block or half are 0. IN_TWOS: two
+    ptr, offset, chunk,
+    inside: as in load_words. Slots past the block or half are 0. PAIRED_SCALES: two
     slots are loaded at once. Otherwise they are loaded separately, because a single load would get
     another layout and move its values through shared memory.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
     mask = _is_inside(chunk, inside, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
-    if IN_TWOS:  # both slots are inside or neither is
+    if PAIRED_SCALES:  # both slots are inside or neither is
         two = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SLOTS + slot))
         ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
@@ -155,8 +156,8 @@ def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constex
     lane = tl.arange(0, 4)[:, None, None, None]
     slot = tl.arange(0, 8)[None, :, None, None]
     k = (chunk + slot // SLOTS) * 128 + lane * 32
-    is_own_slot = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
-    mask = inside & is_own_slot & (k < depth)
+    is_lane_slot = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
+    mask = inside & is_lane_slot & (k < depth)
     word = tl.arange(0, 4)[None, None, None, None, :, None]
     return k[:, :, :, :, None, None] + word * 8, mask[:, :, :, :, None, None]
 
@@ -253,7 +254,7 @@ def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _select_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
     """Select from (CHUNKS * PARTS, ROWS, 8) the chunk of each column's slot: (PARTS, ROWS, 8)."""
     parts: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
@@ -294,15 +295,15 @@ def _zero_point_term(
 @triton.jit
 def slot_sums(
     words, pairs, zero, after, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    SLOTS: tl.constexpr, APART: tl.constexpr,
+    SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return (weights - zero points) @ x per slot, without scales: float32 (PARTS, ROWS, 8).
 
     words: (4, 8, PARTS, ROWS / 8, CHUNKS, 4). pairs: (4, 8, PARTS, 1, 4, 4). zero: float32
     (PARTS, ROWS, 8). after: 0, a dependency that keeps the MMAs behind `issue_loads`. Every chunk
     is multiplied by all columns and the columns of other chunks are dropped, which takes fewer
-    instructions than zeroing them. APART: the zero-point term is added after the MMA; otherwise the
-    MMA accumulates onto it, which takes fewer registers.
+    instructions than zeroing them. ADD_ZERO_TERM_LAST: the zero-point term is added after the MMA;
+    otherwise the MMA accumulates onto it, which takes fewer registers.
     """
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
@@ -311,15 +312,15 @@ def slot_sums(
     x = _x_operand(pairs, dtype)
     zero_yet = after.to(tl.float32, bitcast=True)
     start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
-    if SHIFTED and not APART:
+    if SHIFTED and not ADD_ZERO_TERM_LAST:
         start = _zero_point_term(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
     part = tl.dot(
         _weight_operand(words, FORMAT, dtype),
         _repeat_per_chunk(x, chunks),
         _repeat_per_chunk(start, chunks),
     )
-    sums = _select_own_chunk(part, chunks, SLOTS)
-    if SHIFTED and APART:
+    sums = _select_slot_chunk(part, chunks, SLOTS)
+    if SHIFTED and ADD_ZERO_TERM_LAST:
         sums += _zero_point_term(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
     return sums
 
@@ -337,11 +338,12 @@ def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
 @triton.jit
 def scaled_sums(
     words, pairs, scale, zero, shift, after, dtype: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr,
+    HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return the scaled sums of a block per slot, float32 (PARTS, ROWS, 8).
 
-    scale, zero: results of load_by_slot. shift: 0 or 4 per row, (1, 8, 1, ROWS / 8, 1). APART: as
+    scale, zero: results of load_by_slot. shift: 0 or 4 per row, (1, 8, 1, ROWS / 8,
+    1). ADD_ZERO_TERM_LAST: as
     in slot_sums.
     """
     if is_e2m1(FORMAT):
@@ -351,4 +353,7 @@ def scaled_sums(
     zeros = values
     if HAS_ZERO:
         zeros = by_slot(zero_values(zero, shift, HAS_ZERO, unpacks_without_offset(FORMAT, dtype)))
-    return slot_sums(words, pairs, zeros, after, dtype, FORMAT, HAS_ZERO, SLOTS, APART) * values
+    return (
+        slot_sums(words, pairs, zeros, after, dtype, FORMAT, HAS_ZERO, SLOTS, ADD_ZERO_TERM_LAST)
+        * values
+    )

@@ -111,11 +111,11 @@ def _block(
 @triton.jit
 def _load_block(
     token, own, step, num_experts, num_local, ids_ptr, map_ptr,
-    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset, zero_offset,
     stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    PAIRED_SCALES: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
     """Load words, scales, zero points and router weights of a block of each part.
@@ -129,16 +129,36 @@ def _load_block(
     )  # fmt: skip
     expert = local.to(tl.int64)
     words_ptr += expert * (stride_be // 4)
-    words = load_words(words_ptr, words_at, chunk, live, DEPTH, CHUNKS, HALVES, EVEN_K)
+    words = load_words(words_ptr, words_offset, chunk, live, DEPTH, CHUNKS, HALVES, EVEN_K)
     scale_ptr += expert * stride_bse
     scale = load_by_slot(
-        scale_ptr, scale_at, chunk, live, DEPTH, CHUNKS, HALVES, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        scale_ptr,
+        scale_offset,
+        chunk,
+        live,
+        DEPTH,
+        CHUNKS,
+        HALVES,
+        SLOTS,
+        GROUP_K,
+        EVEN_K,
+        PAIRED_SCALES,
     )
     zero = scale
     if HAS_ZERO:
         zero_ptr += expert * stride_bze
         zero = load_by_slot(
-            zero_ptr, zero_at, chunk, live, DEPTH, CHUNKS, HALVES, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+            zero_ptr,
+            zero_offset,
+            chunk,
+            live,
+            DEPTH,
+            CHUNKS,
+            HALVES,
+            SLOTS,
+            GROUP_K,
+            EVEN_K,
+            PAIRED_SCALES,
         )
     weight = live
     if HAS_ROW_WEIGHTS and TEAM == 0:
@@ -157,13 +177,13 @@ def _broadcast_to_sums(weight, GROUPS: tl.constexpr):
 @triton.jit
 def _step(
     total, h, ring, step, token, own, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
-    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset, zero_offset,
     shift, stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
     HALVES: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr,
-    LATE: tl.constexpr,
+    LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Add ring[0] times h to total; return it, the next h and the advanced ring.
 
@@ -172,32 +192,34 @@ def _step(
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
     pairs = h
-    if STEPS > STAGES and not LATE:
-        new = _load_block(
+    if STEPS > STAGES and not LOAD_AFTER_MMA:
+        next_block = _load_block(
             token, own, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
-            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset,
+            zero_offset,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
         )  # fmt: skip
-        ring = ring[1:] + (new,)  # noqa: RUF005
+        ring = ring[1:] + (next_block,)  # noqa: RUF005
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
-    if STEPS > STAGES and not LATE:
+    if STEPS > STAGES and not LOAD_AFTER_MMA:
         _, _, _, _, pair, live, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     after = issue_loads(PARTS)
     sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, True)
     if HAS_ROW_WEIGHTS and TEAM == 0:
         sums *= _broadcast_to_sums(weight, words.shape[3])
-    if STEPS > 1 and LATE:
-        new = _load_block(
+    if STEPS > 1 and LOAD_AFTER_MMA:
+        next_block = _load_block(
             token, own, step + 1, num_experts, num_local, ids_ptr, map_ptr,
-            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset,
+            zero_offset,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
         )  # fmt: skip
-        ring = (new,)
-        _, _, _, _, pair, live, chunk = new
+        ring = (next_block,)
+        _, _, _, _, pair, live, chunk = next_block
         h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     return total + sums, h, ring
 
@@ -210,9 +232,10 @@ def gemv_w4_down_kernel(
     stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
@@ -233,9 +256,9 @@ def gemv_w4_down_kernel(
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
     rows = rows_of_lanes(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
-    words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
+    words_offset, scale_offset = times(rows, stride_bn // 4), times(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even.
-    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
+    zero_offset = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
     # them before it let this kernel start. See after_predecessor.
     own = _pair_of_part(
@@ -247,9 +270,11 @@ def gemv_w4_down_kernel(
         ring += (
             _load_block(
                 token, own, s, num_experts, num_local, ids_ptr, map_ptr,
-                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset,
+                zero_offset,
                 stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
+                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS,
+                TEAM,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)
@@ -288,10 +313,11 @@ def gemv_w4_down_kernel(
         for s in tl.static_range(STEPS):
             total, _, ring = _step(
                 total, ahead[s], ring, s, token, own, num_experts, num_local, ids_ptr, map_ptr,
-                pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at,
-                zero_at, shift, stride_be, stride_bse, stride_bze,
+                pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_offset,
+                scale_offset,
+                zero_offset, shift, stride_be, stride_bse, stride_bze,
                 DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
-                IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LATE,
+                PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LOAD_AFTER_MMA,
             )  # fmt: skip
     else:
         h = ahead[0]
@@ -299,10 +325,10 @@ def gemv_w4_down_kernel(
             for s in tl.static_range(STAGES):
                 total, h, ring = _step(
                     total, h, ring, first + s, token, own, num_experts, num_local, ids_ptr, map_ptr,
-                    pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
-                    scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
+                    pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_offset,
+                    scale_offset, zero_offset, shift, stride_be, stride_bse, stride_bze,
                     DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
-                    IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LATE,
+                    PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LOAD_AFTER_MMA,
                 )  # fmt: skip
     if HAS_ROW_WEIGHTS and TEAM > 0:
         pair, _, live = own

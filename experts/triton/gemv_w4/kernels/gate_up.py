@@ -22,8 +22,9 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _load_block(
-    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step, depth,
-    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
+    words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, step, depth,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
+    GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Load words, scales and zero points of block step * PARTS + p along K, for each part p."""
@@ -31,14 +32,34 @@ def _load_block(
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
     inside = chunk * 128 < depth
-    words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, 1, EVEN_K)
+    words = load_words(words_ptr, words_offset, chunk, inside, depth, CHUNKS, 1, EVEN_K)
     scale = load_by_slot(
-        scale_ptr, scale_at, chunk, inside, depth, CHUNKS, 1, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        scale_ptr,
+        scale_offset,
+        chunk,
+        inside,
+        depth,
+        CHUNKS,
+        1,
+        SLOTS,
+        GROUP_K,
+        EVEN_K,
+        PAIRED_SCALES,
     )
     zero = scale
     if HAS_ZERO:
         zero = load_by_slot(
-            zero_ptr, zero_at, chunk, inside, depth, CHUNKS, 1, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+            zero_ptr,
+            zero_offset,
+            chunk,
+            inside,
+            depth,
+            CHUNKS,
+            1,
+            SLOTS,
+            GROUP_K,
+            EVEN_K,
+            PAIRED_SCALES,
         )
     return words, scale, zero
 
@@ -58,10 +79,11 @@ def _load_x(
 @triton.jit
 def _step(
     total, x, ring, step, x_ptr, stride_xk,
-    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+    words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, shift,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
-    CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Add ring[0] times x to total; return it, the next x and the advanced ring.
 
@@ -70,15 +92,16 @@ def _step(
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero = ring[0]
     row = x
-    if STEPS > STAGES and not LATE:
-        new = _load_block(
-            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + STAGES, DEPTH,
-            HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+    if STEPS > STAGES and not LOAD_AFTER_MMA:
+        next_block = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset,
+            step + STAGES, DEPTH,
+            HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
         )  # fmt: skip
-        ring = ring[1:] + (new,)  # noqa: RUF005
+        ring = ring[1:] + (next_block,)  # noqa: RUF005
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
-    if STEPS > 1 and not LATE:
+    if STEPS > 1 and not LOAD_AFTER_MMA:
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = issue_loads(PARTS)
     pairs = pairs_of(row, after, TYPE, FORMAT)
@@ -86,12 +109,13 @@ def _step(
     total += scaled_sums(
         words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, False
     )
-    if STEPS > 1 and LATE:
-        new = _load_block(
-            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + 1, DEPTH,
-            HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+    if STEPS > 1 and LOAD_AFTER_MMA:
+        next_block = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, step + 1,
+            DEPTH,
+            HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
         )  # fmt: skip
-        ring = (new,)
+        ring = (next_block,)
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     return total, x, ring
 
@@ -107,9 +131,11 @@ def gemv_w4_gate_up_kernel(
     ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    PAIRED_SCALES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
@@ -141,15 +167,15 @@ def gemv_w4_gate_up_kernel(
     zero_ptr += expert * stride_bze
     rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
-    words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
+    words_offset, scale_offset = times(rows, stride_bn // 4), times(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even.
-    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
+    zero_offset = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     ring = ()
     for s in tl.static_range(STAGES):
         ring += (
             _load_block(
-                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, s, DEPTH,
-                HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                words_ptr, b_scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, s, DEPTH,
+                HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
             ),
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
@@ -159,18 +185,20 @@ def gemv_w4_gate_up_kernel(
         for s in tl.static_range(STEPS):
             total, x, ring = _step(
                 total, x, ring, s, x_ptr, stride_xk,
-                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-                DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
-                STAGES, LATE,
+                words_ptr, b_scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset, shift,
+                DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, PARTS,
+                STAGES, LOAD_AFTER_MMA,
             )  # fmt: skip
     else:
         for first in range(0, steps, STAGES):
             for s in tl.static_range(STAGES):
                 total, x, ring = _step(
                     total, x, ring, first + s, x_ptr, stride_xk,
-                    words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-                    DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
-                    STAGES, LATE,
+                    words_ptr, b_scale_ptr, zero_ptr, words_offset, scale_offset, zero_offset,
+                    shift,
+                    DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS,
+                    PARTS,
+                    STAGES, LOAD_AFTER_MMA,
                 )  # fmt: skip
     # Computed here and not earlier, to save registers in the loop.
     end = tl.arange(0, ROWS)

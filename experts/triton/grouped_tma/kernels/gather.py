@@ -55,28 +55,28 @@ def copy_step(ptrs, mask, step, depth, place, COPIES: gl.constexpr, EVEN_K: gl.c
 
 @gluon.jit
 def _step(
-    a_ring, b_ring, full, empty, turn, acc, ptrs, mask, ahead, depth, goes_on,
+    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, ahead, depth, has_next,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Multiply iteration `turn`, and refill or release the stages of the previous iteration."""
+    """Multiply one iteration, and refill or release the stages of the previous one."""
     STAGES: gl.constexpr = a_ring.shape[0]
-    stage = turn % STAGES
+    stage = iteration % STAGES
     # No proxy fence: the cp.async main loops of CUTLASS (sm_90) and Triton have none either, and an
     # earlier version of this one gave the same outputs in the same time with one.
     async_copy.wait_group(STAGES - 2)
-    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+    mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
     b = b_ring.index(stage).permute((1, 0))
     acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-    previous = (turn + STAGES - 1) % STAGES
+    previous = (iteration + STAGES - 1) % STAGES
     copy_step(ptrs, mask, ahead, depth, a_ring.index(previous), COPIES, EVEN_K)
-    mbarrier.arrive(empty.index(previous), pred=goes_on)
+    mbarrier.arrive(empty.index(previous), pred=has_next)
     return acc
 
 
 @gluon.jit
 def multiply_gathered(
-    a_ring, b_ring, full, empty, turn, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
+    a_ring, b_ring, full, empty, iteration, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """Accumulate a tile into acc; return it, the next iteration, and next pointers and mask.
@@ -86,24 +86,25 @@ def multiply_gathered(
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
-    LEAD: gl.constexpr = STAGES - 1
+    PREFETCH: gl.constexpr = STAGES - 1
     steps = gl.cdiv(depth, BLOCK_K)
-    for step in range(steps - LEAD):
+    for step in range(steps - PREFETCH):
         acc = _step(
-            a_ring, b_ring, full, empty, turn, acc, ptrs, mask, step + LEAD, depth, step > 0,
+            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step + PREFETCH, depth,
+            step > 0,
             COPIES, EVEN_K,
         )  # fmt: skip
         ptrs += BLOCK_K
-        turn += 1
+        iteration += 1
     ptrs, mask = gather_pointers(x_ptr, stride_x, next_tokens, BLOCK_K, COPIES)
-    for step in range(LEAD):
-        goes_on = step + steps > LEAD
+    for step in range(PREFETCH):
+        has_next = step + steps > PREFETCH
         acc = _step(
-            a_ring, b_ring, full, empty, turn, acc, ptrs, mask, step, depth, goes_on,
+            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step, depth, has_next,
             COPIES, EVEN_K,
         )  # fmt: skip
         ptrs += BLOCK_K
-        turn += 1
+        iteration += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
-    return acc, turn, ptrs, mask
+    mbarrier.arrive(empty.index((iteration + STAGES - 1) % STAGES))
+    return acc, iteration, ptrs, mask

@@ -60,18 +60,19 @@ def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.conste
 
 
 @gluon.jit
-def _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M: gl.constexpr):
+def _load_tile_slots(index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr):
     """Return the number of adapter slots in a tile and a pointer to them; 0 past the last tile."""
     inside = index < num_m * num_n
     m, _ = tile_at(index, num_m, num_n, GROUP_M)
-    tile_ptr = named_ptr + gl.where(inside, m, 0) * stride_named
+    tile_ptr = tile_slots_ptr + gl.where(inside, m, 0) * stride_tile_slots
     return gl.load(tile_ptr, mask=inside, other=0), tile_ptr + 1
 
 
 @gluon.jit
 def _load(
     a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
-    rows_b, right_rows, u_desc, lora_b_desc, named_ptr, stride_named, slot_rows, expert_rows, u_up,
+    rows_b, right_rows, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots, slot_rows,
+    expert_rows, u_up,
     STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHERED: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
@@ -105,7 +106,9 @@ def _load(
         if LORA_STEPS > 0:
             # Extra K steps: u times B of each slot. Elements of a box outside B are zero, so gate's
             # u is multiplied only by gate's B, and up's u, u_up further, only by up's.
-            count, slots_ptr = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
+            count, slots_ptr = _load_tile_slots(
+                index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M
+            )
             for step in range(count * LORA_STEPS):
                 slot = gl.load(slots_ptr + step // LORA_STEPS)
                 column = step % LORA_STEPS * BLOCK_K
@@ -126,24 +129,24 @@ def _load(
 
 
 @gluon.jit
-def _multiply_plain(a_ring, b_ring, full, empty, turn, depth, acc, PART: gl.constexpr):
+def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, PART: gl.constexpr):
     """Accumulate a tile into acc; return it and the next iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     previous = 0
     for start in range(0, depth, BLOCK_K):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
         a = a_ring.index(stage).slice(PART * ROWS, ROWS, 0)
         b = b_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index(previous), pred=start > 0)
         previous = stage
-        turn += 1
+        iteration += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     mbarrier.arrive(empty.index(previous))
-    return acc, turn
+    return acc, iteration
 
 
 @gluon.jit
@@ -154,11 +157,11 @@ def _halves(values):
 
 
 @gluon.jit
-def _begin(a_ring, b_ring, full, turn, zero, PART: gl.constexpr):
-    """Issue the wgmma of iteration `turn` into separate accumulators."""
+def _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART: gl.constexpr):
+    """Issue the wgmma of iteration `iteration` into separate accumulators."""
     STAGES: gl.constexpr = a_ring.shape[0]
-    stage = turn % STAGES
-    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+    stage = iteration % STAGES
+    mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
     a = a_ring.index(stage).slice(PART * ROWS, ROWS, 0)
     b = b_ring.index(stage).permute((1, 0))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
@@ -184,7 +187,8 @@ def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.
 
 @gluon.jit
 def _multiply_scaled(
-    a_ring, b_ring, full, empty, turn, depth, a_scale_ptrs, b_scale_ptr, right_groups, row_mask,
+    a_ring, b_ring, full, empty, iteration, depth, a_scale_ptrs, b_scale_ptr, right_groups,
+    row_mask,
     PART: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Multiply a tile with block scales; return the float32 halves and the next iteration.
@@ -206,34 +210,34 @@ def _multiply_scaled(
         a_scale, left_scale, right_scale = _scales(
             a_scale_ptrs, b_scale_ptr, right_groups, row_mask
         )
-        part = _begin(a_ring, b_ring, full, turn, zero, PART)
+        part = _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        mbarrier.arrive(empty.index(turn % STAGES))
+        mbarrier.arrive(empty.index(iteration % STAGES))
         left, right = _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT)
-        turn += 1
+        iteration += 1
     if steps > 1:
         a_scale_ptrs += odd
         b_scale_ptr += odd
         a0, left0, right0 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
         a1, left1, right1 = _scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
         for pairs in range(steps // 2, 0, -1):
-            first = _begin(a_ring, b_ring, full, turn, zero, PART)
-            second = _begin(a_ring, b_ring, full, turn + 1, zero, PART)
+            first = _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART)
+            second = _issue_wgmma(a_ring, b_ring, full, iteration + 1, zero, PART)
             ahead = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
             a_scale_ptrs += ahead
             b_scale_ptr += ahead
             a2, left2, right2 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
             a3, left3, right3 = _scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
             part = warpgroup_mma_wait(num_outstanding=1, deps=(first,))
-            mbarrier.arrive(empty.index(turn % STAGES))
+            mbarrier.arrive(empty.index(iteration % STAGES))
             left, right = _add_scaled(left, right, part, a0, left0, right0, LAYOUT)
             part = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
-            mbarrier.arrive(empty.index((turn + 1) % STAGES))
+            mbarrier.arrive(empty.index((iteration + 1) % STAGES))
             left, right = _add_scaled(left, right, part, a1, left1, right1, LAYOUT)
             a0, left0, right0 = a2, left2, right2
             a1, left1, right1 = a3, left3, right3
-            turn += 2
-    return left, right, turn
+            iteration += 2
+    return left, right, iteration
 
 
 @gluon.jit
@@ -241,7 +245,7 @@ def _compute(
     a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b, right_rows,
     x_ptr, stride_x, tokens_ptr,
     out_ptr, out_desc, staging, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
-    b_scale_rows, b_groups, named_ptr, stride_named, LORA_STEPS: gl.constexpr,
+    b_scale_rows, b_groups, tile_slots_ptr, stride_tile_slots, LORA_STEPS: gl.constexpr,
     PART: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
     GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -298,7 +302,9 @@ def _compute(
             else:
                 total_depth = depth
                 if LORA_STEPS > 0:
-                    count, _ = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
+                    count, _ = _load_tile_slots(
+                        index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M
+                    )
                     total_depth = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
                 acc, iteration = _multiply_plain(
                     a_ring, b_ring, full, empty, iteration, total_depth, acc, PART
@@ -330,7 +336,7 @@ def _compute(
 def grouped_gemm_tma_kernel(
     a_desc, b_desc, out_desc, x_ptr, tokens_ptr, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr,
     bias_ptr, max_tiles, columns, depth, rows_b, up_rows, stride_x, a_groups, b_scale_rows,
-    b_groups, u_desc, lora_b_desc, named_ptr, stride_named, slot_rows, expert_rows, u_up,
+    b_groups, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots, slot_rows, expert_rows, u_up,
     LORA_STEPS: gl.constexpr,
     MODE: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -349,7 +355,7 @@ def grouped_gemm_tma_kernel(
     unused. Not with MODE "block". EVEN_K: K is a multiple of 128 bytes.
     SLOTS: staging buffers per warpgroup, 1 or 2.
     LORA_STEPS: 0, or the number of boxes of u per slot; only with MODE "plain", not GATHERED.
-    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in a tile, in the order of named_ptr:
+    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in a tile, in the order of tile_slots:
     int32, stride_named values per tile, the number of slots and then the slots. lora_b_desc: B of
     all slots, slot_rows rows per slot, expert i from row i * expert_rows on, in boxes as in b_desc.
     u_up: column offset from gate's u to up's.
@@ -382,20 +388,25 @@ def grouped_gemm_tma_kernel(
             (_compute, (
                 a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
                 right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, staging, columns,
-                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, named_ptr,
-                stride_named, LORA_STEPS, first, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP,
+                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
+                tile_slots_ptr,
+                stride_tile_slots, LORA_STEPS, first, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K,
+                STEP,
                 GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_compute, (
                 other_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
                 right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, other_staging, columns,
-                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, named_ptr,
-                stride_named, LORA_STEPS, second, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP,
+                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
+                tile_slots_ptr,
+                stride_tile_slots, LORA_STEPS, second, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K,
+                STEP,
                 GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_load, (
                 a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
-                rows_b, right_rows, u_desc, lora_b_desc, named_ptr, stride_named, slot_rows,
+                rows_b, right_rows, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots,
+                slot_rows,
                 expert_rows, u_up, STRIDE_N, GROUP_M, GATHERED, LORA_STEPS,
             )),
         ],

@@ -9,7 +9,7 @@ from experts.triton.kernels.shrink import tile_rows
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def shrink_tiles_kernel(
-    x_ptr, slots_ptr, tokens_ptr, a_ptr, u_ptr, named_ptr, tiles_ptr,
+    x_ptr, slots_ptr, tokens_ptr, a_ptr, u_ptr, tile_slots_ptr, tiles_ptr,
     max_tiles, num_slots, rank_rows, depth, stride_u,
     stride_xm, stride_xk, stride_al, stride_ae, stride_ar,
     GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BOX: tl.constexpr,
@@ -30,7 +30,7 @@ def shrink_tiles_kernel(
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     x_row = (tokens if GATHER else row).to(tl.int64)
     u_ptrs = u_ptr + row.to(tl.int64)[:, None] * stride_u + rank_row[None, :]
-    named_ptr += pid_m * (num_slots + 1)
+    tile_slots_ptr += pid_m * (num_slots + 1)
     slot = tl.min(slots, axis=0)  # NaN-free: integers
     index = 0
     while slot < NO_SLOT:
@@ -47,8 +47,8 @@ def shrink_tiles_kernel(
             for offset in tl.static_range(BLOCK_R, BOX, BLOCK_R):  # zero the rest of the box
                 tl.store(slot_ptrs + offset, zeros, mask=row_mask[:, None])
             if tl.program_id(1) == 0:
-                tl.store(named_ptr + 1 + index, slot)
+                tl.store(tile_slots_ptr + 1 + index, slot)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)  # NaN-free: integers
         index += 1
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-        tl.store(named_ptr, index)
+        tl.store(tile_slots_ptr, index)

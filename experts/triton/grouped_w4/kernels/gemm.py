@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from experts.triton.grouped_tma.kernels.gemm import load_tile_info
 from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
-from experts.triton.kernels.gluon_epilogue import activate, store_by_threads, store_rows
+from experts.triton.kernels.gluon_epilogue import activate, store_masked, store_rows
 from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.replay.launch.triton_versions import load_box
 
@@ -60,7 +60,7 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    x_ring, w_ring, scale_ring, full, empty, turn, steps, PART: gl.constexpr,
+    x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART: gl.constexpr,
     TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Multiply both blocks of a warpgroup by the first TOKENS rows of a tile."""
@@ -70,8 +70,8 @@ def _multiply(
     acc0 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
     acc1 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
     for _ in range(steps):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
         scales0, scales1 = scales_of_blocks(scale_ring.index(stage), PART, FORM)
         words = w_ring.index(stage)
         x = x_ring.index(stage).slice(0, TOKENS, 0).permute((1, 0))
@@ -82,7 +82,7 @@ def _multiply(
         # No wgmma stays in flight across iterations, because ptxas would serialize all of them.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
         mbarrier.arrive(empty.index(stage))
-        turn += 1
+        iteration += 1
     return acc0, acc1
 
 
@@ -115,12 +115,12 @@ def _store_transposed(
                 tma.store_wait(0)
             buffer = staging.index(slot).slice(0, transposed.shape[0], 0)
             buffer.store(transposed)
-            store_by_threads(buffer, row, end, column, out_ptr, columns, LAYOUT)
+            store_masked(buffer, row, end, column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit
 def _tile(
-    x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0, factor1,
+    x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0, factor1,
     bias_ptr, up_row, out_ptr, out_desc, staging, columns, PART: gl.constexpr,
     TOKENS: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -128,7 +128,7 @@ def _tile(
     """Multiply and store the first TOKENS rows of a tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply(
-        x_ring, w_ring, scale_ring, full, empty, turn, steps, PART, TOKENS, MMA, FORM
+        x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART, TOKENS, MMA, FORM
     )
     if GATED:
         column = (2 * n + PART) * BLOCK

@@ -83,7 +83,7 @@ def _launch(block_m: int) -> dict[str, int]:
 
 
 _OURS = {
-    "format": "modular_kernel.tiles/1",
+    "format": "modular_kernel.tiles/2",
     "triton_version": "3.6.0",
     "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
     **{
