@@ -241,7 +241,8 @@ def _single_case(
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, interleaved)
     if (options.world_size or 1) > 1:
         if (
-            replace(manner, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY
+            replace(manner, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
+            != ORDINARY
             or interleaved
         ):
             need = "the ordinary layout and scales: --world-size"

@@ -37,6 +37,6 @@ def assert_survivor(report: RankReport, phases: set[str]) -> None:
     assert report.peers == (VICTIM,), report.message
     assert report.phase in phases, report.message
     assert report.seconds <= DEADLINE_S + SLACK_S, report
-    last = json.loads(report.last)
+    last = json.loads(report.last_record)
     assert last["phase"] == report.phase
     assert last["state"].startswith("failed: "), last

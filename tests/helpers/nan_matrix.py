@@ -79,8 +79,8 @@ def judge_calls(
     for name in nan_arguments(problem):
         if hidden and name not in ("x", "topk_weights"):
             continue
-        case = Case(*pair, problem, manner=InputVariation(nan=name))
-        sample = Sample(case, device, tokens=problem.tokens, salt=0)
+        case = Case(*pair, problem, variation=InputVariation(nan=name))
+        sample = Sample(case, device, tokens=problem.tokens, seed_offset=0)
         found = sample.compare(call(kernel, sample)).problems
         counts.calls += 1
         assert bool(sample.recipe.isnan().any()), command(case)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from modular_kernel.testing import Case
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import patch_modules, reattach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
     listed.write_text(json.dumps([vars(wrong)]), encoding="utf-8")
     (defect,) = read_defects(listed, ROOT)
 
-    def work(tell: Tell) -> None:
+    def work(tell: Send) -> None:
         patch_modules(defect.mutant)
         runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
@@ -50,5 +50,5 @@ def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
 
     child = ChildProcess(work, _PATIENCE)
     said = [message["failure"] for message in child]
-    assert child.ended.how == "done", child.ended
+    assert child.exit.status == "done", child.exit
     return [failure for failure in said if failure is not None]

@@ -85,7 +85,7 @@ def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
 def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
     machine = this_machine()
-    cases = [case for case in handpicked_cases(*pair, machine) if case.manner.nan]
+    cases = [case for case in handpicked_cases(*pair, machine) if case.variation.nan]
     taken = {
         q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), machine).ok
     }
@@ -93,7 +93,7 @@ def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, 
 
 
 def test_skipped_pairs_and_tokens_have_nan() -> None:
-    inputs = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(nan="w1"))
+    inputs = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(nan="w1"))
     skipped = inputs.routing.topk_ids_TK < 0
     assert skipped.tolist() == [[False, False]] * 3 + [[True, True]]
     assert torch.equal(inputs.routing.topk_weights_TK.isnan(), skipped)
@@ -105,7 +105,7 @@ def test_integers_have_none() -> None:
     problem = replace(PROBLEM, quant="int8_w8a8_channel")
     assert "w1" not in nan_arguments(problem)
     with pytest.raises(ConfigurationError, match="w1"):
-        make_inputs(problem, "uniform", CPU, manner=InputVariation(nan="w1"))
+        make_inputs(problem, "uniform", CPU, variation=InputVariation(nan="w1"))
 
 
 def test_one_scale_for_all_tokens_has_calls_of_its_own() -> None:
