@@ -275,7 +275,7 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                met = getattr(selection, "met", 0)  # a RankSelection is not pairwise
+                met = getattr(selection, "num_covered", 0)  # a RankSelection is not pairwise
                 impossible = len(getattr(selection, "impossible", ()))
                 pair, rest = (pf_name, experts_name), _rest(host, level)
                 cells = _reachable(host, *pair)

@@ -106,7 +106,7 @@ def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Foll
                 use.end = max(use.end, int(inside.max()) + nbytes - start)
 
     monkeypatch.setattr(ACCESS_LOG, "begin", begun)
-    monkeypatch.setattr(ACCESS_LOG, "touch", touched)
+    monkeypatch.setattr(ACCESS_LOG, "record_access", touched)
     counter = torch.zeros(1, dtype=torch.int32)
     arrived = DispatchedRouting(
         routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts, None, counter
