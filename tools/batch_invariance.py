@@ -35,7 +35,7 @@ COLUMNS = (
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
-def table() -> str:
+def invariance_table() -> str:
     """Return the Markdown table of rows whose bits change, for every part."""
     results = []
     for result in measure(this_machine()):
@@ -44,7 +44,7 @@ def table() -> str:
     return as_markdown(results)
 
 
-def price() -> str:
+def cost_table() -> str:
     """Return the Markdown table of TritonExperts' launches with and without batch invariance."""
     packages = importable({"triton", *packages_of(load_catalog())})
     machine = Machine("cuda", (9, 0), packages, name="NVIDIA H200")
@@ -57,20 +57,25 @@ def price() -> str:
                 with on_device(Device.of(machine)):
                     kernel = make_kernel(*PAIR, problem, machine=machine)
                     records = compile_call(kernel, "sm_90")
-                cells = (f"`{quant}`", tokens, "yes" if invariant else "no", *_costs(records))
+                cells = (
+                    f"`{quant}`",
+                    tokens,
+                    "yes" if invariant else "no",
+                    *_launch_costs(records),
+                )
                 print(cells, file=sys.stderr, flush=True)
                 rows.append(cells)
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
-def _costs(records: list[CompileRecord]) -> tuple[object, ...]:
-    """Return the number of launches, and of GEMM 1 kernel, BLOCK_M, registers and shared bytes."""
+def _launch_costs(records: list[CompileRecord]) -> tuple[object, ...]:
+    """Return the launch count, and kernel, BLOCK_M, registers and shared bytes of GEMM 1."""
     first = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
     block_m = first.config.get("BLOCK_M", "")
     return len(records), f"`{first.kernel}`", block_m, first.registers, first.shared
 
 
 if __name__ == "__main__":
-    given = argparse.ArgumentParser(description=__doc__)
-    given.add_argument("--price", action="store_true")
-    print(price() if given.parse_args().price else table(), end="")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--price", action="store_true")
+    print(cost_table() if parser.parse_args().price else invariance_table(), end="")

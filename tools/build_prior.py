@@ -41,22 +41,22 @@ def build() -> str:
     for name in RECORDS:
         record = json.loads((FILE.with_name("data") / f"{name}.json").read_text())
         for cell in record["cells"]:
-            cells.setdefault(_place(cell), {}).update(_ratios(cell))
+            cells.setdefault(_cell_key(cell), {}).update(_ratios(cell))
     pairs = list(dict.fromkeys(pair for ratios in cells.values() for pair in ratios))
     rows = [
-        json.dumps([*place, [ratios.get(pair) for pair in pairs]])
-        for (*place, _), ratios in sorted(cells.items())
+        json.dumps([*key, [ratios.get(pair) for pair in pairs]])
+        for (*key, _), ratios in sorted(cells.items())
     ]
-    head = json.dumps({"schema": SCHEMA, "device": "NVIDIA H200", "arch": [9, 0]})
+    header = json.dumps({"schema": SCHEMA, "device": "NVIDIA H200", "arch": [9, 0]})
     names = _lines(json.dumps(pair.split(" x ")) for pair in pairs)
-    return f'{head[:-1]},\n "pairs": [\n{names}\n ],\n "cells": [\n{_lines(rows)}\n ]}}\n'
+    return f'{header[:-1]},\n "pairs": [\n{names}\n ],\n "cells": [\n{_lines(rows)}\n ]}}\n'
 
 
 def _lines(values) -> str:
     return ",\n".join(f"  {value}" for value in values)
 
 
-def _place(cell) -> tuple[str, float, int, str]:
+def _cell_key(cell) -> tuple[str, float, int, str]:
     shape = SHAPES[cell["shape"]]
     rows = cell["tokens"] * shape["top_k"] / shape["experts"]
     return cell["quant"], rows, shape["hidden"] * shape["intermediate"], cell["shape"]

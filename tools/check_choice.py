@@ -4,8 +4,8 @@
         --budgets 0,5,30 --json out/choice.json
 
 For each layer, scheme and budget, smallest budget first, compose() chooses with an empty cache. At
-each number of tokens the plan of the composed layer is then timed interleaved with the plan of the
-default pairing; both plans are for the maximum number of tokens. In addition, every valid pairing
+each number of tokens, the plan of the composed layer is then timed interleaved with that of the
+default pairing, both made for the maximum number of tokens. In addition, every valid pairing
 is timed interleaved with the default, once per number of tokens; a pairing that at first takes more
 than 1.5 x the default's time is not timed further. Kernels compiled under one budget are reused
 under the next.
@@ -47,7 +47,7 @@ MAX_SLOWDOWN = 1.5  # ratio to the default's time from which a pairing is not ti
 OVERRUN_S = 1.0
 ROUNDS, TARGET_S = (9, 41), 0.06
 EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
-LEAST_BYTES, MOST_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
+MIN_BYTES, MAX_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     for name, sizes in _layers(args).items():
         for quant in schemes(args.quant):
             if time.monotonic() < args.end:
-                _layer(name, Problem(max(args.tokens), quant=quant, **sizes), args, report)
+                _check_layer(name, Problem(max(args.tokens), quant=quant, **sizes), args, report)
                 if args.json is not None:
                     args.json.parent.mkdir(parents=True, exist_ok=True)
                     args.json.write_text(json.dumps(report, indent=1))
@@ -91,11 +91,11 @@ def _layers(args) -> dict[str, dict[str, int]]:
     if not names and not args.layer and not args.random_layers:
         names = list(BASELINE_SHAPES)
     layers = {name: dict(SHAPES[name]) for name in names}
-    layers |= dict(_named(*map(int, sizes.split(","))) for sizes in args.layer)
+    layers |= dict(_named_layer(*map(int, sizes.split(","))) for sizes in args.layer)
     return layers | random_layers(args.random_layers, args.seed)
 
 
-def _named(experts: int, top_k: int, hidden: int, intermediate: int):
+def _named_layer(experts: int, top_k: int, hidden: int, intermediate: int):
     sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
     return f"E{experts}-K{top_k}-H{hidden}-I{intermediate}", sizes
 
@@ -107,53 +107,53 @@ def random_layers(count: int, seed: int) -> dict[str, dict[str, int]]:
         experts = rng.choice(EXPERTS)
         top_k = rng.choice([k for k in (1, 2, 4, 6, 8, 10) if 4 * k <= experts])
         hidden, intermediate = 256 * rng.randint(4, 32), 128 * rng.randint(2, 112)
-        name, sizes = _named(experts, top_k, hidden, intermediate)
+        name, sizes = _named_layer(experts, top_k, hidden, intermediate)
         nbytes = 2 * 3 * experts * hidden * intermediate
-        if LEAST_BYTES <= nbytes <= MOST_BYTES and sizes not in SHAPES.values():
+        if MIN_BYTES <= nbytes <= MAX_BYTES and sizes not in SHAPES.values():
             layers[name] = sizes
     return layers
 
 
-def _layer(name: str, problem: Problem, args, report) -> None:
+def _check_layer(name: str, problem: Problem, args, report) -> None:
     """Compose one layer under every budget, time the results, and add them to the report."""
     composed = []
     for seconds in args.seconds:
         if time.monotonic() + seconds < args.end:
-            kernel, call = _composed(problem, args.tokens, seconds)
+            kernel, call = _compose_twice(problem, args.tokens, seconds)
             print(f"{name} {problem.quant}: {call['summary']}", file=sys.stderr)
             report["calls"].append({"layer": name, "quant": problem.quant, **call})
             composed.append((seconds, kernel))
     with torch.no_grad():
-        report["cells"] += _cells(name, problem, composed, args)
+        report["cells"] += _time_layer(name, problem, composed, args)
     composed.clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _composed(problem: Problem, tokens, seconds: float):
+def _compose_twice(problem: Problem, tokens, seconds: float):
     """Choose with an empty cache, then from the filled cache, which must not time anything."""
     with tempfile.TemporaryDirectory() as folder:
         terms = Terms(tokens=tokens, budget=seconds, folder=Path(folder))
         start = time.perf_counter()
         kernel = compose(problem, terms=terms)
-        first = time.perf_counter() - start
+        first_s = time.perf_counter() - start
         start = time.perf_counter()
-        again = compose(problem, terms=replace(terms, budget=0))
-        second = time.perf_counter() - start
+        cached = compose(problem, terms=replace(terms, budget=0))
+        second_s = time.perf_counter() - start
     choice = kernel.choice
     return kernel, {
         "budget": seconds,
-        "first_s": round(first, 3),
-        "second_s": round(second, 3),
-        "same_again": again.choice.segments == choice.segments and not again.choice.timed,
+        "first_s": round(first_s, 3),
+        "second_s": round(second_s, 3),
+        "same_again": cached.choice.segments == choice.segments and not cached.choice.timed,
         "summary": choice.summary,
         "segments": [[s.first, s.last, pairing_name(s.pair)] for s in choice.segments],
         "notes": list(choice.notes),
     }
 
 
-def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
+def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
     """Time the composed layers; return a row for each budget and number of tokens."""
     if not composed:
         return []
@@ -171,10 +171,10 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
         )
         budget = Budget(max(args.end - time.monotonic(), 0), SingleProcess(), first_step=0)
         order, graph = choice.options.ordered(tokens), choice.candidates.graph
-        watch = Stopwatch(
+        stopwatch = Stopwatch(
             inputs, order, graph, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
         )
-        bucket = watch.bucket(order[1:])
+        bucket = stopwatch.bucket(order[1:])
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
         if not ratios:  # no pairing could be timed, or time is up
             continue
@@ -183,7 +183,7 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
         for (seconds, kernel), plan in zip(composed, plans, strict=True):
             pair = kernel.choice.picks[tokens]
             if pair not in measured:  # budgets with the same choice run the same kernel
-                measured[pair] = _beside(plan, default_plan, inputs, device)
+                measured[pair] = _compare_with_default(plan, default_plan, inputs, device)
             us, ratio, noise = measured[pair]
             rows.append(
                 {
@@ -204,53 +204,55 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
                     ],
                 }
             )
-            _print(rows[-1])
+            _print_row(rows[-1])
     return rows
 
 
-def _beside(plan, default, given, device) -> tuple[float, float, float]:
-    """Time a plan interleaved with the default's: microseconds, ratio to default, noise of it."""
-    clock, wipe = clock_of(device), l2_flusher(device) if given.flush else None
-    both = [_runs(planned, given, device) for planned in (plan, default)]
+def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, float]:
+    """Time a plan interleaved with the default; return microseconds, their ratio and its noise."""
+    clock, flush_l2 = clock_of(device), l2_flusher(device) if inputs.flush else None
+    runs_of_plans = [_capture_calls(planned, inputs, device) for planned in (plan, default)]
 
-    def once(runs) -> float:
-        return sum(samples_ms(runs, clock, wipe)) / len(given.inputs)
+    def time_once(runs) -> float:
+        return sum(samples_ms(runs, clock, flush_l2)) / len(inputs.timed)
 
-    longest = max(once(runs) for runs in both for _ in range(2)) * len(given.inputs) / 1e3
+    longest = (
+        max(time_once(runs) for runs in runs_of_plans for _ in range(2)) * len(inputs.timed) / 1e3
+    )
     rounds = min(max(int(TARGET_S / max(longest, 1e-9)), ROUNDS[0]), ROUNDS[1])
     times: tuple[list[float], list[float]] = [], []
-    for number in range(rounds):
-        for index in (0, 1) if number % 2 else (1, 0):
-            times[index].append(once(both[index]))
+    for round_index in range(rounds):
+        for index in (0, 1) if round_index % 2 else (1, 0):
+            times[index].append(time_once(runs_of_plans[index]))
     ratios = [plan_time / default_time for plan_time, default_time in zip(*times, strict=True)]
     quarters = quantiles(ratios, n=4)
     noise = (quarters[2] - quarters[0]) / rounds**0.5
     return median(times[0]) * 1e3, median(ratios), noise
 
 
-def _runs(plan, given, device):
-    calls = [lambda x=x, r=r: plan(x, given.weights, r) for x, r in given.inputs]
+def _capture_calls(plan, inputs, device):
+    calls = [lambda x=x, r=r: plan(x, inputs.weights, r) for x, r in inputs.timed]
     for call in calls:
         call()
     if device.type == "cuda":
-        graphs = capture([[call] for call in calls] if given.flush else [calls])
+        graphs = capture([[call] for call in calls] if inputs.flush else [calls])
         if graphs is not None:
             return graphs
     return calls
 
 
-def _print(row) -> None:
-    head = f"{row['layer']:24} {row['quant']:16} {row['budget']:4g} s {row['tokens']:6}"
-    figures = f"{row['us']:10.1f} us {row['x_default']:6.3f} x default {row['x_best']:6.3f} x best"
+def _print_row(row) -> None:
+    cell = f"{row['layer']:24} {row['quant']:16} {row['budget']:4g} s {row['tokens']:6}"
+    times = f"{row['us']:10.1f} us {row['x_default']:6.3f} x default {row['x_best']:6.3f} x best"
     best = f"  (best: {row['best']})" if row["chosen"] != row["best"] else ""
-    print(f"{head} {figures}  {row['chosen']} by {row['by']}{best}", flush=True)
+    print(f"{cell} {times}  {row['chosen']} by {row['by']}{best}", flush=True)
 
 
 def _summary(report, limit: float) -> int:
     cells, calls = report["cells"], report["calls"]
-    slower = [row for row in cells if row["x_default"] > limit + 2 * row["noise"]]
-    late = [call for call in calls if call["first_s"] > call["budget"] + OVERRUN_S]
-    unlike = [call for call in calls if not call["same_again"]]
+    slower_rows = [row for row in cells if row["x_default"] > limit + 2 * row["noise"]]
+    overruns = [call for call in calls if call["first_s"] > call["budget"] + OVERRUN_S]
+    changed = [call for call in calls if not call["same_again"]]
     for budget in sorted({row["budget"] for row in cells}):
         group = [row for row in cells if row["budget"] == budget]
         to_default, to_best = ([row[key] for row in group] for key in ("x_default", "x_best"))
@@ -260,14 +262,14 @@ def _summary(report, limit: float) -> int:
             f"worst {max(to_default):.3f}; x best median {median(to_best):.3f}, "
             f"worst {max(to_best):.3f}; at most {spent:.1f} s"
         )
-    for row in slower:
+    for row in slower_rows:
         print(f"slower than the default: {row['layer']} {row['quant']} at {row['tokens']} tokens")
-    for call in late:
+    for call in overruns:
         text = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
         print(f"overrun: {call['layer']} {call['quant']} took {text}")
-    for call in unlike:
+    for call in changed:
         print(f"another choice from the cache: {call['layer']} {call['quant']}")
-    return int(bool(slower or late or unlike or not cells))
+    return int(bool(slower_rows or overruns or changed or not cells))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def environment(name=None):
     name: entry of ISAS to limit it to; None means no limit.
     """
     env = child_environment(interpreted=False)
-    capability = {isa: of_torch for isa, _, of_torch in ISAS}.get(name)
+    capability = {isa: torch_capability for isa, _, torch_capability in ISAS}.get(name)
     if capability is None:
         return env
     return env | {"ONEDNN_MAX_CPU_ISA": name, "ATEN_CPU_CAPABILITY": capability}
@@ -75,21 +75,21 @@ def onednn_isa(env):
     return reported[0] if reported else "unknown"
 
 
-def report(present, missing):
+def report(supported, missing):
     """Print the CPU, the instruction sets that torch and oneDNN use, and the settings."""
     capability, env = torch.backends.cpu.get_cpu_capability(), environment()
     print(f"CPU: {platform.machine()}, torch {torch.__version__} uses {capability}")
     print(f"oneDNN uses {onednn_isa(env)}, ONEDNN_MAX_CPU_ISA is {env.get('ONEDNN_MAX_CPU_ISA')}")
-    print(f"has: {', '.join(present) or 'none of the settings'}")
+    print(f"has: {', '.join(supported) or 'none of the settings'}")
     for name, flags in missing.items():
         print(f"lacks: {name} ({', '.join(flags)})")
     sys.stdout.flush()
 
 
-def run_all(command, present):
+def run_all(command, supported):
     """Run the command under each setting; return the names of the settings that failed."""
     failed = []
-    for name in present or ["DEFAULT"]:
+    for name in supported or ["DEFAULT"]:
         env = environment(name)
         begin = time.monotonic()
         print(f"ONEDNN_MAX_CPU_ISA={name}: oneDNN uses {onednn_isa(env)}", flush=True)
@@ -105,13 +105,13 @@ def main(arguments):
         print(__doc__, file=sys.stderr)
         return 2
     file = Path("/proc/cpuinfo")
-    present, missing = split_isas(cpu_flags(file.read_text() if file.exists() else ""))
-    report(present, missing)
+    supported, missing = split_isas(cpu_flags(file.read_text() if file.exists() else ""))
+    report(supported, missing)
     if not arguments:
         return 0
-    failed = run_all(arguments[1:], present)
-    lacking = f"; this machine lacks {', '.join(missing)}" if missing else ""
-    print(f"ran under {', '.join(present) or 'the default'}{lacking}")
+    failed = run_all(arguments[1:], supported)
+    note = f"; this machine lacks {', '.join(missing)}" if missing else ""
+    print(f"ran under {', '.join(supported) or 'the default'}{note}")
     if failed:
         print(f"failed under {', '.join(failed)}")
     return int(bool(failed))

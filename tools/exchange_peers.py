@@ -16,11 +16,11 @@ from modular_kernel.bench.all2all.cases import Transport, dequantize
 from modular_kernel.ops.quantize import Quantized, quantize_rows
 
 BLOCK = 128  # columns per scale
-_WHEN = {False: "before", True: "in a launch of its own"}
-FEW = 512  # maximum tokens for buffers with a row per token and expert
+_QUANTIZATION_NOTES = {False: "before", True: "in a launch of its own"}
+MAX_FEW_TOKENS = 512  # maximum tokens for buffers with a row per token and expert
 
 
-def quantized(x_TH):
+def quantize_fp8_blocks(x_TH):
     """Quantize x to float8_e4m3fn with float32 scales (T, H / 128)."""
     groups = x_TH.float().unflatten(1, (-1, BLOCK))
     scale = (groups.abs().amax(2) / 448).clamp(min=2.0**-33)
@@ -30,25 +30,25 @@ def quantized(x_TH):
 class TransportPeer(Transport):
     """Base class of peers.
 
-    few: supports only capacities of at most FEW tokens. worlds: supported world sizes, None for
-    all. quantizing: quantize rows in each dispatch with a separate launch, for libraries that do
-    not quantize.
+    few_tokens_only: supports only capacities of at most MAX_FEW_TOKENS. world_sizes: supported
+    world sizes, None for all. quantizes: quantize rows in each dispatch with a separate launch, for
+    libraries that do not quantize.
     """
 
-    few = quantizing = False
-    worlds = None
+    few_tokens_only = quantizes = False
+    world_sizes = None
 
     def refusal(self, cell):
         if cell.quant not in ("none", "fp8_w8a8_block") or cell.hidden % BLOCK:
             return f"bfloat16 or blocks of {BLOCK} columns"
-        if self.quantizing and cell.quant == "none":
+        if self.quantizes and cell.quant == "none":
             return "bfloat16 rows travel as they are"
         if cell.experts % cell.world_size:
             return "as many experts on each rank"
-        if self.worlds and cell.world_size not in self.worlds:
-            return f"{self.worlds} ranks"
-        if self.few and cell.capacity > FEW:
-            return f"buffers for {FEW} tokens at most"
+        if self.world_sizes and cell.world_size not in self.world_sizes:
+            return f"{self.world_sizes} ranks"
+        if self.few_tokens_only and cell.capacity > MAX_FEW_TOKENS:
+            return f"buffers for {MAX_FEW_TOKENS} tokens at most"
         return ""
 
     def open(self, cell, context):
@@ -63,32 +63,32 @@ class TransportPeer(Transport):
     def load(self, inputs):
         self.cell = inputs.cell  # cases of one batch share the state of `open`
         self.x, self.tokens = inputs.x_TH, len(inputs.x_TH)
-        self.rows = quantized(self.x) if self.fp8 else self.x
-        if self.quantizing:
-            self.made = Quantized(*map(torch.empty_like, self.rows))
+        self.rows = quantize_fp8_blocks(self.x) if self.fp8 else self.x
+        if self.quantizes:
+            self.quantized_rows = Quantized(*map(torch.empty_like, self.rows))
         self.ids = inputs.routing.topk_ids_TK.to(torch.int64)
         self.weights = inputs.routing.topk_weights_TK
 
     def rows_to_send(self):
-        """Return the rows to pass to the library, quantizing them if `quantizing`."""
-        if self.quantizing:
-            quantize_rows(self.x, self.cell.scheme, out=self.made)
-            return self.made.q_RK, self.made.scale
+        """Return the rows to pass to the library, quantizing them if `quantizes`."""
+        if self.quantizes:
+            quantize_rows(self.x, self.cell.scheme, out=self.quantized_rows)
+            return self.quantized_rows.q_RK, self.quantized_rows.scale
         return self.rows
 
-    def keep(self, made):
+    def store_output(self, output):
         """Store the experts' output at a fixed address, which a captured combine reads."""
-        old = getattr(self, "y", None)
-        if old is not None and old.shape == made.shape:
-            old.copy_(made)
+        previous = getattr(self, "y", None)
+        if previous is not None and previous.shape == output.shape:
+            previous.copy_(output)
         else:
-            self.y = made
+            self.y = output
 
-    def weighted(self, rows, ids_RK, weights_RK):
-        """Store the rows multiplied by the sum of the router weights of their local pairs."""
+    def store_weighted(self, rows, ids_RK, weights_RK):
+        """Store the rows, each multiplied by the sum of its local router weights."""
         x_RH = dequantize(*rows, BLOCK) if isinstance(rows, tuple) else rows
         share = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
-        self.keep((x_RH.float() * share).bfloat16())
+        self.store_output((x_RH.float() * share).bfloat16())
 
 
 class Nccl(TransportPeer):
@@ -99,9 +99,9 @@ class Nccl(TransportPeer):
 
     capturable = True
 
-    def __init__(self, *, pairs):
-        self.pairs = pairs
-        self.name = f"all_to_all_single, one row {'an expert' if pairs else 'a rank'}"
+    def __init__(self, *, per_pair):
+        self.per_pair = per_pair
+        self.name = f"all_to_all_single, one row {'an expert' if per_pair else 'a rank'}"
         self.note = "no permute, no sums"
 
     def load(self, inputs):
@@ -109,21 +109,25 @@ class Nccl(TransportPeer):
         cell, rank, device = self.cell, self.context.rank, self.context.device
         tokens_WW = [[self._tokens(s, d) for d in range(cell.world_size)] for s in
                      range(cell.world_size)]  # fmt: skip
-        self.sent = [len(tokens) for tokens in tokens_WW[rank]]
-        self.came = [len(tokens[rank]) for tokens in tokens_WW]
+        self.send_counts = [len(tokens) for tokens in tokens_WW[rank]]
+        self.receive_counts = [len(tokens[rank]) for tokens in tokens_WW]
         self.token_N = torch.cat(tokens_WW[rank]).to(device)
         row_bytes = self._bytes(self.rows) if self.fp8 else self._bytes((self.x,))
-        self.given = row_bytes[self.token_N].contiguous()
-        shape = sum(self.came), row_bytes.shape[1]
-        self.arrived = torch.empty(shape, dtype=torch.uint8, device=device)
-        self.y = torch.empty(sum(self.came), cell.hidden, dtype=torch.bfloat16, device=device)
-        self.back = torch.empty(len(self.token_N), cell.hidden, dtype=self.y.dtype, device=device)
+        self.send_rows = row_bytes[self.token_N].contiguous()
+        shape = sum(self.receive_counts), row_bytes.shape[1]
+        self.received = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.y = torch.empty(
+            sum(self.receive_counts), cell.hidden, dtype=torch.bfloat16, device=device
+        )
+        self.returned = torch.empty(
+            len(self.token_N), cell.hidden, dtype=self.y.dtype, device=device
+        )
 
     def _tokens(self, source, target):
         """Return the tokens that rank `source` sends to rank `target`, in the order of the rows."""
         ids = self.cell.routing(source).topk_ids_TK.long()
         to_target = ids // self.local == target
-        if not self.pairs:
+        if not self.per_pair:
             return to_target.any(1).nonzero().flatten()
         token = torch.arange(len(ids))[:, None].expand_as(ids)[to_target]
         return token[ids[to_target].argsort(stable=True)]
@@ -133,21 +137,27 @@ class Nccl(TransportPeer):
 
     def dispatch(self):
         dist.all_to_all_single(
-            self.arrived, self.given, self.came, self.sent, group=self.context.group
+            self.received,
+            self.send_rows,
+            self.receive_counts,
+            self.send_counts,
+            group=self.context.group,
         )
 
     def identity(self):
         hidden = self.cell.hidden
         if not self.fp8:
-            self.y.copy_(self.arrived.view(torch.bfloat16))
+            self.y.copy_(self.received.view(torch.bfloat16))
             return
-        rows = self.arrived[:, :hidden].contiguous().view(torch.float8_e4m3fn)
-        scale = self.arrived[:, hidden:].contiguous().view(torch.float32)
+        rows = self.received[:, :hidden].contiguous().view(torch.float8_e4m3fn)
+        scale = self.received[:, hidden:].contiguous().view(torch.float32)
         self.y.copy_(dequantize(rows, scale, BLOCK))
 
     def combine(self):
-        dist.all_to_all_single(self.back, self.y, self.sent, self.came, group=self.context.group)
-        return self.back
+        dist.all_to_all_single(
+            self.returned, self.y, self.send_counts, self.receive_counts, group=self.context.group
+        )
+        return self.returned
 
     def expected(self, inputs):
         return inputs.x_TH[self.token_N]
@@ -162,29 +172,29 @@ class DeepEP(TransportPeer):
             buffer.destroy()
 
 
-class DeepEPOfTokens(DeepEP):
+class DeepEPPerRank(DeepEP):
     """A transport with a row per token and rank, without host synchronization.
 
     Buffers have room for the maximum number of rows.
     """
 
     capturable = True
-    measured = ""  # note on further work that is included in the time
+    included_note = ""  # note on further work that is included in the time
 
-    def __init__(self, sms, *, quantizing=False):
-        self.sms, self.quantizing = sms, quantizing
-        self.name = f"{self.name}, {sms} SMs" + ", quantizing" * quantizing
-        self.note = f"{self.measured}rows quantized {_WHEN[quantizing]}"
+    def __init__(self, sms, *, quantizes=False):
+        self.sms, self.quantizes = sms, quantizes
+        self.name = f"{self.name}, {sms} SMs" + ", quantizing" * quantizes
+        self.note = f"{self.included_note}rows quantized {_QUANTIZATION_NOTES[quantizes]}"
 
     def identity(self):
-        rows, ids, weights, *_ = self.arrived  # rows after the received ones are undefined
-        self.weighted(rows, ids, weights)
+        rows, ids, weights, *_ = self.received  # rows after the received ones are undefined
+        self.store_weighted(rows, ids, weights)
 
 
 class DeepEPV1(DeepEP):
     """Base class of DeepEP V1, which is recognized by the absence of ElasticBuffer."""
 
-    worlds = (2, 4, 8)
+    world_sizes = (2, 4, 8)
 
     def refusal(self, cell):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
@@ -197,7 +207,7 @@ class DeepEPV1(DeepEP):
         return cell.experts // cell.world_size
 
 
-class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
+class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
     """DeepEP V1's high-throughput kernels."""
 
     name = "DeepEP V1 high throughput"
@@ -215,7 +225,7 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
     def dispatch(self):
         layout = self.buffer.get_dispatch_layout(self.ids, self.cell.experts)
         per_rank, _, per_expert, in_rank, _ = layout
-        self.arrived = self.buffer.dispatch(
+        self.received = self.buffer.dispatch(
             self.rows_to_send(),
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
@@ -226,7 +236,7 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
         )
 
     def combine(self):
-        return self.buffer.combine(self.y, self.arrived[4])[0]
+        return self.buffer.combine(self.y, self.received[4])[0]
 
 
 class DeepEPLowLatency(DeepEPV1):
@@ -236,13 +246,13 @@ class DeepEPLowLatency(DeepEPV1):
     """
 
     name = "DeepEP V1 low latency"
-    capturable = alone = few = True
+    capturable = alone = few_tokens_only = True
 
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
         cell = self.cell
-        self.most = -(-cell.capacity // 4) * 4
-        sizes = self.most, cell.hidden, cell.world_size, cell.experts
+        self.max_tokens = -(-cell.capacity // 4) * 4
+        sizes = self.max_tokens, cell.hidden, cell.world_size, cell.experts
         nbytes = Buffer.get_low_latency_rdma_size_hint(*sizes)
         self.buffer = Buffer(
             self.context.group,
@@ -254,20 +264,20 @@ class DeepEPLowLatency(DeepEPV1):
         )
 
     def dispatch(self):
-        self.arrived = self.buffer.low_latency_dispatch(
-            self.x, self.ids, self.most, self.cell.experts, use_fp8=self.fp8
+        self.received = self.buffer.low_latency_dispatch(
+            self.x, self.ids, self.max_tokens, self.cell.experts, use_fp8=self.fp8
         )
 
     def identity(self):
-        rows = self.arrived[0]
-        self.keep(dequantize(*rows, BLOCK) if self.fp8 else rows.clone())
+        rows = self.received[0]
+        self.store_output(dequantize(*rows, BLOCK) if self.fp8 else rows.clone())
 
     def combine(self):
-        handle = self.arrived[2]
+        handle = self.received[2]
         return self.buffer.low_latency_combine(self.y, self.ids, self.weights, handle)[0]
 
 
-class DeepEPV2(DeepEPOfTokens):
+class DeepEPV2(DeepEPPerRank):
     """DeepEP V2's ElasticBuffer."""
 
     name = "DeepEP V2"
@@ -294,7 +304,7 @@ class DeepEPV2(DeepEPOfTokens):
         self.ids = self.ids.to(self.ids_dtype)
 
     def dispatch(self):
-        self.arrived = self.buffer.dispatch(
+        self.received = self.buffer.dispatch(
             self.rows_to_send(),
             topk_idx=self.ids,
             topk_weights=self.weights,
@@ -305,14 +315,14 @@ class DeepEPV2(DeepEPOfTokens):
         )
 
     def combine(self):
-        return self.buffer.combine(self.y, self.arrived[3], num_sms=self.sms)[0]
+        return self.buffer.combine(self.y, self.received[3], num_sms=self.sms)[0]
 
 
 class Pplx(TransportPeer):
     """pplx-kernels within a host: a row per token and expert, weights applied in combine."""
 
     name = "pplx-kernels"
-    capturable = alone = few = True
+    capturable = alone = few_tokens_only = True
     note = "rows quantized before"
 
     def setup(self):
@@ -337,7 +347,7 @@ class Pplx(TransportPeer):
         rows = self.local, cell.capacity * cell.world_size
         dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
         self.counts = torch.empty(self.local, dtype=torch.int32, device=context.device)
-        self.there = torch.empty(*rows, cell.hidden, dtype=dtype, device=context.device)
+        self.received_rows = torch.empty(*rows, cell.hidden, dtype=dtype, device=context.device)
         self.scale = None
         if self.fp8:
             self.scale = torch.empty(
@@ -356,7 +366,7 @@ class Pplx(TransportPeer):
         rows, scale = self.rows if self.fp8 else (self.x, None)
         self.all2all.dispatch(
             out_expert_num_tokens=self.counts,
-            out_expert_x=self.there,
+            out_expert_x=self.received_rows,
             out_expert_x_scale=self.scale,
             dp_x=rows,
             dp_x_scale=scale,
@@ -365,7 +375,11 @@ class Pplx(TransportPeer):
         )
 
     def identity(self):
-        self.keep(dequantize(self.there, self.scale, BLOCK) if self.fp8 else self.there.clone())
+        self.store_output(
+            dequantize(self.received_rows, self.scale, BLOCK)
+            if self.fp8
+            else self.received_rows.clone()
+        )
 
     def combine(self):
         self.all2all.combine(
@@ -385,14 +399,14 @@ class Pplx(TransportPeer):
 
 def transports():
     """Return the transports whose modules are installed."""
-    peers = [Nccl(pairs=False), Nccl(pairs=True)]
+    peers = [Nccl(per_pair=False), Nccl(per_pair=True)]
     if find_spec("deep_ep") is not None:
         peers += [
             DeepEPHighThroughput(20),
-            DeepEPHighThroughput(20, quantizing=True),
+            DeepEPHighThroughput(20, quantizes=True),
             DeepEPHighThroughput(96),
         ]
-        peers += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantizing=True), DeepEPV2(64)]
+        peers += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantizes=True), DeepEPV2(64)]
     if find_spec("pplx_kernels") is not None:
         peers += [Pplx()]
     return peers

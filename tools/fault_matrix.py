@@ -15,28 +15,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from modular_kernel.testing.stress import fault_matrix as faults
 
 if __name__ == "__main__":
-    given = argparse.ArgumentParser(description=__doc__)
-    given.add_argument("--world-size", type=int, default=2)
-    given.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
-    given.add_argument("--parts", help="names, separated by commas; default: all that can run")
-    given.add_argument("--kinds", default="", help="only these, such as killed,late")
-    given.add_argument("--lanes", type=int, default=4, help="scenarios side by side")
-    given.add_argument("--seconds", type=float, default=300, help="none begins after so long")
-    given.add_argument("--json", type=Path)
-    given.add_argument("--markdown", type=Path)
-    args = given.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--parts", help="names, separated by commas; default: all that can run")
+    parser.add_argument("--kinds", default="", help="only these, such as killed,late")
+    parser.add_argument("--lanes", type=int, default=4, help="scenarios side by side")
+    parser.add_argument("--seconds", type=float, default=300, help="none begins after so long")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args()
     parts = args.parts.split(",") if args.parts else None
-    parts = parts or faults.parts_to_try(args.world_size, args.backend)
-    wanted = [each for part in parts for each in faults.scenarios(part, args.backend)]
-    wanted = [each for each in wanted if not args.kinds or each.kind in args.kinds.split(",")]
+    parts = parts or faults.supported_parts(args.world_size, args.backend)
+    selected = [scenario for part in parts for scenario in faults.scenarios(part, args.backend)]
+    selected = [s for s in selected if not args.kinds or s.kind in args.kinds.split(",")]
 
-    def tell(result):
+    def print_result(result):
         findings = "; ".join(result.findings()) or "as it must be"
         print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {findings}",
               file=sys.stderr, flush=True)  # fmt: skip
 
     results = faults.run_matrix(
-        wanted, args.world_size, args.backend, lanes=args.lanes, tell=tell, seconds=args.seconds
+        selected,
+        args.world_size,
+        args.backend,
+        num_pools=args.lanes,
+        on_result=print_result,
+        start_limit_s=args.seconds,
     )
     table = faults.markdown(results)
     if args.json:

@@ -106,31 +106,36 @@ def cells(
     for quant in quants:
         for layer in layers:
             problem = Problem(tokens=max(tokens), quant=quant, **SHAPES[layer])
-            layer_cells += _of_layer(layer, problem, tokens, configs)
+            layer_cells += _layer_cells(layer, problem, tokens, configs)
     return layer_cells
 
 
-def _of_layer(
+def _layer_cells(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
 ) -> list[TimedCell]:
     files = sorted((configs / triton_subfolder(TRITON)).glob("E=*.json"))
     key = ConfigKey.of(problem, H200.name)
-    others = [path for path in files if ConfigKey.parse(path.name) != key]
-    if len(others) == len(files):
+    other_files = [path for path in files if ConfigKey.parse(path.name) != key]
+    if len(other_files) == len(files):
         return []
-    full = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
+    all_sources = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
     with tempfile.TemporaryDirectory() as folder:
-        inner = Path(folder) / triton_subfolder(TRITON)
-        inner.mkdir()
-        for path in others:
-            (inner / path.name).symlink_to(path.resolve())
-        near = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
+        subfolder = Path(folder) / triton_subfolder(TRITON)
+        subfolder.mkdir()
+        for path in other_files:
+            (subfolder / path.name).symlink_to(path.resolve())
+        other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
     regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
     layer_cells = []
     for count in tokens:
-        origin = near.lenders[near.steps.index(count)] if near.lenders else "heuristics"
+        origin = (
+            other_sources.lenders[other_sources.steps.index(count)]
+            if other_sources.lenders
+            else "heuristics"
+        )
         tuned, neighbors = (
-            source.launched(problem, H200, paths).choose(count) for source in (full, near)
+            source.launched(problem, H200, paths).choose(count)
+            for source in (all_sources, other_sources)
         )
         at_tokens = problem.with_tokens(count)
         layer_cells.append(
@@ -140,7 +145,7 @@ def _of_layer(
 
 
 def time_cells(
-    found: Sequence[TimedCell], deadline: float, keep: Callable[[list[Row]], None]
+    cells_to_time: Sequence[TimedCell], deadline: float, write_rows: Callable[[list[Row]], None]
 ) -> int:
     """Time the cells with different tiles on this GPU; return the number of cells without a time.
 
@@ -150,28 +155,28 @@ def time_cells(
     pair, rows, untimed = TunedPair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
-        for cell in found:  # compile all layers ahead, in the order of timing
+        for cell in cells_to_time:  # compile all layers ahead, in the order of timing
             if cell.differs:
                 compiler.submit(pair, pair.space(cell.problem), cell.problem, cell.choices)
-        for _, group in groupby(found, key=lambda cell: (cell.layer, cell.problem.quant)):
+        for _, group in groupby(cells_to_time, key=lambda cell: (cell.layer, cell.problem.quant)):
             group_cells = list(group)
-            late = time.monotonic() > end and any(cell.differs for cell in group_cells)
-            timed = [] if late else _time_layer(group_cells, pair, compiler)
+            is_late = time.monotonic() > end and any(cell.differs for cell in group_cells)
+            timed = [] if is_late else _time_layer(group_cells, pair, compiler)
             untimed += len(group_cells) - len(timed)
             rows += timed
-            keep(rows)
+            write_rows(rows)
     return untimed
 
 
-def _time_layer(of: Sequence[TimedCell], pair: TunedPair, compiler: Compiler) -> list[Row]:
+def _time_layer(layer_cells: Sequence[TimedCell], pair: TunedPair, compiler: Compiler) -> list[Row]:
     """Return the rows of one layer's cells, without cells in which tiles compute wrong results."""
-    rows = [cell.record({}) for cell in of if not cell.differs]
-    token_counts = [cell.problem.tokens for cell in of if cell.differs]
+    rows = [cell.record({}) for cell in layer_cells if not cell.differs]
+    token_counts = [cell.problem.tokens for cell in layer_cells if cell.differs]
     if not token_counts:
         return rows
-    largest = of[0].problem.with_tokens(max(token_counts))
+    largest = layer_cells[0].problem.with_tokens(max(token_counts))
     bench = TimedSearch(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
-    for cell in (cell for cell in of if cell.differs):
+    for cell in (cell for cell in layer_cells if cell.differs):
         times = bench.compare(cell.problem.tokens, cell.choices)
         seconds = {c: t for c in cell.choices if isinstance(t := times[c], float)}
         if len(seconds) == len(cell.choices):
@@ -208,24 +213,27 @@ def results(rows: Iterable[Row]) -> list[TimedResult]:
     return sorted(timed, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
-def report(found: Sequence[TimedResult], **said: object) -> list[str]:
+def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list[str]:
     """Return the lines of the Markdown report.
 
-    said: values for the introduction: measured (date and versions), timed (number of cells with
-    different tiles) and record (file name).
+    intro_values: measured (date and versions), timed (number of cells with different tiles) and
+    record (file name).
     """
-    quants = list(dict.fromkeys(result.quant for result in found))
+    quants = list(dict.fromkeys(result.quant for result in timed_results))
     lines = [
-        *_INTRO.format(bound=BOUND, cells=len(found), **said).splitlines(),
+        *_INTRO.format(bound=BOUND, cells=len(timed_results), **intro_values).splitlines(),
         "",
         "| scheme | cells | neighbors: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for quant in [*quants, "all"]:
-        matching = [r for r in found if quant in ("all", r.quant)]
-        both = _summary([r.neighbors for r in matching]), _summary([r.regimes for r in matching])
-        lines.append(f"| {quant} | {len(matching)} | {both[0]} | {both[1]} |")
-    return [*lines, "", *_by_tokens(found), "", *_far(found)]
+        matching = [r for r in timed_results if quant in ("all", r.quant)]
+        summaries = (
+            _summary([r.neighbors for r in matching]),
+            _summary([r.regimes for r in matching]),
+        )
+        lines.append(f"| {quant} | {len(matching)} | {summaries[0]} | {summaries[1]} |")
+    return [*lines, "", *_by_tokens(timed_results), "", *_outliers(timed_results)]
 
 
 def _summary(ratios: Sequence[float]) -> str:
@@ -234,26 +242,26 @@ def _summary(ratios: Sequence[float]) -> str:
     return f"{share} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
 
 
-def _by_tokens(found: Sequence[TimedResult]) -> list[str]:
+def _by_tokens(timed_results: Sequence[TimedResult]) -> list[str]:
     """Return a table of the neighbors' ratios, by layer and scheme, and by number of tokens."""
-    tokens = sorted({result.tokens for result in found})
+    tokens = sorted({result.tokens for result in timed_results})
     lines = [
         "| layer | scheme | " + " | ".join(f"T={number}" for number in tokens) + " |",
         "|---|---|" + "---:|" * len(tokens),
     ]
-    for (layer, quant), of in groupby(found, key=lambda r: (r.layer, r.quant)):
-        ratios = {result.tokens: f"{result.neighbors:.2f}" for result in of}
+    for (layer, quant), group in groupby(timed_results, key=lambda r: (r.layer, r.quant)):
+        ratios = {result.tokens: f"{result.neighbors:.2f}" for result in group}
         values = " | ".join(ratios.get(number, "") for number in tokens)
         lines.append(f"| {layer} | {quant} | {values} |")
     return lines
 
 
-def _far(found: Sequence[TimedResult]) -> list[str]:
-    far = sorted((r for r in found if r.neighbors > BOUND), key=lambda r: -r.neighbors)
+def _outliers(timed_results: Sequence[TimedResult]) -> list[str]:
+    outliers = sorted((r for r in timed_results if r.neighbors > BOUND), key=lambda r: -r.neighbors)
     return [
         f"- {r.layer} {r.quant}, {counted(r.tokens, 'token')}: {r.neighbors:.2f} x, "
         f"tiles of {r.origin}"
-        for r in far
+        for r in outliers
     ]
 
 
@@ -270,8 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = f"{time.strftime('%Y-%m-%d')} with {versions}"
 
     def keep(rows: list[Row]) -> None:
-        made = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
-        args.record.write_text(json.dumps(made, indent=1), encoding="utf-8")
+        record_ = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
+        args.record.write_text(json.dumps(record_, indent=1), encoding="utf-8")
 
     all_cells = cells(args.model.split(","), args.quant.split(","))
     untimed = time_cells(all_cells, args.deadline, keep)

@@ -48,7 +48,7 @@ from modular_kernel.testing.mutation.coverage import (
     trace_lines,
 )
 from modular_kernel.testing.mutation.cpu_undetectable import undetectable_reason
-from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWER, MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.patched_module import (
@@ -61,15 +61,21 @@ from modular_kernel.testing.mutation.record import record_of, recorded_kills
 from modular_kernel.testing.mutation.reviewed_equivalents import find_equivalent
 from modular_kernel.testing.mutation.run_mutant import KillHistory
 from modular_kernel.testing.mutation.scope import file_of
-from modular_kernel.testing.mutation.score import SAMPLE, Score, Survey, default_seed, draw_sample
+from modular_kernel.testing.mutation.score import (
+    SAMPLE_SIZE,
+    Score,
+    Survey,
+    default_seed,
+    draw_sample,
+)
 from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
 
 SCOPES = ROOT / "tools/mutation_scopes.json"
 FOLDER = ROOT / "docs/mutation"
 CACHE = ROOT / "out"
-_LONGEST_S = 8.0  # tests that take longer under coverage are left out
-_PROOF_S = 600.0
+_MAX_TEST_S = 8.0  # tests that take longer under coverage are left out
+_RUN_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Scope:
     tests: tuple[Test, ...]
     coverage: Coverage
 
-    def met(self, mutant: Mutant) -> tuple[list[Test], list[CaseCoverage]]:
+    def executing(self, mutant: Mutant) -> tuple[list[Test], list[CaseCoverage]]:
         """Return the tests and cases that execute the mutant.
 
         If only the import of its module executes it, these are all tests and cases of the module.
@@ -105,21 +111,21 @@ class Scope:
         if not tests and not cases and self.coverage.loads(mutant):
             tests = [test for test in self.tests if file in test.lines]
             cases = [case for case in self.coverage.cases if file in case.lines]
-        return sorted(tests, key=lambda test: test.seconds), KillHistory().ordered(mutant, cases)
+        return sorted(tests, key=lambda test: test.seconds), KillHistory().order(mutant, cases)
 
 
-class Watch:
+class CoveragePlugin:
     """A pytest plugin that reports the lines executed by each test and by their collection."""
 
-    def __init__(self, files: set[str], tell: Tell) -> None:
-        self._files, self._tell = files, tell
+    def __init__(self, files: set[str], send: Send) -> None:
+        self._files, self._send = files, send
         self._failed = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
         with trace_lines(self._files) as (lines, loaded):
             result = yield
-        self._tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        self._send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -128,25 +134,25 @@ class Watch:
         with trace_lines(self._files) as (lines, loaded):
             result = yield
         coverage = {"lines": as_lists(lines), "loaded": as_lists(loaded), "failed": self._failed}
-        self._tell({"test": item.nodeid, "seconds": time.perf_counter() - start, **coverage})
+        self._send({"test": item.nodeid, "seconds": time.perf_counter() - start, **coverage})
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed = self._failed or not report.passed  # a skipped test counts as failed
 
 
-class Follow:
+class ReportPlugin:
     """A pytest plugin that reports the running test and failures."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, send: Send) -> None:
+        self._send = send
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._tell({"test": nodeid})
+        self._send({"test": nodeid})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._tell({"failure": f"test: {report.nodeid}"})
+            self._send({"failure": f"test: {report.nodeid}"})
 
 
 def reimport() -> Any:
@@ -158,55 +164,64 @@ def reimport() -> Any:
 
 
 def run_tests(names: Sequence[str], plugin: object) -> int:
-    """Run tests in this process, up to the first that fails if `plugin` follows; exit status.
+    """Run tests in this process and return the exit status; with a ReportPlugin, stop at a failure.
 
-    A test module that is loaded already has names of modules as they were: it is imported anew.
+    Loaded test modules are imported again, because they refer to modules before the change.
     """
     folder = str(ROOT / "tests")
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(folder):
             del sys.modules[name]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    return int(pytest.main([*options, *(["-x"] * isinstance(plugin, Follow)), *names], [plugin]))
+    return int(
+        pytest.main([*options, *(["-x"] * isinstance(plugin, ReportPlugin)), *names], [plugin])
+    )
 
 
 def cover_tests(
-    files: set[str], modules: set[str], tests: Sequence[str], but: Sequence[str] = ()
+    files: set[str],
+    modules: set[str],
+    tests: Sequence[str],
+    deselected_prefixes: Sequence[str] = (),
 ) -> tuple[Lines, tuple[Test, ...]]:
     """Run all tests once under coverage.
 
-    but: prefixes of the names of tests to deselect. Returns the lines executed by imports, and the
+    deselected_prefixes: of the names of tests. Returns the lines executed by imports, and the
     tests that pass within the time limit. Raises ConfigurationError if the run fails.
     """
 
-    def work(tell: Tell) -> None:
+    def work(send: Send) -> None:
         unload(modules)
         with trace_lines(files) as (lines, loaded):
             reimport()
-        tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        deselected = [f"--deselect={name}" for name in but]
-        status = run_tests([*deselected, *(str(ROOT / test) for test in tests)], Watch(files, tell))
+        send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        options = [f"--deselect={name}" for name in deselected_prefixes]
+        status = run_tests(
+            [*options, *(str(ROOT / test) for test in tests)], CoveragePlugin(files, send)
+        )
         assert status in (0, 1), f"pytest ended with {status}"
 
-    loading, covered, left_out = list[Lines](), list[Test](), list[str]()
-    child = ChildProcess(work, _PROOF_S)
+    loading, tests_, left_out = list[Lines](), list[Test](), list[str]()
+    child = ChildProcess(work, _RUN_TIMEOUT_S)
     for message in child:
-        loading.append(frozen(message["loaded"]))
+        loading.append(freeze(message["loaded"]))
         if "test" not in message:
-            loading.append(frozen(message["lines"]))
-        elif message["failed"] or message["seconds"] > _LONGEST_S:
+            loading.append(freeze(message["lines"]))
+        elif message["failed"] or message["seconds"] > _MAX_TEST_S:
             left_out.append(message["test"])
         else:
-            lines = frozen(message["lines"])
-            covered.append(Test(message["test"], message["seconds"], lines))
-    if child.ended.how != "done":
+            lines = freeze(message["lines"])
+            tests_.append(Test(message["test"], message["seconds"], lines))
+    if child.exit.status != "done":
         need = "tests that pass before anything is changed"
-        raise ConfigurationError("tests", got=f"{child.ended.how}: {child.ended.detail}", need=need)
-    print(f"{len(covered)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
-    return merge_lines(loading), tuple(covered)
+        raise ConfigurationError(
+            "tests", got=f"{child.exit.status}: {child.exit.detail}", need=need
+        )
+    print(f"{len(tests_)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
+    return merge_lines(loading), tuple(tests_)
 
 
-def frozen(lines: Mapping[str, list[int]]) -> Lines:
+def freeze(lines: Mapping[str, list[int]]) -> Lines:
     return {file: frozenset(numbers) for file, numbers in lines.items()}
 
 
@@ -226,9 +241,9 @@ def cover_cases(
         cases = [case for case in case_list((pair,), "full")[0] if case.problem.adapters]
         cases = sorted(cases, key=lambda case: key(str(case)))[:count]
         coverages.append(cover(modules, (pair,), "full", cases))
-        if coverages[-1].ended:
+        if coverages[-1].error:
             need = "cases that pass before anything is changed"
-            raise ConfigurationError(" x ".join(pair), got=coverages[-1].ended, need=need)
+            raise ConfigurationError(" x ".join(pair), got=coverages[-1].error, need=need)
         print(" x ".join(pair), len(cases), "cases", flush=True)
     return merge_coverage(coverages)
 
@@ -262,64 +277,73 @@ def read_scope(name: str) -> Scope:
 
 def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
     """Run the tests and cases that execute the mutant in a child process, until one fails."""
-    tests, cases = scope.met(mutant)
+    tests, cases = scope.executing(mutant)
     dependents({mutant.module})
-    child = ChildProcess(lambda tell: _work(mutant, tests, cases, tell), 4 * GRACE_S)
+    child = ChildProcess(lambda tell: _run_in_child(mutant, tests, cases, tell), 4 * GRACE_S)
     seconds = {test.name: test.seconds for test in tests}
-    ran, differing, start = 0, 0, time.perf_counter()
+    num_run, differing, start = 0, 0, time.perf_counter()
     case: int | None = None
 
-    def outcome(how: str, by: str) -> MutantOutcome:
+    def make_outcome(how: str, by: str) -> MutantOutcome:
         executed = cases[case].case if case is not None else None
-        return MutantOutcome(mutant, how, by, executed, ran, differing, time.perf_counter() - start)
+        return MutantOutcome(
+            mutant, how, by, executed, num_run, differing, time.perf_counter() - start
+        )
 
     for message in child:
         if "failure" in message:
             refused = message["failure"].startswith("refused:")
-            return outcome("refused" if refused else "killed", message["failure"])
-        ran += "test" in message or "case" in message
+            return make_outcome("refused" if refused else "killed", message["failure"])
+        num_run += "test" in message or "case" in message
         differing += "differs" in message
         expected_s = 0.0
         if "test" in message:
-            expected_s = seconds.get(message["test"], _LONGEST_S)
+            expected_s = seconds.get(message["test"], _MAX_TEST_S)
         elif "case" in message:
             case = message["case"]
             expected_s = cases[case].seconds
-        child.patience = 2 * GRACE_S + SLOWER * expected_s
-    if child.ended.how != "done":
-        return outcome(child.ended.how, child.ended.detail)
-    return outcome("survived", "")
+        child.timeout_s = 2 * GRACE_S + SLOWER * expected_s
+    if child.exit.status != "done":
+        return make_outcome(child.exit.status, child.exit.detail)
+    return make_outcome("survived", "")
 
 
-def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[CaseCoverage], tell: Tell) -> None:
+def _run_in_child(
+    mutant: Mutant, tests: Sequence[Test], cases: Sequence[CaseCoverage], send: Send
+) -> None:
     """Run in the child: apply the mutant, then run the tests and cases."""
     try:
         patch_modules(mutant)
-        runs: Any = reimport()
+        runner: Any = reimport()
     # Any exception during import kills the mutant.
     except Exception as error:  # noqa: BLE001
-        tell({"failure": f"import: raised {type(error).__name__}: {error}"})
+        send({"failure": f"import: raised {type(error).__name__}: {error}"})
         return
     if tests:
-        status = run_tests([str(ROOT / test.name) for test in tests], Follow(tell))
+        status = run_tests([str(ROOT / test.name) for test in tests], ReportPlugin(send))
         if status:
-            tell({"failure": f"import: pytest ended with {status}"})
+            send({"failure": f"import: pytest ended with {status}"})
             return
-    run_cases(cases, None, runs, tell)
+    run_cases(cases, None, runner, send)
 
 
-def score_of(scope: Scope, only: Sequence[str], dead: Mapping[str, str], told: Any) -> Score:
-    """Run the sampled mutants, or those in `only`, and return the score.
+def score_of(
+    scope: Scope, idents: Sequence[str], recorded: Mapping[str, str], on_progress: Any
+) -> Score:
+    """Run the sampled mutants, or those in `idents`, and return the score.
 
-    dead: kills of an earlier run by mutant. told: called with the score so far after each mutant.
+    recorded: kills of an earlier run by mutant. on_progress: called with the score so far after
+    each mutant.
     """
     executed = tuple(
-        m for m in scope.mutants if undetectable_reason(m) is None and any(scope.met(m))
+        m for m in scope.mutants if undetectable_reason(m) is None and any(scope.executing(m))
     )
-    selected = draw_sample(executed, SAMPLE, default_seed())
-    if only:
-        selected = tuple(m for m in scope.mutants if m.ident in only)
-    selected = tuple(sorted(selected, key=lambda m: m.ident not in dead and not _known(m, scope)))
+    selected = draw_sample(executed, SAMPLE_SIZE, default_seed())
+    if idents:
+        selected = tuple(m for m in scope.mutants if m.ident in idents)
+    selected = tuple(
+        sorted(selected, key=lambda m: m.ident not in recorded and not _is_equivalent(m, scope))
+    )
     not_executed = set(scope.mutants) - set(executed)
     by_module = Counter(m.module for m in not_executed if undetectable_reason(m) is None)
     reasons = Counter(
@@ -329,22 +353,22 @@ def score_of(scope: Scope, only: Sequence[str], dead: Mapping[str, str], told: A
     survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage, OneProcess())
     score = Score(survey, default_seed(), (), len(executed), *counts)
     for mutant in selected:
-        if not only and _known(mutant, scope):
-            fate = MutantOutcome(mutant, "equivalent")
-        elif not only and mutant.ident in dead:
-            fate = MutantOutcome.before(mutant, dead[mutant.ident])
+        if not idents and _is_equivalent(mutant, scope):
+            outcome = MutantOutcome(mutant, "equivalent")
+        elif not idents and mutant.ident in recorded:
+            outcome = MutantOutcome.from_record(mutant, recorded[mutant.ident])
         else:
-            fate = run_mutant(mutant, scope)
-            print(f"{fate.how:9} {fate.seconds:5.1f} s {mutant.ident} {mutant.place} "
-                  f"{fate.by[:90]}", flush=True)  # fmt: skip
-            if fate.how == "survived":
-                print(mutant.diff(), f"passed by {fate.ran}", flush=True)
-        score = replace(score, fates=(*score.fates, fate))
-        told(score)
+            outcome = run_mutant(mutant, scope)
+            print(f"{outcome.status:9} {outcome.seconds:5.1f} s {mutant.ident} {mutant.location} "
+                  f"{outcome.finding[:90]}", flush=True)  # fmt: skip
+            if outcome.status == "survived":
+                print(mutant.diff(), f"passed by {outcome.num_cases}", flush=True)
+        score = replace(score, outcomes=(*score.outcomes, outcome))
+        on_progress(score)
     return score
 
 
-def _known(mutant: Mutant, scope: Scope) -> bool:
+def _is_equivalent(mutant: Mutant, scope: Scope) -> bool:
     return find_equivalent(mutant.ident, scope.name) is not None
 
 
@@ -363,22 +387,23 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
     scope, path = read_scope(args.scope), FOLDER / f"{args.scope}.json"
-    only = [ident for ident in args.only.split(",") if ident]
-    if unknown := set(only) - {mutant.ident for mutant in scope.mutants}:
+    idents = [ident for ident in args.only.split(",") if ident]
+    if unknown := set(idents) - {mutant.ident for mutant in scope.mutants}:
         need = f"of the {len(scope.mutants)} mutants of {scope.name}"
         raise ConfigurationError("--only", got=", ".join(sorted(unknown)), need=need)
-    dead: Mapping[str, str] = {}
+    recorded: Mapping[str, str] = {}
     if args.resume and path.exists():
         survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage)
-        dead = recorded_kills(json.loads(path.read_text(encoding="utf-8")), survey)
+        recorded = recorded_kills(json.loads(path.read_text(encoding="utf-8")), survey)
 
     def report_progress(score: Score) -> None:
-        if not only:
+        if not idents:
             path.write_text(json.dumps(record(score, scope), indent=1) + "\n", encoding="utf-8")
 
-    score = score_of(scope, only, dead, report_progress)
+    score = score_of(scope, idents, recorded, report_progress)
     print(
-        f"{scope.name}: {len(score.fates)} of {score.executed} mutants put in, seed {score.seed}: "
+        f"{scope.name}: {len(score.outcomes)} of {score.executed} mutants put in, "
+        f"seed {score.seed}: "
         f"{len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
     )

@@ -28,7 +28,7 @@ enable_interpreter()  # before triton is imported
 
 import torch
 import triton
-from peer_suites_lib.endings import ENDINGS, Suite, Tally, run_suite
+from peer_suites_lib.endings import OUTCOMES, Suite, Tally, run_suite
 from peer_suites_lib.flashinfer_tests import suites as flashinfer
 from peer_suites_lib.sglang_tests import suites as sglang
 from peer_suites_lib.vllm_tests import suites as vllm
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         root = getattr(arguments, name)
         suites += make(root) if root is not None else []
     names = [f"{suite.group} {suite.name}" for suite in suites]
-    matches = [any(word in name for word in arguments.only) for name in names]
-    suites = [suite for suite, matched in zip(suites, matches, strict=True) if matched]
+    is_selected = [any(word in name for word in arguments.only) for name in names]
+    suites = [suite for suite, matched in zip(suites, is_selected, strict=True) if matched]
     if not suites and not arguments.add:
         parser.error("no checkout, or no suite of that name")
     tallies = []
@@ -64,19 +64,21 @@ def main(argv: list[str] | None = None) -> int:
         for (outcome, why), count in tallies[-1].reasons.most_common():
             print(f"  {count} {outcome}: {why}", flush=True)
         if arguments.out is not None:
-            _store(arguments.out, {tallies[-1].suite: _counts(tallies[-1])}, arguments.commits)
+            _write_record(
+                arguments.out, {tallies[-1].suite: _counts(tallies[-1])}, arguments.commits
+            )
     for path in arguments.add if arguments.out is not None else []:
-        _store(arguments.out, json.loads(path.read_text())["suites"], arguments.commits)
-    print(_line(_sum(tallies)))
+        _write_record(arguments.out, json.loads(path.read_text())["suites"], arguments.commits)
+    print(_line(_total(tallies)))
     return int(any(tally.failed for tally in tallies))
 
 
 def _line(tally: Tally) -> str:
-    counts = ", ".join(f"{tally.outcomes[end]} {end}" for end in ENDINGS if tally.outcomes[end])
+    counts = ", ".join(f"{tally.outcomes[end]} {end}" for end in OUTCOMES if tally.outcomes[end])
     return f"{tally.suite}: {tally.cases} cases, {tally.shrunk} shrunk: {counts}"
 
 
-def _sum(tallies: Iterable[Tally]) -> Tally:
+def _total(tallies: Iterable[Tally]) -> Tally:
     total = Tally("all")
     for tally in tallies:
         total.cases += tally.cases
@@ -98,10 +100,10 @@ def _counts(tally: Tally) -> dict[str, object]:
     }
 
 
-def _store(path: Path, found: Mapping[str, Any], commits: list[str]) -> None:
+def _write_record(path: Path, new_suites: Mapping[str, Any], commits: list[str]) -> None:
     """Add suites to the record, replacing earlier results of the same suites."""
     record = json.loads(path.read_text()) if path.exists() else {}
-    suites = record.get("suites", {}) | found
+    suites = record.get("suites", {}) | new_suites
     outcomes: Counter[str] = Counter()
     comparisons: Counter[str] = Counter()
     for entry in suites.values():

@@ -26,7 +26,7 @@ from modular_kernel.testing.mutation import preload
 from modular_kernel.testing.stress import fault_matrix as faults
 from modular_kernel.testing.stress.faults import FaultContext, Scenario
 
-WORLD = 2
+WORLD_SIZE = 2
 
 
 @dataclass
@@ -39,55 +39,57 @@ class Start:
     number: int
     part: str
     folder: Path
-    until_s: float
-    left: dict[int, int] = field(default_factory=dict)
+    deadline_s: float
+    running_ranks: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int | str] = field(default_factory=dict)
 
-    def said(self, rank):
+    def output_file(self, rank):
         """Return the file with the output of a rank."""
         return self.folder / f"said-{self.number}-{rank}"
 
     def collect_exits(self):
         """Collect the exit codes of finished ranks; kill ranks that exceed the time limit."""
-        for pid, rank in list(self.left.items()):
+        for pid, rank in list(self.running_ranks.items()):
             exited, status = os.waitpid(pid, os.WNOHANG)
-            late = time.monotonic() > self.until_s
-            if not exited and late:
+            is_late = time.monotonic() > self.deadline_s
+            if not exited and is_late:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
-            if exited or late:
+            if exited or is_late:
                 self.codes[rank] = os.waitstatus_to_exitcode(status) if exited else "hung"
-                del self.left[pid]
+                del self.running_ranks[pid]
 
     def findings(self):
         """Yield a line for each rank that did not exit with 0."""
         for rank, code in sorted(self.codes.items()):
             if code != 0:
-                text = self.said(rank).read_text(errors="replace").strip()
+                text = self.output_file(rank).read_text(errors="replace").strip()
                 yield f"start {self.number}, {self.part}: rank {rank}: {code}: {text[-400:]}"
 
 
 def fork_ranks(start):
     """Fork the ranks of a start. Returns None in this process, and the rank in each child."""
-    for rank in range(WORLD):
+    for rank in range(WORLD_SIZE):
         pid = os.fork()
         if pid == 0:
             return rank
-        start.left[pid] = rank
+        start.running_ranks[pid] = rank
     return None
 
 
 def run_rank(start, rank):
     """Run a rank up to its exit. Returns the kernel, which must stay alive until then."""
-    file = os.open(start.said(rank), os.O_CREAT | os.O_WRONLY)
+    file = os.open(start.output_file(rank), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     init_method = f"file://{start.folder}/store-{start.number}"
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=WORLD)
-    stage = FaultContext(Scenario(start.part, "raises"), rank, WORLD, None, str(start.folder), ())
-    problem = stage.problem()
-    inputs = stage.inputs(problem, stage.tokens_W)
-    kernel = stage.kernel(problem, stage.experts(problem))
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=WORLD_SIZE)
+    context = FaultContext(
+        Scenario(start.part, "raises"), rank, WORLD_SIZE, None, str(start.folder), ()
+    )
+    problem = context.problem()
+    inputs = context.inputs(problem, context.tokens_W)
+    kernel = context.kernel(problem, context.experts(problem))
     if start.number % 3 == 0:
         sys.setswitchinterval(1000)
     for _ in range(2):
@@ -97,35 +99,35 @@ def run_rank(start, rank):
     return kernel
 
 
-given = argparse.ArgumentParser(description=__doc__)
-given.add_argument("--starts", type=int, default=300)
-given.add_argument("--lanes", type=int, default=2, help="starts side by side")
-given.add_argument("--seconds", type=float, default=120, help="that a start may take")
-args = given.parse_args()
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--starts", type=int, default=300)
+parser.add_argument("--lanes", type=int, default=2, help="starts side by side")
+parser.add_argument("--seconds", type=float, default=120, help="that a start may take")
+args = parser.parse_args()
 hide_gpus()
 torch.set_num_threads(1)
 assert preload.load_catalog  # imported for its side effects
-parts = faults.parts_to_try(WORLD, "gloo")
+parts = faults.supported_parts(WORLD_SIZE, "gloo")
 folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # no context manager: children must keep it
-mine, running, findings, begun = None, [], [], 0
+child_rank, running, findings, begun = None, [], [], 0
 began = time.monotonic()
-while mine is None and (begun < args.starts or running):
+while child_rank is None and (begun < args.starts or running):
     for start in running:
         start.collect_exits()
-        if not start.left:
+        if not start.running_ranks:
             findings += start.findings()
-    running = [start for start in running if start.left]
+    running = [start for start in running if start.running_ranks]
     if begun < args.starts and len(running) < args.lanes:
         start = Start(begun, parts[begun % len(parts)], folder, time.monotonic() + args.seconds)
         running.append(start)
         begun += 1
-        mine = fork_ranks(start)
+        child_rank = fork_ranks(start)
     time.sleep(0.002)
-if mine is not None:
-    kept = run_rank(start, mine)  # keep it alive until the interpreter exits
+if child_rank is not None:
+    kernel = run_rank(start, child_rank)  # keep it alive until the interpreter exits
 else:
     shutil.rmtree(folder)
     took = time.monotonic() - began
-    print("\n".join([*findings, f"{begun} starts of {WORLD} ranks, {len(findings)} findings"]))
+    print("\n".join([*findings, f"{begun} starts of {WORLD_SIZE} ranks, {len(findings)} findings"]))
     print(f"{took:.0f} s", file=sys.stderr)
     sys.exit(bool(findings))

@@ -46,18 +46,21 @@ def main(level: str, names: list[str]) -> None:
         raise ConfigurationError("level", got=level, need="smoke, full or tests")
     defects = read_defects(LIST, ROOT)
     previous = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    record = {d.what: previous.get(d.what, {"file": d.mutant.module}) for d in defects}
+    record = {
+        d.description: previous.get(d.description, {"file": d.mutant.module}) for d in defects
+    }
     if level == "tests":
-        before_tests(defects, record)
+        run_tests(defects, record)
     else:
-        before_cases(defects, record, level, names)
-    ends = [results[level] for results in record.values() if level in results]
-    killed = sum(outcome.startswith("killed") for outcome in ends)
-    alive = ends.count("survived")
-    print(f"{level}: {killed} killed, {alive} survived, {len(ends) - killed - alive} not executed")
+        run_cases(defects, record, level, names)
+    outcomes = [results[level] for results in record.values() if level in results]
+    killed = sum(outcome.startswith("killed") for outcome in outcomes)
+    num_survived = outcomes.count("survived")
+    num_idle = len(outcomes) - killed - num_survived
+    print(f"{level}: {killed} killed, {num_survived} survived, {num_idle} not executed")
 
 
-def before_cases(
+def run_cases(
     defects: Sequence[Defect], record: Record, level: Literal["smoke", "full"], names: list[str]
 ) -> None:
     """Run the cases of a level, writing the record after each pairing.
@@ -73,9 +76,9 @@ def before_cases(
         if names and pair[1] not in names:
             continue
         coverage = cover(modules, (pair,), level)
-        print(" x ".join(pair), len(coverage.cases), "cases", coverage.ended, flush=True)
+        print(" x ".join(pair), len(coverage.cases), "cases", coverage.error, flush=True)
         for defect in defects:
-            results = record[defect.what]
+            results = record[defect.description]
             smoke_result = results.get("smoke", "") if level == "full" else ""
             if smoke_result.startswith("killed"):  # do not run it again
                 results[level] = smoke_result
@@ -83,34 +86,38 @@ def before_cases(
                 continue
             outcome = run_mutant(defect.mutant, coverage, (pair,), level, killers)
             if outcome.killed:
-                check = outcome.by.partition(":")[0] if outcome.how == "killed" else outcome.how
+                check = (
+                    outcome.finding.partition(":")[0]
+                    if outcome.status == "killed"
+                    else outcome.status
+                )
                 results[level] = f"killed by {check} in {' x '.join(pair)}"
-            elif outcome.how == "survived":
+            elif outcome.status == "survived":
                 results[level] = "survived"
             else:
                 results.setdefault(level, "not executed")
-            print(f"  {defect.what}: {results[level]}", flush=True)
+            print(f"  {defect.description}: {results[level]}", flush=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def before_tests(defects: Sequence[Defect], record: Record) -> None:
+def run_tests(defects: Sequence[Defect], record: Record) -> None:
     """Run the tests of operations on defects that full does not kill; write the record after each.
 
     Raises RuntimeError if the tests fail without a defect.
     """
-    baseline = by_tests(None)
+    baseline = test_outcome(None)
     if baseline != "survived":
         raise RuntimeError(f"without a defect: {baseline}")
     for defect in defects:
-        results = record[defect.what]
+        results = record[defect.description]
         results.pop("tests", None)  # also if full kills the defect by now
         if not results.get("full", "").startswith("killed"):
-            results["tests"] = by_tests(defect.mutant)
-            print(f"  {defect.what}: {results['tests']}", flush=True)
+            results["tests"] = test_outcome(defect.mutant)
+            print(f"  {defect.description}: {results['tests']}", flush=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def by_tests(mutant: Mutant | None) -> str:
+def test_outcome(mutant: Mutant | None) -> str:
     """Run all tests of operations in a copy of the checkout, with a mutant applied if given.
 
     Returns "survived" or "killed by TEST". Raises RuntimeError if pytest itself fails.

@@ -53,7 +53,7 @@ def compile_kernels(
 
     output.note(_announcement(kernels, target, only))
     bar = partial(output.progress, steady=True)  # one kernel may take many seconds
-    compiled = compile_all(target, bar, workers=workers, only=only)
+    compiled = compile_all(target, bar, workers=workers, name_filter=only)
     if not compiled.rows and not compiled.left_out:
         need = "a piece of a kernel's or a case's name, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
@@ -123,7 +123,7 @@ def _instructions(row: "CompiledRow", *, check: bool) -> str:
     from modular_kernel.testing.compile.report import Instructions
 
     counts = row.record.instructions
-    if check and isinstance(counts, Instructions) and not counts.counted:
+    if check and isinstance(counts, Instructions) and not counts.is_counted:
         return "not counted"
     return ", ".join(f"{name} x{count}" for name, count in counts.items() if count) or "-"
 

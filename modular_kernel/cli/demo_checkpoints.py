@@ -60,7 +60,7 @@ def judged_layer(
     routing = Routing(weights_TK.to(device), ids_TK.to(device))
     with torch.inference_mode():
         result = kernel(x_TH.to(device), loaded.weights, routing).double().cpu()
-    exact = sample.truth(x_TH.double(), weights_TK, ids_TK)
+    exact = sample.expected_output(x_TH.double(), weights_TK, ids_TK)
     return CheckpointRow(
         model=family,
         quant=str(problem.scheme),

@@ -117,7 +117,7 @@ def run_mutation(
     execution: MutationBackend = OneProcess()
     if host.pool is not None:
         execution = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
-    pairs_by_part = (pairs_of(part, level, where=execution) for part in parts)
+    pairs_by_part = (pairs_of(part, level, backend=execution) for part in parts)
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
     )
@@ -129,7 +129,7 @@ def run_mutation(
         return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    part_surveys = surveys(parts, pairs, level, where=execution)
+    part_surveys = surveys(parts, pairs, level, backend=execution)
     if wanted.bits is not None:
         return _print_bits(mutants, part_surveys[0], wanted.bits, as_json=as_json)
     scores, records = _scored(part_surveys, wanted)
@@ -183,10 +183,10 @@ def _scored(
                 mutation_score(
                     survey,
                     count=count,
-                    only=wanted.only,
-                    known=known,
-                    dead=dead,
-                    told=report_progress,
+                    ident=wanted.only,
+                    known_outcomes=known,
+                    recorded=dead,
+                    on_progress=report_progress,
                 )
             )
     return scores, [record_of(score) for score in scores]
@@ -228,7 +228,7 @@ def _print_bits(
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
 
-    bits = compare_bits(mutants, found.coverage, problems, where=found.where)
+    bits = compare_bits(mutants, found.coverage, problems, backend=found.backend)
     differing = command(bits.differing) if bits.differing else None
 
     def show() -> None:
@@ -271,8 +271,8 @@ def _print_text(score: "Score") -> None:
 
     survey = score.survey
     for fate in score.survivors:
-        ran = counted(fate.ran, "case")
-        cases = "no case executes it" if fate.how == "not executed" else f"passed by {ran}"
+        ran = counted(fate.num_cases, "case")
+        cases = "no case executes it" if fate.status == "not executed" else f"passed by {ran}"
         output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
         output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, survey)}\n")
     for fate, equivalence in score.equivalent:
@@ -283,10 +283,10 @@ def _print_text(score: "Score") -> None:
         output.line(f"equivalent {fate.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)
-    output.table(("excluded, because", "mutants"), score.apart.items())
+    output.table(("excluded, because", "mutants"), score.undetectable.items())
     output.table(("no case executes", "mutants"), score.not_executed.items())
     output.line(
-        f"{survey.part}: {len(score.fates)} of {score.executed} mutants put in, seed "
+        f"{survey.part}: {len(score.outcomes)} of {score.executed} mutants put in, seed "
         f"{score.seed}: {len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
     )

@@ -196,4 +196,4 @@ def as_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase
         tokens = tuple(map(int, words))
     pair = case.prepare_finalize, case.experts
     rank_case = RankCase(*pair, problem, case.routing, case.seed, tokens=tokens, fault=fault)
-    return replace(rank_case, manner=case.manner)
+    return replace(rank_case, variation=case.variation)

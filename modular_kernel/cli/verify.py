@@ -241,7 +241,8 @@ def _single_case(
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, interleaved)
     if (options.world_size or 1) > 1:
         if (
-            replace(manner, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY
+            replace(manner, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
+            != ORDINARY
             or interleaved
         ):
             need = "the ordinary layout and scales: --world-size"
@@ -274,7 +275,7 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                met = getattr(selection, "met", 0)  # a RankSelection is not pairwise
+                met = getattr(selection, "num_covered", 0)  # a RankSelection is not pairwise
                 impossible = len(getattr(selection, "impossible", ()))
                 pair, rest = (pf_name, experts_name), _rest(host, level)
                 cells = _reachable(host, *pair)

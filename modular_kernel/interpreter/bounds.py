@@ -32,56 +32,59 @@ class Bounds:
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        shared = [("shared memory", each) for each in _shared.values()]
-        self.shared = bool(shared)  # whether shared memory is accessible besides arguments
+        shared = [("shared memory", tensor) for tensor in _shared.values()]
+        self.has_shared = bool(shared)  # whether memory other than the arguments is accessible
         tensors = [*_tensors(arguments), *shared]
-        self._named = sorted((*_extent(each), name) for name, each in tensors if each.numel())
+        self._named_ranges = sorted((*_extent(t), name) for name, t in tensors if t.numel())
         self._starts: list[int] = []
         self._ends: list[int] = []
-        for start, end, _ in self._named:
+        for start, end, _ in self._named_ranges:
             if self._ends and start <= self._ends[-1]:
                 self._ends[-1] = max(self._ends[-1], end)
             else:
                 self._starts.append(start)
                 self._ends.append(end)
         sizes = [end - start for start, end in zip(self._starts, self._ends, strict=True)]
-        self._first = np.array(self._starts, np.uint64)
-        self._places = np.cumsum([0, *sizes])
+        self._start_array = np.array(self._starts, np.uint64)
+        self._offsets = np.cumsum([0, *sizes])
 
     @property
     def nbytes(self) -> int:
         """Total size of all ranges in bytes."""
-        return int(self._places[-1])
+        return int(self._offsets[-1])
 
-    def places(self, pointers: Any) -> Any:
+    def offsets_of(self, pointers: Any) -> Any:
         """Return byte offsets (int64) of `pointers`, all in bounds, in the concatenated ranges."""
-        index = np.searchsorted(self._first, pointers, "right") - 1
-        return self._places[index] + (pointers - self._first[index]).astype(np.int64)
+        index = np.searchsorted(self._start_array, pointers, "right") - 1
+        return self._offsets[index] + (pointers - self._start_array[index]).astype(np.int64)
 
-    def range(self, place: int) -> tuple[int, int]:
+    def range(self, index: int) -> tuple[int, int]:
         """Return start and end address of a range, given its index."""
-        return self._starts[place], self._ends[place]
+        return self._starts[index], self._ends[index]
 
-    def place_of(self, address: int) -> tuple[int, int] | None:
+    def locate(self, address: int) -> tuple[int, int] | None:
         """Return the index of the range that contains an address, and the offset in it; or None."""
-        index = self._inside(address, address + 1)
+        index = self._find_range(address, address + 1)
         return None if index is None else (index, address - self._starts[index])
 
     def range_indices(self, pointers: Any, lanes: Any) -> list[int]:
-        """Return the indices of the ranges of active pointers, which are all in bounds."""
+        """Return the indices of the ranges that the active pointers, all in bounds, lie in."""
         active = pointers[lanes]
-        indices: list[int] = np.unique(np.searchsorted(self._first, active, "right") - 1).tolist()
+        indices: list[int] = np.unique(
+            np.searchsorted(self._start_array, active, "right") - 1
+        ).tolist()
         return indices
 
-    def within(self, pointers: Any, place: int) -> Any:
-        """Return which pointers are in the range."""
-        return np.searchsorted(self._first, pointers, "right") - 1 == place
+    def in_range(self, pointers: Any, index: int) -> Any:
+        """Return a mask of the pointers in the range with this index."""
+        return np.searchsorted(self._start_array, pointers, "right") - 1 == index
 
     def check(self, pointers: Any, lanes: Any, nbytes: int) -> int | None:
         """Raise CorruptionError unless all elements at active `pointers` are in bounds.
 
-        pointers, lanes: numpy arrays of one shape, where lanes are the active ones. nbytes: of an
-        element. Returns the index of a range that contains all pointers, None if there is none.
+        pointers, lanes: numpy arrays of one shape, where lanes are the active ones. nbytes:
+        size of an element. Returns the index of the range that contains all pointers, or None if
+        they lie in several.
         """
         index = self._range_around(pointers, nbytes)
         if index is not None:
@@ -89,28 +92,31 @@ class Bounds:
         active = pointers[lanes]
         if active.size and self._range_around(active, nbytes) is None:
             for address in np.unique(active).tolist():
-                if self._inside(address, address + nbytes) is None:
+                if self._find_range(address, address + nbytes) is None:
                     raise CorruptionError(self._message(address, nbytes))
         return None
 
     def _range_around(self, pointers: Any, nbytes: int) -> int | None:
-        """Return the index of a range that contains all elements, None if there is none."""
-        return self._inside(int(pointers.min()), int(pointers.max()) + nbytes)
+        """Return the index of the range that contains all elements; None if no range does."""
+        return self._find_range(int(pointers.min()), int(pointers.max()) + nbytes)
 
-    def _inside(self, start: int, end: int) -> int | None:
+    def _find_range(self, start: int, end: int) -> int | None:
         index = bisect_right(self._starts, start) - 1
         return index if index >= 0 and end <= self._ends[index] else None
 
-    def named(self, address: int) -> str:
+    def name_of(self, address: int) -> str:
         """Return the name of the argument that contains `address`, or of the nearest one."""
         return self._nearest(address, 1)[2]
 
     def _nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
-        return min(self._named, key=lambda each: max(each[0] - address, address + nbytes - each[1]))
+        return min(
+            self._named_ranges,
+            key=lambda entry: max(entry[0] - address, address + nbytes - entry[1]),
+        )
 
     def _message(self, address: int, nbytes: int) -> str:
         """Return a message with the bytes accessed, relative to the nearest argument."""
-        if not self._named:
+        if not self._named_ranges:
             return f"kernel memory access: got {nbytes} bytes, need none (no argument has memory)"
         start, end, name = self._nearest(address, nbytes)
         first = address - start

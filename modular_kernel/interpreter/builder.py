@@ -13,7 +13,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.dtypes import (
     BF16,
     BITS,
@@ -38,7 +38,8 @@ from modular_kernel.interpreter.dtypes import (
 from modular_kernel.interpreter.races import Access
 
 # Triton has no type annotations. A Handle is a builder's operand: numpy data with a triton type.
-# Foreign stands for all other triton objects: tensors, types, enums, functions, cache policies.
+# TritonObject stands for all other triton objects: tensors, types, enums, functions, cache
+# policies.
 Handle = Any
 
 
@@ -102,11 +103,11 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return upstream.TensorHandle(data, dst_type.scalar)
 
     def create_int_to_ptr(self, src: Handle, dst_type: TritonObject) -> Handle:
-        watch.see_addresses()
+        ACCESS_LOG.mark_address_cast()
         return self.create_bitcast(src, dst_type)
 
     def create_ptr_to_int(self, src: Handle, dst_type: TritonObject) -> Handle:
-        watch.see_addresses()
+        ACCESS_LOG.mark_address_cast()
         return self.create_bitcast(src, dst_type)
 
     # Elementwise operations: upstream implements them as lambdas, passed to these three methods.
@@ -228,7 +229,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         access: Access = Access.READ,
     ) -> Array:
         """Return the elements at `pointers`; inactive lanes get `fill`, or 0."""
-        watch.touch(access, pointers, lanes, storage.itemsize, self._program)
+        ACCESS_LOG.record_access(access, pointers, lanes, storage.itemsize, self._program)
         bits = BITS.get(storage, storage)
         if fill is None:
             fill = _zeros(pointers.shape, bits)
@@ -250,7 +251,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
     def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> TritonObject:
         """Write elements at `pointers` in the active lanes."""
-        watch.touch(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
+        ACCESS_LOG.record_access(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
         bits = BITS.get(values.dtype)
         if bits is not None:
             values = np.ascontiguousarray(values).view(bits)
@@ -259,7 +260,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_atomic_cas(
         self, ptr: Handle, cmp: Handle, val: Handle, sem: TritonObject, scope: TritonObject
     ) -> Handle:
-        self._touch_atomically(ptr, np.ones(ptr.data.shape, BOOL), val, sem)
+        self._record_atomic(ptr, np.ones(ptr.data.shape, BOOL), val, sem)
         old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
         return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
 
@@ -272,20 +273,18 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         sem: TritonObject,
         scope: TritonObject,
     ) -> Handle:
-        self._touch_atomically(ptr, mask.data, val, sem)
+        self._record_atomic(ptr, mask.data, val, sem)
         if val.data.dtype not in NARROW:
             return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
             raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
         return upstream.TensorHandle(_atomic_add(ptr.data, val.data, mask.data), val.dtype.scalar)
 
-    def _touch_atomically(
-        self, ptr: Handle, lanes: Array, value: Handle, sem: TritonObject
-    ) -> None:
+    def _record_atomic(self, ptr: Handle, lanes: Array, value: Handle, sem: TritonObject) -> None:
         nbytes = value.data.dtype.itemsize
-        watch.touch(Access.ATOMIC, ptr.data, lanes, nbytes, self._program)
+        ACCESS_LOG.record_access(Access.ATOMIC, ptr.data, lanes, nbytes, self._program)
         if sem == upstream._ir.MEM_SEMANTIC.ACQUIRE_RELEASE:
-            watch.order(ptr.data, lanes, self._program)
+            ACCESS_LOG.record_acquire_release(ptr.data, lanes, self._program)
 
     @property
     def _program(self) -> int:
@@ -341,7 +340,7 @@ _EXTREMA = (
 
 # Combine functions of modular_kernel.ops.kernels.extrema, with numpy equivalents. Upstream would
 # call the Python function for every pair of values.
-_KEEP_NAN = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
+_NAN_PROPAGATING_REDUCTIONS = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
 
 
 class GpuNumericsReduce(upstream.ReduceOps):  # type: ignore[misc]
@@ -351,9 +350,9 @@ class GpuNumericsReduce(upstream.ReduceOps):  # type: ignore[misc]
         for name, value_of, index_of in _EXTREMA:
             if self.combine_fn is getattr(tl.standard, name):
                 return self.min_max(input[0], value_of, index_of)
-        keeps_nan = _KEEP_NAN.get(getattr(self.combine_fn, "__name__", ""))
-        if keeps_nan is not None:
-            return self.min_max(input[0], keeps_nan, None)
+        reduction = _NAN_PROPAGATING_REDUCTIONS.get(getattr(self.combine_fn, "__name__", ""))
+        if reduction is not None:
+            return self.min_max(input[0], reduction, None)
         return super().apply_impl(input)
 
     def sum(self, input: TritonObject) -> TritonObject:

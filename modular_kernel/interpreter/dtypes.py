@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-# Triton has no type annotations; Foreign stands for its objects.
+# Triton has no type annotations; TritonObject stands for its objects.
 TritonObject = Any
 Array = NDArray[Any]
 Dtype = np.dtype[Any]
@@ -24,8 +24,8 @@ _FP8: dict[str, Dtype] = {
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-_LARGEST: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
-NARROW: frozenset[Dtype] = frozenset({BF16, *_LARGEST})
+_MAX_FINITE: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
+NARROW: frozenset[Dtype] = frozenset({BF16, *_MAX_FINITE})
 # Substitutes in C++ loads and stores, which do not support extension dtypes.
 BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in NARROW}
 # Built once; upstream rebuilds its table in every operation. fp8e4b15 is omitted deliberately: a
@@ -55,10 +55,10 @@ def convert(data: Array, storage: Dtype) -> Array:
     """Convert `data` of any shape to the dtype `storage`, rounded and saturated as on a GPU."""
     if data.dtype == storage:
         return data
-    if storage in _LARGEST:
+    if storage in _MAX_FINITE:
         wide = data if data.dtype == FLOAT64 else data.astype(FLOAT32)
         # np.clip propagates NaN, as cvt.satfinite does.
-        return np.clip(wide, -_LARGEST[storage], _LARGEST[storage]).astype(storage)
+        return np.clip(wide, -_MAX_FINITE[storage], _MAX_FINITE[storage]).astype(storage)
     if storage.kind in "iu" and data.dtype.kind not in "iub":
         return _float_to_int(widen(data), storage)
     if storage == BF16 and data.dtype.kind in "iub":

@@ -1,4 +1,4 @@
-"""Loads and stores of plain elements in one step, as `fast_paths` does for operations."""
+"""Fast paths of loads and stores whose operands need no conversion."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -26,7 +26,7 @@ from modular_kernel.interpreter.fast_paths import (
 )
 
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
-_ELEMENTS = {
+_STORAGE_BY_TYPE = {
     id(kind): storage_of(kind)
     for kind in (
         *(tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64),
@@ -34,11 +34,11 @@ _ELEMENTS = {
     )
 }
 # Conversions before a store that upstream also does in a single rounding.
-_ROUNDED = frozenset((id(tl.float32), id(kind)) for kind in (tl.float16, tl.bfloat16))
-_LOAD_POLICIES = frozenset({"", ".ca", ".cg", ".cv"})
-_STORE_POLICIES = frozenset({"", ".wb", ".cg", ".cs", ".wt"})
-_POLICIES = frozenset({"cache_modifier", "eviction_policy"})
-_EVICTIONS = frozenset({"", "evict_first", "evict_last"})
+_ROUNDING_STORES = frozenset((id(tl.float32), id(kind)) for kind in (tl.float16, tl.bfloat16))
+_LOAD_MODIFIERS = frozenset({"", ".ca", ".cg", ".cv"})
+_STORE_MODIFIERS = frozenset({"", ".wb", ".cg", ".cs", ".wt"})
+_CACHE_HINTS = frozenset({"cache_modifier", "eviction_policy"})
+_EVICTION_POLICIES = frozenset({"", "evict_first", "evict_last"})
 
 
 def _load(slow: FastPath) -> FastPath:
@@ -46,19 +46,19 @@ def _load(slow: FastPath) -> FastPath:
         pointer: TritonObject,
         mask: TritonObject = None,
         other: TritonObject = None,
-        *rest: TritonObject,
-        **given: TritonObject,
+        *args: TritonObject,
+        **kwargs: TritonObject,
     ) -> TritonObject:
         operands = _addresses(pointer, mask)
-        if operands is None or rest or not _only_cache_hints(given, _LOAD_POLICIES):
-            return slow(pointer, mask, other, *rest, **given)
+        if operands is None or args or not _only_cache_hints(kwargs, _LOAD_MODIFIERS):
+            return slow(pointer, mask, other, *args, **kwargs)
         addresses, lanes, kind, storage = operands
         fill = None
         if other is not None:
             fill = _fill_values(other, kind, storage, addresses.shape)
             same_kind = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
             if fill is None or mask is None or not same_kind:
-                return slow(pointer, mask, other, **given)
+                return slow(pointer, mask, other, **kwargs)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
         return make_tensor(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
 
@@ -70,23 +70,23 @@ def _store(slow: FastPath) -> FastPath:
         pointer: TritonObject,
         value: TritonObject,
         mask: TritonObject = None,
-        *rest: TritonObject,
-        **given: TritonObject,
+        *args: TritonObject,
+        **kwargs: TritonObject,
     ) -> TritonObject:
         operands = _addresses(pointer, mask)
         if (
             operands is None
-            or rest
+            or args
             or type(value) is not _tensor
-            or not _only_cache_hints(given, _STORE_POLICIES)
+            or not _only_cache_hints(kwargs, _STORE_MODIFIERS)
         ):
-            return slow(pointer, value, mask, *rest, **given)
+            return slow(pointer, value, mask, *args, **kwargs)
         addresses, lanes, kind, storage = operands
         data, value_type = value.handle.data, value.dtype
-        if value_type is not kind and (id(value_type), id(kind)) not in _ROUNDED:
-            return slow(pointer, value, mask, **given)
+        if value_type is not kind and (id(value_type), id(kind)) not in _ROUNDING_STORES:
+            return slow(pointer, value, mask, **kwargs)
         if _is_block(value) and (data.shape != addresses.shape or not _is_block(pointer)):
-            return slow(pointer, value, mask, **given)
+            return slow(pointer, value, mask, **kwargs)
         data = convert(data, storage)
         if data.shape != addresses.shape:
             data = np.broadcast_to(data, addresses.shape)
@@ -100,13 +100,13 @@ def _is_block(tensor: TritonObject) -> bool:
     return type(tensor.type) is _block
 
 
-def _only_cache_hints(given: dict[str, TritonObject], modifiers: frozenset[str]) -> bool:
+def _only_cache_hints(kwargs: dict[str, TritonObject], modifiers: frozenset[str]) -> bool:
     """Return whether only cache hints, which do not change results, were passed."""
-    if not given.keys() <= _POLICIES:
+    if not kwargs.keys() <= _CACHE_HINTS:
         return False
-    modifier, eviction = given.get("cache_modifier", ""), given.get("eviction_policy", "")
+    modifier, eviction = kwargs.get("cache_modifier", ""), kwargs.get("eviction_policy", "")
     return type(modifier) is type(eviction) is str and (
-        modifier in modifiers and eviction in _EVICTIONS
+        modifier in modifiers and eviction in _EVICTION_POLICIES
     )
 
 
@@ -120,7 +120,7 @@ def _addresses(
     if type(pointer) is not _tensor or type(pointer.dtype) is not _pointer:
         return None
     kind = pointer.dtype.element_ty
-    storage = _ELEMENTS.get(id(kind))
+    storage = _STORAGE_BY_TYPE.get(id(kind))
     if storage is None:
         return None
     addresses = pointer.handle.data
@@ -142,9 +142,9 @@ def _addresses(
 
 
 @cache
-def _broadcast_shape(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+def _broadcast_shape(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
     try:
-        return np.broadcast_shapes(one, other)
+        return np.broadcast_shapes(left, right)
     except ValueError:
         return None
 
@@ -159,7 +159,7 @@ def _all_lanes(shape: tuple[int, ...]) -> Array:
 def _fill_values(
     other: TritonObject, kind: TritonObject, storage: Dtype, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return the values of inactive lanes; None if it needs upstream's implementation."""
+    """Return the values of inactive lanes; None if `other` needs upstream's implementation."""
     if type(other) is _tensor:
         data: Array = other.handle.data
         return data if other.dtype is kind and data.shape == shape else None

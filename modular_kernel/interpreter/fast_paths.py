@@ -1,8 +1,8 @@
 """Fast paths for operations whose operands need no conversion.
 
 Upstream inspects both operands several times, broadcasts them, and wraps numpy's result twice. For
-two int32, int64, float32 or int1 operands, for a number that converts to such a type, and for an
-address and an offset, the result is simply that of the numpy operation, which broadcasts by itself.
+two operands of type int32, int64, float32 or int1, for a Python number that converts to such a
+type, and for a pointer and an offset, the numpy operation alone gives the result.
 Every fast path takes the upstream function and calls it in all other cases, including errors.
 `modular_kernel.interpreter.patch` installs them.
 """
@@ -23,34 +23,34 @@ FastPath = Callable[..., TritonObject]
 _new = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
 # Keyed by the type's id: triton has one object per type.
-_NUMBERS = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64, tl.float32)}
-_INTEGERS = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64)}
-_BITS = {id(kind): storage_of(kind) for kind in (tl.int1, tl.int32, tl.int64)}
-_OFFSETS = frozenset(_INTEGERS)
-_ALL = slice(None)
+_NUMERIC_STORAGE = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64, tl.float32)}
+_INTEGER_STORAGE = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64)}
+_BITWISE_STORAGE = {id(kind): storage_of(kind) for kind in (tl.int1, tl.int32, tl.int64)}
+_OFFSET_TYPES = frozenset(_INTEGER_STORAGE)
+_FULL_SLICE = slice(None)
 MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
-_LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2 - 2**-23) * 2.0**127
+_MIN_NORMAL_FLOAT32, _MAX_FLOAT32 = 2.0**-126, (2 - 2**-23) * 2.0**127
 # Conversions that `to` does in one step. Upstream converts 16-bit values through float32, and has
 # separate code for fp8.
-_WHOLE = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
-_DIRECT = frozenset(
+_INTEGER_DTYPES = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
+_DIRECT_CASTS = frozenset(
     (id(a), id(b))
     for a, b in (
-        *((a, b) for a in (*_WHOLE, tl.int1) for b in (*_WHOLE, tl.float32)),
-        *((tl.float32, b) for b in (*_WHOLE, tl.bfloat16, tl.float16)),
+        *((a, b) for a in (*_INTEGER_DTYPES, tl.int1) for b in (*_INTEGER_DTYPES, tl.float32)),
+        *((tl.float32, b) for b in (*_INTEGER_DTYPES, tl.bfloat16, tl.float16)),
         *((a, tl.float32) for a in (tl.bfloat16, tl.float16)),
     )
     if a is not b
 )
 
 
-def make_tensor(data: Array, kind: TritonObject, whole: TritonObject) -> TritonObject:
-    """Return a tensor of type `whole`, with `data` stored as its scalar type `kind`."""
+def make_tensor(data: Array, kind: TritonObject, tensor_type: TritonObject) -> TritonObject:
+    """Return a tensor of type `tensor_type`, with `data` stored as its scalar type `kind`."""
     handle = _new(upstream.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, kind, {}
     tensor = _new(_tensor)
-    tensor.handle, tensor.type, tensor.dtype = handle, whole, kind
-    shape_and_numel = whole.__dict__.get("of_tensors")
+    tensor.handle, tensor.type, tensor.dtype = handle, tensor_type, kind
+    shape_and_numel = tensor_type.__dict__.get("of_tensors")
     tensor.shape, tensor.numel = shape_of_scalars() if shape_and_numel is None else shape_and_numel
     return tensor
 
@@ -96,7 +96,7 @@ def is_positive_zero(number: float) -> bool:
 
 def is_float32(number: float) -> bool:
     """Return whether upstream converts the number to float32; outside that range it is float64."""
-    return _LEAST_FLOAT <= abs(number) <= _MOST_FLOAT or abs(number) == inf
+    return _MIN_NORMAL_FLOAT32 <= abs(number) <= _MAX_FLOAT32 or abs(number) == inf
 
 
 def _operand(
@@ -114,23 +114,23 @@ def _operand(
         if other_kind is kind:
             return other.handle.data, kind
         # Integers of two sizes: numpy widens as triton does.
-        both_integers = id(kind) in _OFFSETS and id(other_kind) in _OFFSETS
+        both_integers = id(kind) in _OFFSET_TYPES and id(other_kind) in _OFFSET_TYPES
         return (other.handle.data, tl.int64) if both_integers else None
     return (_number(other, storage), kind) if converts_to(kind, other) else None
 
 
 def arithmetic(op: Callable[..., Array], kinds: dict[int, Dtype]) -> Callable[[FastPath], FastPath]:
-    """Return the fast path of an operation on a tensor and a tensor of its type, or a number."""
+    """Return the fast path of an operation on a tensor and a tensor of equal type, or a number."""
 
     def fast_path(slow: FastPath) -> FastPath:
-        def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
+        def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
             operand = _operand(self.dtype, other, kinds)
             if operand is None:
-                return slow(self, other, **given)
+                return slow(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:  # incompatible shapes, which upstream reports
-                return slow(self, other, **given)
+                return slow(self, other, **kwargs)
             return _result(data, operand[1], self, other)
 
         return fast
@@ -139,21 +139,21 @@ def arithmetic(op: Callable[..., Array], kinds: dict[int, Dtype]) -> Callable[[F
 
 
 def _reversed(op: Callable[..., Array]) -> Callable[..., Array]:
-    return lambda own, other: op(other, own)
+    return lambda lhs, rhs: op(rhs, lhs)
 
 
 def _add(slow: FastPath) -> FastPath:
-    numbers = arithmetic(np.add, _NUMBERS)(slow)
+    add_numbers = arithmetic(np.add, _NUMERIC_STORAGE)(slow)
 
-    def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
+    def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
         kind = self.dtype
         if type(kind) is not _pointer:
-            return numbers(self, other, **given)
+            return add_numbers(self, other, **kwargs)
         element = kind.element_ty
         is_number = type(other) is int and MIN_INT32 <= other <= MAX_INT32
-        is_offset = type(other) is _tensor and id(other.dtype) in _OFFSETS
+        is_offset = type(other) is _tensor and id(other.dtype) in _OFFSET_TYPES
         if not (is_number or is_offset) or hasattr(element, "element_ty"):
-            return slow(self, other, **given)
+            return slow(self, other, **kwargs)
         nbytes = max(1, element.primitive_bitwidth // 8)
         if is_number:
             offset = np.uint64(other * nbytes % 2**64)
@@ -165,7 +165,7 @@ def _add(slow: FastPath) -> FastPath:
         try:
             data = base + offset
         except ValueError:
-            return slow(self, other, **given)
+            return slow(self, other, **kwargs)
         is_block = type(result_type) is _block
         if is_block or (is_offset and _is_block(other)):
             result_type = (
@@ -182,14 +182,14 @@ def _is_block(tensor: TritonObject) -> bool:
 
 def _comparison(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
     def fast_path(slow: FastPath) -> FastPath:
-        def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
-            operand = _operand(self.dtype, other, _NUMBERS)
+        def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
+            operand = _operand(self.dtype, other, _NUMERIC_STORAGE)
             if operand is None or (type(other) is float and not is_float32(other)):
-                return slow(self, other, **given)
+                return slow(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:
-                return slow(self, other, **given)
+                return slow(self, other, **kwargs)
             return _result(data, tl.int1, self, other)
 
         return fast
@@ -201,14 +201,14 @@ def _division(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
     """Return the fast path of integer division toward zero; upstream handles division by 0."""
 
     def fast_path(slow: FastPath) -> FastPath:
-        def fast(self: TritonObject, other: TritonObject, **given: TritonObject) -> TritonObject:
-            operand = _operand(self.dtype, other, _INTEGERS)
+        def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
+            operand = _operand(self.dtype, other, _INTEGER_STORAGE)
             if operand is None or not operand[0].all():
-                return slow(self, other, **given)
+                return slow(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:
-                return slow(self, other, **given)
+                return slow(self, other, **kwargs)
             return _result(data, operand[1], self, other)
 
         return fast
@@ -222,21 +222,21 @@ def _quotient(left: Array, right: Array) -> Array:
 
 
 def _index(slow: FastPath) -> FastPath:
-    """Return the fast path of indexing with `:` and None only, with one `:` per dimension."""
+    """Return the fast path of indexing with one `:` per dimension, and any number of None."""
 
-    def fast(self: TritonObject, slices: TritonObject, **given: TritonObject) -> TritonObject:
+    def fast(self: TritonObject, slices: TritonObject, **kwargs: TritonObject) -> TritonObject:
         kind = self.dtype
         if type(slices) is not tuple or type(self.type) is not _block:
-            return slow(self, slices, **given)
-        dimensions = 0
-        for each in slices:
-            if each is not None:
-                if type(each) is not slice or each != _ALL:
-                    return slow(self, slices, **given)
-                dimensions += 1
+            return slow(self, slices, **kwargs)
+        num_slices = 0
+        for index in slices:
+            if index is not None:
+                if type(index) is not slice or index != _FULL_SLICE:
+                    return slow(self, slices, **kwargs)
+                num_slices += 1
         data = self.handle.data
-        if dimensions != data.ndim:
-            return slow(self, slices, **given)
+        if num_slices != data.ndim:
+            return slow(self, slices, **kwargs)
         data = data[slices]
         is_pointer = type(kind) is _pointer
         return make_tensor(
@@ -247,15 +247,15 @@ def _index(slow: FastPath) -> FastPath:
 
 
 def _to(slow: FastPath) -> FastPath:
-    def fast(self: TritonObject, *args: TritonObject, **given: TritonObject) -> TritonObject:
+    def fast(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         kind = self.dtype
-        if len(args) != 1 or given:
-            return slow(self, *args, **given)
+        if len(args) != 1 or kwargs:
+            return slow(self, *args, **kwargs)
         target = args[0].value if type(args[0]) is tl.constexpr else args[0]
         if target is kind:
             return self
-        if (id(kind), id(target)) not in _DIRECT:
-            return slow(self, *args, **given)
+        if (id(kind), id(target)) not in _DIRECT_CASTS:
+            return slow(self, *args, **kwargs)
         data = convert(self.handle.data, storage_of(target))
         return make_tensor(
             data, target, block_of(target, data.shape) if _is_block(self) else target
@@ -266,18 +266,18 @@ def _to(slow: FastPath) -> FastPath:
 
 def _where(slow: FastPath) -> FastPath:
     def fast(
-        condition: TritonObject, x: TritonObject, y: TritonObject, **given: TritonObject
+        condition: TritonObject, x: TritonObject, y: TritonObject, **kwargs: TritonObject
     ) -> TritonObject:
         if not (type(condition) is type(x) is _tensor and condition.dtype is tl.int1):
-            return slow(condition, x, y, **given)
-        operand_and_kind = _operand(x.dtype, y, _NUMBERS)
+            return slow(condition, x, y, **kwargs)
+        operand_and_kind = _operand(x.dtype, y, _NUMERIC_STORAGE)
         if operand_and_kind is None:
-            return slow(condition, x, y, **given)
+            return slow(condition, x, y, **kwargs)
         operand, kind = operand_and_kind
         try:
             data = np.where(condition.handle.data, x.handle.data, operand)
         except ValueError:
-            return slow(condition, x, y, **given)
+            return slow(condition, x, y, **kwargs)
         return _result(data, kind, condition if _is_block(condition) else x, y)
 
     return fast
@@ -286,16 +286,16 @@ def _where(slow: FastPath) -> FastPath:
 # Fast paths by the name of the upstream function, in a class and in modules of triton.
 TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
     "__add__": _add,
-    "__radd__": arithmetic(np.add, _NUMBERS),
-    "__sub__": arithmetic(np.subtract, _NUMBERS),
-    "__rsub__": arithmetic(_reversed(np.subtract), _NUMBERS),
-    "__mul__": arithmetic(np.multiply, _NUMBERS),
-    "__rmul__": arithmetic(np.multiply, _NUMBERS),
+    "__radd__": arithmetic(np.add, _NUMERIC_STORAGE),
+    "__sub__": arithmetic(np.subtract, _NUMERIC_STORAGE),
+    "__rsub__": arithmetic(_reversed(np.subtract), _NUMERIC_STORAGE),
+    "__mul__": arithmetic(np.multiply, _NUMERIC_STORAGE),
+    "__rmul__": arithmetic(np.multiply, _NUMERIC_STORAGE),
     "__floordiv__": _division(_quotient),
     "__mod__": _division(np.fmod),
-    "__and__": arithmetic(np.bitwise_and, _BITS),
-    "__or__": arithmetic(np.bitwise_or, _BITS),
-    "__xor__": arithmetic(np.bitwise_xor, _BITS),
+    "__and__": arithmetic(np.bitwise_and, _BITWISE_STORAGE),
+    "__or__": arithmetic(np.bitwise_or, _BITWISE_STORAGE),
+    "__xor__": arithmetic(np.bitwise_xor, _BITWISE_STORAGE),
     "__lt__": _comparison(np.less),
     "__le__": _comparison(np.less_equal),
     "__gt__": _comparison(np.greater),

@@ -23,25 +23,25 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.dtypes import BOOL, Array
 from modular_kernel.interpreter.races import Access
 
 _READ, _WRITTEN = range(2)
-_TOUCHED = {
+_MARK_KINDS = {
     Access.READ: (_READ,),
     Access.WRITE: (_WRITTEN,),
     Access.ATOMIC: (_READ, _WRITTEN),
 }
-_NUMBERS = (int, bool, float, str, tl.constexpr)  # types of globals that a kernel may use
+_CONSTANT_TYPES = (int, bool, float, str, tl.constexpr)  # types of globals that a kernel may use
 _MAX_OUTCOMES = 8  # outcomes kept per key, for launches that differ only in the bytes they read
 
 
 class LaunchCache:
-    """Outcomes of launches, kept as long as this object.
+    """Outcomes of launches, cached for the lifetime of this object.
 
-    computed, repeated: how many launches ran, and how many were replayed.
+    computed: number of launches that ran. hits: number of launches that were replayed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LaunchCache:
         bounds = Bounds(arguments)
         try:
             argument_key = _ArgumentKey(bounds)
-            values = argument_key.of(tuple(arguments.items()))
+            values = argument_key.key_of(tuple(arguments.items()))
             key = (
                 kernel,
                 grid,
@@ -77,7 +77,7 @@ class LaunchCache:
             run(None)
             return
         outcomes, memory = self._outcomes.setdefault(key, []), argument_key.memory()
-        outcome = next((each for each in outcomes if each.matches(memory)), None)
+        outcome = next((candidate for candidate in outcomes if candidate.matches(memory)), None)
         if outcome is not None and repeat:
             self.hits += 1
             outcome.write(memory)
@@ -93,11 +93,11 @@ class LaunchCache:
 @contextmanager
 def cached_launches() -> Iterator[LaunchCache]:
     """Cache launches in the block: replay one that must write the same as an earlier one."""
-    outer, watch.known = watch.known, LaunchCache()
+    outer, ACCESS_LOG.cache = ACCESS_LOG.cache, LaunchCache()
     try:
-        yield watch.known
+        yield ACCESS_LOG.cache
     finally:
-        watch.known = outer
+        ACCESS_LOG.cache = outer
 
 
 class _UncacheableError(Exception):
@@ -111,12 +111,12 @@ class _ArgumentKey:
     """
 
     def __init__(self, bounds: Bounds) -> None:
-        if bounds.shared:
+        if bounds.has_shared:
             raise _UncacheableError
         self._bounds = bounds
         self.order: list[int] = []
 
-    def of(self, value: Any) -> Hashable:
+    def key_of(self, value: Any) -> Hashable:
         """Return the key of a value; raise _UncacheableError for an unsupported type."""
         kind = type(value)
         if value is None or kind in (int, bool, str):
@@ -124,41 +124,41 @@ class _ArgumentKey:
         if kind is float:
             return kind, pack("d", value)  # distinguishes 0 from -0, and NaNs
         if kind is torch.Tensor or isinstance(value, torch.Tensor):
-            return self._of_tensor(value)
+            return self._tensor_key(value)
         if isinstance(value, tuple | list):
-            return kind, tuple(map(self.of, value))
+            return kind, tuple(map(self.key_of, value))
         if kind is tl.constexpr:
-            return kind, self.of(value.value)
+            return kind, self.key_of(value.value)
         if isinstance(value, tl.dtype | upstream.InterpretedFunction):
             return kind, str(value) if isinstance(value, tl.dtype) else value
         if kind in (TensorDescriptor, TensorWrapper):
-            return kind, tuple((name, self.of(each)) for name, each in vars(value).items())
+            return kind, tuple((name, self.key_of(field)) for name, field in vars(value).items())
         if isinstance(value, torch.dtype | torch.device):
             return kind, str(value)
         raise _UncacheableError
 
-    def globals_of(self, kernel: FunctionType, seen: set[FunctionType]) -> Hashable:
+    def globals_of(self, kernel: FunctionType, visited: set[FunctionType]) -> Hashable:
         """Return the key of the global constants and helpers that a kernel and its helpers use."""
-        seen.add(kernel)
+        visited.add(kernel)
         keys: list[Hashable] = []
         for name in kernel.__code__.co_names:
             value = kernel.__globals__.get(name)
-            if type(value) in _NUMBERS:
-                keys.append((name, self.of(value)))
+            if type(value) in _CONSTANT_TYPES:
+                keys.append((name, self.key_of(value)))
             elif isinstance(value, upstream.InterpretedFunction):
                 helper = value.rewrite()
                 keys.append((name, helper))
-                if helper not in seen:
-                    keys.append(self.globals_of(helper, seen))
+                if helper not in visited:
+                    keys.append(self.globals_of(helper, visited))
         return tuple(keys)
 
-    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
+    def _tensor_key(self, tensor: torch.Tensor) -> Hashable:
         if tensor.device.type != "cpu":
             raise _UncacheableError
         if not tensor.numel():
             return tensor.dtype, None
-        position = self._bounds.place_of(tensor.data_ptr())
-        if position is None:  # in a list: launches may not access its memory
+        position = self._bounds.locate(tensor.data_ptr())
+        if position is None:  # a tensor in a list, whose memory launches may not access
             raise _UncacheableError
         range_index, offset = position
         if range_index not in self.order:
@@ -189,38 +189,40 @@ class Trace:
 
     def __init__(self, bounds: Bounds, order: list[int], memory: list[Array]) -> None:
         self._bounds, self._memory = bounds, memory
-        self._at = {range_index: index for index, range_index in enumerate(order)}
-        self._before = [each.copy() for each in memory]
+        self._memory_index = {range_index: index for index, range_index in enumerate(order)}
+        self._initial_memory = [array.copy() for array in memory]
         # Keyed by (range, kind, element size): marks, with 1 at the first byte of each accessed
         # element, and the distance from an element's address to that of its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
-        self._sees_addresses = False
+        self._casts_addresses = False
 
-    def see_addresses(self) -> None:
+    def mark_address_cast(self) -> None:
         """Note that the launch depends on the addresses of its arguments."""
-        self._sees_addresses = True
+        self._casts_addresses = True
 
-    def touch(
-        self, access: Access, pointers: Array, lanes: Array, nbytes: int, place: int | None
+    def record_access(
+        self, access: Access, pointers: Array, lanes: Array, nbytes: int, range_index: int | None
     ) -> None:
         """Record that elements of `nbytes` bytes in the active lanes are about to be accessed.
 
         place: index of the range that contains all pointers, None if there is none.
         """
-        indices = self._bounds.range_indices(pointers, lanes) if place is None else (place,)
+        indices = (
+            self._bounds.range_indices(pointers, lanes) if range_index is None else (range_index,)
+        )
         for index in indices:
             lanes_in_range = (
-                lanes if len(indices) == 1 else lanes & self._bounds.within(pointers, index)
+                lanes if len(indices) == 1 else lanes & self._bounds.in_range(pointers, index)
             )
-            for kind in _TOUCHED[access]:
-                shift = self._marked((self._at[index], kind, nbytes), index)[1]
+            for kind in _MARK_KINDS[access]:
+                shift = self._marks_of((self._memory_index[index], kind, nbytes), index)[1]
                 upstream._interpreter.store(pointers + shift, _ones(pointers.shape), lanes_in_range)
 
-    def _marked(self, key: tuple[int, int, int], place: int) -> tuple[Array, Any]:
+    def _marks_of(self, key: tuple[int, int, int], range_index: int) -> tuple[Array, Any]:
         entry = self._marks.get(key)
         if entry is None:
             marks = np.zeros(len(self._memory[key[0]]), BOOL)
-            distance = marks.ctypes.data - self._bounds.range(place)[0]
+            distance = marks.ctypes.data - self._bounds.range(range_index)[0]
             entry = self._marks[key] = marks, np.uint64(distance % 2**64)
         return entry
 
@@ -232,7 +234,7 @@ class Trace:
             for byte in range(nbytes):
                 mask[byte:] |= marks[: len(marks) - byte]
         read = [
-            (index, mask, self._before[index])
+            (index, mask, self._initial_memory[index])
             for (index, kind), mask in masks.items()
             if kind == _READ
         ]
@@ -241,34 +243,36 @@ class Trace:
             for (index, kind), mask in masks.items()
             if kind == _WRITTEN
         ]
-        addresses = tuple(map(_start, self._memory)) if self._sees_addresses else None
+        addresses = tuple(map(_start, self._memory)) if self._casts_addresses else None
         return _Outcome(read, written, addresses)
 
 
 class _Outcome:
     """Bytes that a launch read and wrote: (range, mask, contents) for each range.
 
-    where: addresses of the ranges, if the launch depends on them.
+    addresses: of the ranges, if the launch depends on them; otherwise None.
     """
 
     def __init__(
         self,
         read: list[tuple[int, Array, Array]],
         written: list[tuple[int, Array, Array]],
-        where: tuple[int, ...] | None,
+        addresses: tuple[int, ...] | None,
     ) -> None:
-        self._read, self._written, self._where = read, written, where
+        self._read, self._written, self._addresses = read, written, addresses
 
     def matches(self, memory: list[Array]) -> bool:
-        """Return whether a launch with this memory reads the same bytes, so its outcome is this."""
-        if self._where is not None and self._where != tuple(map(_start, memory)):
+        """Return whether a launch with this memory reads the same bytes, so has this outcome."""
+        if self._addresses is not None and self._addresses != tuple(map(_start, memory)):
             return False
-        return not any(((memory[index] != was) & mask).any() for index, mask, was in self._read)
+        return not any(
+            ((memory[index] != expected) & mask).any() for index, mask, expected in self._read
+        )
 
     def write(self, memory: list[Array]) -> None:
         """Write the bytes that the launch wrote, and no others."""
-        for index, mask, became in self._written:
-            np.copyto(memory[index], became, where=mask)
+        for index, mask, contents in self._written:
+            np.copyto(memory[index], contents, where=mask)
 
 
 def _bytes(start: int, end: int) -> Array:

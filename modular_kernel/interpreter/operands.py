@@ -33,10 +33,10 @@ _to_tensor: Callable[..., TritonObject] = TritonSemantic.to_tensor
 _unwrap = tl.core._unwrap_if_constexpr
 _check_handle = upstream.TensorHandle.__post_init__
 
-# Types that two operands keep in every operation; triton has one object per type.
-_KEPT = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
+# Types that no operation promotes if both operands have them; triton has one object per type.
+_UNPROMOTED_TYPES = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
 _INTEGERS = (tl.int32, tl.int64)
-_WRAPPING = (list, tuple, tl.tuple, tl.constexpr)
+_WRAPPER_TYPES = (list, tuple, tl.tuple, tl.constexpr)
 
 
 def promote_operands(
@@ -53,7 +53,7 @@ def promote_operands(
         kind = lhs.dtype
         if type(rhs) is tl.tensor:
             other = rhs.dtype
-            same_type = kind is other and id(kind) in _KEPT
+            same_type = kind is other and id(kind) in _UNPROMOTED_TYPES
             if same_type or (
                 allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS
             ):
@@ -77,12 +77,12 @@ def broadcast(
     target = _broadcast_sizes(left, right)
     if target is None:
         return _broadcast(self, lhs, rhs)
-    return _spread_to(lhs, left, target), _spread_to(rhs, right, target)
+    return _broadcast_to(lhs, left, target), _broadcast_to(rhs, right, target)
 
 
 def unwrap(value: TritonObject) -> TritonObject:
     """Replace `tl.core._unwrap_if_constexpr`."""
-    return _unwrap(value) if isinstance(value, _WRAPPING) else value
+    return _unwrap(value) if isinstance(value, _WRAPPER_TYPES) else value
 
 
 def to_tensor(self: TritonObject, x: TritonObject, check_type: bool = True) -> TritonObject:
@@ -160,14 +160,14 @@ def _broadcast_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int
         return None
 
 
-def _spread_to(
-    tensor: TritonObject, sizes: tuple[int, ...], wanted: tuple[int, ...]
+def _broadcast_to(
+    tensor: TritonObject, sizes: tuple[int, ...], target: tuple[int, ...]
 ) -> TritonObject:
-    if sizes == wanted:
+    if sizes == target:
         return tensor
     kind, data = tensor.dtype, tensor.handle.data
-    data = np.broadcast_to(data, wanted) if sizes else np.full(wanted, data, storage_of(kind))
-    return tl.tensor(upstream.TensorHandle(data, kind), tl.block_type(kind, wanted))
+    data = np.broadcast_to(data, target) if sizes else np.full(target, data, storage_of(kind))
+    return tl.tensor(upstream.TensorHandle(data, kind), tl.block_type(kind, target))
 
 
 @lru_cache(maxsize=4096)

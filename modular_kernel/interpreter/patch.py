@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.interpreter.builder import (
     GpuNumericsBuilder,
@@ -102,19 +102,19 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         with _LAUNCH_LOCK, np.errstate(all="ignore"):
             run = partial(self._run, *args, **kwargs)
             is_plain_grid = type(self.grid) is tuple and all(
-                type(each) is int for each in self.grid
+                type(size) is int for size in self.grid
             )
             if self.pre_run_hooks or not is_plain_grid:  # hooks and computed grids cannot be cached
                 run()
             else:
-                watch.launch(self.fn, self.grid, arguments, run)
+                ACCESS_LOG.launch(self.fn, self.grid, arguments, run)
 
     def _run(self, *args: TritonObject, **kwargs: TritonObject) -> None:
-        outer = len(_scopes)
+        num_outer_scopes = len(_scopes)
         try:
             super().__call__(*args, **kwargs)
         finally:
-            del _scopes[outer:]  # upstream has undone these patches
+            del _scopes[num_outer_scopes:]  # upstream has undone these patches
 
     def _init_args_hst(
         self, args_dev: tuple[TritonObject, ...], kwargs: dict[str, TritonObject]
@@ -122,7 +122,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         """Return the launch's arguments, and start checking accesses against them."""
         positional, named = super()._init_args_hst(args_dev, kwargs)
         arguments = dict(zip(self.arg_names, positional, strict=False)) | named
-        watch.begin(self.fn.__name__, arguments)
+        ACCESS_LOG.begin(self.fn.__name__, arguments)
         return positional, named
 
 
@@ -157,7 +157,7 @@ class _AfterFork:
             return  # the forking thread's own launch continues
         while _scopes:
             _scopes.pop().restore()
-        watch.forget_launch()
+        ACCESS_LOG.forget_launch()
 
 
 _after_fork = _AfterFork()

@@ -21,7 +21,7 @@ from modular_kernel.quant.quantized_weights import (
     quantize_weights,
 )
 from modular_kernel.reference import oracle
-from modular_kernel.testing.checkpoints.published_formats import ORDERED
+from modular_kernel.testing.checkpoints.published_formats import ACT_ORDER_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
 CPU = torch.device("cpu")
@@ -124,11 +124,11 @@ def test_adapters_are_refused_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ORDERED)
+@pytest.mark.parametrize("kind", ACT_ORDER_FORMATS)
 def test_a_checkpoint_is_what_it_says(kind: str, family: str, tmp_path: Path) -> None:
     sample = write(tmp_path, family, kind)
     loaded = mk.load_experts(tmp_path, 0)
-    assert str(loaded.problem_fields["quant"]) == ORDERED[kind].scheme
+    assert str(loaded.problem_fields["quant"]) == ACT_ORDER_FORMATS[kind].scheme
     assert not torch.equal(loaded.weights.w1_order[0], loaded.weights.w1_order[1])
     w1, w2 = numbers(loaded)
     # h comes in the order of w2's sorted columns: some permutation of I, of both at once.
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_what_it_says(kind: str, family: str, tmp_path: Path) ->
         torch.testing.assert_close(gate, true_gate[place], rtol=1e-6, atol=1e-12)
         torch.testing.assert_close(up, true_up[place], rtol=1e-6, atol=1e-12)
         torch.testing.assert_close(w2[expert], sample.w2[expert][:, place], rtol=1e-6, atol=1e-12)
-    assert error(sample, loaded) <= ORDERED[kind].bound
+    assert error(sample, loaded) <= ACT_ORDER_FORMATS[kind].bound
 
 
 def test_a_rank_of_experts_has_its_own_orders(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_share_of_columns_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loader_of_single_tensors_refuses_it() -> None:
-    config = ORDERED["gptq, act-order"].config
+    config = ACT_ORDER_FORMATS["gptq, act-order"].config
     assert format_of(config).scheme.act_order
     with pytest.raises(ConfigurationError, match=r"act_order.* `load_experts` supports"):
         FusedMoE(4, 128, 256, top_k=2, quant_config=config)
@@ -168,7 +168,7 @@ def test_a_loader_of_single_tensors_refuses_it() -> None:
 def test_a_layer_takes_what_was_loaded(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "gptq, act-order, zero points")
     loaded = mk.load_experts(tmp_path, 0)
-    scheme = ORDERED["gptq, act-order, zero points"].scheme
+    scheme = ACT_ORDER_FORMATS["gptq, act-order, zero points"].scheme
     layer = FusedMoE(4, 128, 256, top_k=2, quant_config=scheme, params_dtype=torch.bfloat16)
     layer.set_weights(loaded.weights)
     assert torch.equal(layer.w13_weight_order, loaded.weights.w1_order)

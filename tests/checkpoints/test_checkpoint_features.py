@@ -17,13 +17,16 @@ import modular_kernel as mk
 from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.testing.cases.covering import Axis, Row, Space, covering_array
-from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, ORDERED
+from modular_kernel.testing.checkpoints.published_formats import (
+    ACT_ORDER_FORMATS,
+    CHECKPOINT_FORMATS,
+)
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 EXPERTS, HIDDEN, WIDTH = 4, 128, 256
-ALL = CHECKPOINT_FORMATS | ORDERED
+ALL = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS
 PLAIN = ("bf16", "gptq", "gptq, zero points", "awq", "compressed int4", "deepseek fp8")
-FORMATS = (*PLAIN, *ORDERED)
+FORMATS = (*PLAIN, *ACT_ORDER_FORMATS)
 PROJECTION = re.compile(r"(.*experts\.(\d+)\.(\w+))\.(weight|qweight|weight_packed)$")
 AXES = (
     Axis("kind", FORMATS),
@@ -42,7 +45,7 @@ def values_of_row(row: Row) -> dict[str, Any]:
 
 def refused(row: Row) -> tuple[str, ...]:
     values = values_of_row(row)
-    ordered = values["kind"] in ORDERED and values["tp"] > 1
+    ordered = values["kind"] in ACT_ORDER_FORMATS and values["tp"] > 1
     return ("a share of sorted columns",) if ordered else ()
 
 
@@ -89,7 +92,10 @@ def outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
 def test_every_two_values_meet() -> None:
     assert ARRAY.missing() == ()
     assert set(ARRAY.impossible.values()) <= {"a share of sorted columns"}
-    assert {(row["kind"] in ORDERED, row["bias"]) for row in ROWS} >= {(True, True), (False, True)}
+    assert {(row["kind"] in ACT_ORDER_FORMATS, row["bias"]) for row in ROWS} >= {
+        (True, True),
+        (False, True),
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
@@ -133,6 +139,6 @@ def test_a_bias_left_unsorted_would_show(tmp_path: Path, monkeypatch: pytest.Mon
         sort({name: t for name, t in weights.items() if name != "b1"}, *args, **rest)
 
     monkeypatch.setattr(loading, "sort_rows", without_biases)
-    row = next(row for row in ROWS if row["kind"] in ORDERED and row["bias"])
+    row = next(row for row in ROWS if row["kind"] in ACT_ORDER_FORMATS and row["bias"])
     with pytest.raises(AssertionError):
         test_each_expert_is_what_its_files_say(row, tmp_path, monkeypatch)

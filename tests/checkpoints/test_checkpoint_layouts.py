@@ -83,7 +83,7 @@ def test_experts_lie_where_the_family_keeps_them(family: str, tmp_path: Path) ->
         "MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=this_machine(device="cpu")
     )
     y = kernel(x.bfloat16(), loaded.weights, mk.Routing(weights, ids)).double()
-    truth = sample.truth(x.bfloat16().double(), weights, ids)
+    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
     assert float((y - truth).norm() / truth.norm()) < 1e-2
 
 

@@ -16,7 +16,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.quant.quantized_weights import dequantized_weights
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")
@@ -49,7 +49,7 @@ def error(sample: Sample, loaded: LoadedExperts) -> float:
     problem = loaded.problem(24)
     kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
     y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(weights, ids))
-    truth = sample.truth(x.to(problem.dtype).double(), weights, ids)
+    truth = sample.expected_output(x.to(problem.dtype).double(), weights, ids)
     return float((y.double() - truth).norm() / truth.norm())
 
 
@@ -125,15 +125,15 @@ def test_scales_of_integers_stay_in_16_bits(
 
 
 # Whole stacks stored (e, K, N), with one scale of all their experts.
-TURNED = [(family, kind) for family in ("llama4_text", "gpt_oss") for kind in FUSED]
+TURNED = [(family, kind) for family in ("llama4_text", "gpt_oss") for kind in FUSED_FORMATS]
 
 
 @pytest.mark.parametrize(("family", "kind"), TURNED)
 def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: Path) -> None:
     """Whole and in shares, which cut columns of the files; and with rows of scales exchanged."""
-    sample, bound = write(tmp_path, family, kind), FUSED[kind].bound
+    sample, bound = write(tmp_path, family, kind), FUSED_FORMATS[kind].bound
     loaded = mk.load_experts(tmp_path, 0)
-    assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == FUSED[kind].scheme
+    assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == FUSED_FORMATS[kind].scheme
     assert error(sample, loaded) <= bound
     w1, w2 = numbers(loaded)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)

@@ -64,7 +64,7 @@ def expert_bytes(sample: Sample) -> int:
 def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=512, shards=2)
     whole = summed(sample, ranks(sample, (1, 1), "float32"))
-    truth, scheme = sample.truth(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
+    truth, scheme = sample.expected_output(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
     w1, w2 = numbers(mk.load_experts(tmp_path, 0))
     size = expert_bytes(sample)
     for ep, tp in GRIDS:
@@ -130,7 +130,7 @@ def test_b2_is_added_once(family: str, tmp_path: Path) -> None:
     assert [bool(rank.weights.b2.any()) for rank in loaded] == [True, False, False, False]
     x, weights, ids = sample.inputs(16)
     torch.testing.assert_close(
-        summed(sample, loaded), sample.truth(x, weights, ids), rtol=1e-4, atol=1e-4
+        summed(sample, loaded), sample.expected_output(x, weights, ids), rtol=1e-4, atol=1e-4
     )
 
 

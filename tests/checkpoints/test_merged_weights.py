@@ -82,7 +82,7 @@ def judged(experts: str, problem: mk.Problem) -> tuple[float, tuple[str, ...]]:
     recipe = reference.recipe(i.x_TH, weights, routing, problem)
     found = compare(got, want, recipe, problem)
     if found.problems:  # as the rule has it: these may be few tokens
-        found = compare(got, want, recipe, problem, fair=fair_of_more(problem, weights))
+        found = compare(got, want, recipe, problem, recipe_error=fair_of_more(problem, weights))
     return found.error, found.problems
 
 

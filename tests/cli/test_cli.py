@@ -355,7 +355,9 @@ def test_compile(
     asked: list[tuple[str, int, str]] = []
     module = ModuleType("modular_kernel.testing.compile.cases")
     done = SimpleNamespace(rows=[row], left_out=[left_out] if reason is not None else [])
-    module.compile_all = lambda t, bar, workers, only: asked.append((t, workers, only)) or done  # type: ignore[attr-defined]
+    module.compile_all = lambda t, bar, workers, name_filter: (
+        asked.append((t, workers, name_filter)) or done
+    )  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert mk("compile", "--target", "sm_100").code == 0
     ended = mk("compile", "--check", "--workers", "2", "--only", "bf16")

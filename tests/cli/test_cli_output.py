@@ -361,7 +361,7 @@ def _compiles(monkeypatch: pytest.MonkeyPatch, all_kernels: Callable[..., Any]) 
 
 
 def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(target: str, bar: Any, workers: int, only: str) -> SimpleNamespace:
+    def slow(target: str, bar: Any, workers: int, name_filter: str) -> SimpleNamespace:
         with bar(2) as advance:
             time.sleep(0.3)
             advance()
@@ -384,7 +384,7 @@ def test_a_check_that_compiled_nothing_is_no_success(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = SimpleNamespace(rows=[], left_out=[LEFT_OUT])
-    _compiles(monkeypatch, lambda target, bar, workers, only: nothing)
+    _compiles(monkeypatch, lambda target, bar, workers, name_filter: nothing)
     words = ("compile", "--only", LEFT_OUT.kernel)
     assert mk(*words).code == 0
     ended = mk(*words, "--check")

@@ -82,7 +82,7 @@ def test_a_kernel_that_no_case_launches_is_named(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("only", ["BatchedTritonExperts T4-", "live pairs"])
 def test_only_the_cases_asked_for_are_launched(only: str) -> None:
-    done = compile_all("sm_90", only=only)
+    done = compile_all("sm_90", name_filter=only)
     assert done.rows
     assert all(only in row.case for row in done.rows)
     assert done.left_out == ()
@@ -91,12 +91,12 @@ def test_only_the_cases_asked_for_are_launched(only: str) -> None:
 @pytest.mark.parametrize("only", ["combine_kernel", "gemv_w4"])
 def test_only_the_kernel_asked_for_is_compiled(only: str) -> None:
     """And each of that name, whatever case launches it."""
-    done = compile_all("sm_90", only=only)
+    done = compile_all("sm_90", name_filter=only)
     assert {row.record.kernel for row in done.rows} == set(defined_kernels(only))
     assert not any(only in row.case for row in done.rows)
     assert done.left_out == ()
 
 
 def test_a_kernel_that_is_asked_for_and_left_out_says_why() -> None:
-    (left_out,) = compile_all("sm_80", only="tile_weights_kernel").left_out
+    (left_out,) = compile_all("sm_80", name_filter="tile_weights_kernel").left_out
     assert left_out.reason == "sm_90 only"

@@ -172,10 +172,10 @@ def test_instructions_are_counted_when_read_and_by_nothing_else():
     before = repr(record)
     assert before != repr(other).replace("'BLOCK_N': 64", "'BLOCK_N': 128")
     moved = pickle.loads(pickle.dumps(record))
-    assert not record.instructions.counted
-    assert not moved.instructions.counted
+    assert not record.instructions.is_counted
+    assert not moved.instructions.is_counted
     assert check(record, expect="HGMMA") == ()
-    assert record.instructions.counted
+    assert record.instructions.is_counted
     assert repr(record) == repr(moved) == before
     assert moved.instructions["HGMMA"] == record.instructions["HGMMA"] > 0
 

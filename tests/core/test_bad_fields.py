@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bad_samples import PROBLEM, arguments, spied
+from bad_samples import PROBLEM, arguments, kernel_with_spies
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError, InputError
@@ -157,7 +157,7 @@ def test_junk_for_a_problem_or_a_part(value: Any) -> None:
                 lambda: mk.make_kernel(*good, PROBLEM, machine=value),
                 lambda: mk.compose(PROBLEM, value),
                 lambda: mk.compose(PROBLEM, terms=value),
-                lambda: spied(PROBLEM).plan(value),
+                lambda: kernel_with_spies(PROBLEM).plan(value),
             )
             if value is not None
             else ()
@@ -171,7 +171,7 @@ def test_junk_for_a_problem_or_a_part(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, "x", 5, [], object(), torch.ones(2), (1, 2)])
 def test_junk_for_a_call(value: Any, planned: bool) -> None:
     """The spies fail the test if they are reached."""
-    args, kernel = arguments(PROBLEM), spied(PROBLEM)
+    args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
     call = kernel.plan() if planned else kernel
     given = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
     for name in given if value is not None else ("x", "weights", "routing"):
@@ -187,7 +187,7 @@ def test_junk_for_a_call(value: Any, planned: bool) -> None:
 
 
 def test_junk_inside_the_routing() -> None:
-    args, kernel = arguments(PROBLEM), spied(PROBLEM)
+    args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
     for name, value in itertools.product(("topk_weights_TK", "topk_ids_TK"), (None, 5, [], "x")):
         with pytest.raises(InputError):
             kernel(args.x, args.weights, replace(args.routing, **{name: value}))

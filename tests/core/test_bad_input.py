@@ -17,7 +17,7 @@ from bad_samples import (
     SpyExperts,
     SpyPrepare,
     arguments,
-    spied,
+    kernel_with_spies,
 )
 
 from experts import TorchExperts
@@ -43,7 +43,7 @@ from topk_reduce import TopKWeightAndReduceNoOp
 def test_bad_tensors(bad: Bad, planned: bool) -> None:
     problem = replace(PROBLEM, **bad.problem)
     args = bad.change(arguments(problem))
-    kernel = spied(problem)
+    kernel = kernel_with_spies(problem)
     call = kernel.plan() if planned else kernel
     with pytest.raises(bad.error) as caught:
         call(args.x, args.weights, args.routing, out=args.out)
@@ -61,7 +61,7 @@ def test_the_call_itself_is_right() -> None:
     for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEPT, {})):
         args = arguments(problem)
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
-            spied(problem)(args.x, args.weights, args.routing)
+            kernel_with_spies(problem)(args.x, args.weights, args.routing)
 
 
 def test_gradients_are_fine_where_none_are_recorded() -> None:
@@ -82,7 +82,7 @@ def test_out_beside_x_in_one_storage_is_fine() -> None:
 
 
 def test_capacity_of_a_plan() -> None:
-    args, kernel = arguments(PROBLEM), spied(PROBLEM)
+    args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
     with pytest.raises(CapacityError) as caught:
         kernel.plan(PROBLEM.with_tokens(8))(args.x, args.weights, args.routing)
     assert (caught.value.got, str(caught.value.need)) == (16, "<= problem.tokens 8")
@@ -98,7 +98,7 @@ def test_checked_mode_refuses_an_id(bad_id: int) -> None:
     args = arguments(PROBLEM)
     args.routing.topk_ids_TK[3, 1] = bad_id
     with pytest.raises(RoutingError) as caught:
-        spied(PROBLEM, checked=True)(args.x, args.weights, args.routing)
+        kernel_with_spies(PROBLEM, checked=True)(args.x, args.weights, args.routing)
     assert caught.value.what == "topk_ids"
     assert caught.value.got == f"1 id, the first {bad_id} at (3, 1)"
     assert caught.value.need == "-1 or 0 to 7"
@@ -108,7 +108,7 @@ def test_checked_mode_lets_skips_and_good_ids_pass() -> None:
     args = arguments(PROBLEM)
     args.routing.topk_ids_TK[0] = torch.tensor([-1, 7], dtype=torch.int32)
     with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
-        spied(PROBLEM, checked=True)(args.x, args.weights, args.routing)
+        kernel_with_spies(PROBLEM, checked=True)(args.x, args.weights, args.routing)
 
 
 PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(PROBLEM, this_machine()) if v.ok]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import PATIENCE_S, Gate, in_child
+from forked import TIMEOUT_S, Gate, in_child
 from lora_layer_samples import adapter as layer_adapter
 from lora_layer_samples import base
 
@@ -262,7 +262,7 @@ def test_a_child_of_a_process_that_computes_on_several_threads(text: str) -> Non
 
 def run_python(text: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", text]
-    return subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S)
+    return subprocess.run(command, capture_output=True, text=True, timeout=4 * TIMEOUT_S)
 
 
 def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:

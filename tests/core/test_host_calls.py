@@ -38,7 +38,7 @@ BEFORE = {
 def host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
     kernel = mk.make_kernel(pf, experts, problem)
     case = Case(prepare_finalize=pf, experts=experts, problem=problem)
-    inputs = Sample(case, torch.device("cpu"), tokens=problem.tokens, salt=0).inputs
+    inputs = Sample(case, torch.device("cpu"), tokens=problem.tokens, seed_offset=0).inputs
     return functions_of_third(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
 
 

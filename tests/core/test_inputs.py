@@ -297,7 +297,7 @@ def test_command_names_what_is_not_the_default() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block:block=48x64", "mxfp4_w4a16"])
 def test_layouts_are_views_of_the_same_values(quant: str, layout: str) -> None:
     problem = replace(BASE, quant=quant, dtype=torch.bfloat16)
-    plain, laid = made(problem), made(problem, manner=InputVariation(layout))
+    plain, laid = made(problem), made(problem, variation=InputVariation(layout))
     for name, tensor in laid.tensors().items():
         assert torch.equal(tensor.double(), plain.tensors()[name].double())
     check_weights(laid.weights, laid.x_TH, problem)
@@ -329,7 +329,7 @@ def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
         problem = replace(problem, quant="fp8_w8a8_channel")
     faintest = values == "faint" and dtype is torch.float16
     assert (unsupported_reason(problem, values) is not None) is faintest
-    inputs = made(problem, "uniform", manner=InputVariation(values=values))
+    inputs = made(problem, "uniform", variation=InputVariation(values=values))
     if faintest:  # as the reason says
         assert not bool(inputs.x_TH.any())
         return

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bad_samples import BIAS, CPU, PROBLEM, Args, arguments, spied
+from bad_samples import BIAS, CPU, PROBLEM, Args, arguments, kernel_with_spies
 from replay_samples import inputs, planned
 from torch.autograd import forward_ad
 
@@ -62,7 +62,7 @@ def _with(args: Args, name: str, tensor: torch.Tensor) -> Args:
 def _refused(error: type[InputError], problem: Problem, args: Args, what: str) -> str:
     """The message; nothing is launched, neither by a call nor by a plan, whose first call it is or
     not."""
-    kernel = spied(problem)
+    kernel = kernel_with_spies(problem)
     for call in (kernel, kernel.plan()):
         with pytest.raises(error) as caught:
             call(args.x, args.weights, args.routing, out=args.out)
@@ -123,13 +123,13 @@ def test_a_forward_gradient_is_refused(name: str) -> None:
         told = _refused(UnsupportedError, problem, _with(args, name, dual), "gradients")
         assert f"got {name} with a forward gradient" in told
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
-            spied(problem)(args.x, args.weights, args.routing)
+            kernel_with_spies(problem)(args.x, args.weights, args.routing)
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
 def test_tensors_of_function_transforms_are_refused(transform: Callable[..., object]) -> None:
     args = arguments(PROBLEM)
-    kernel = spied(PROBLEM)
+    kernel = kernel_with_spies(PROBLEM)
 
     def layer(x_TH: torch.Tensor) -> torch.Tensor:
         return kernel(x_TH, args.weights, args.routing).sum()

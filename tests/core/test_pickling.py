@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
-from forked import PATIENCE_S
+from forked import TIMEOUT_S
 from fused_samples import BASE
 from lora_layer_samples import STARTS, adapter, base, made
 from lora_layer_samples import call as lora_call
@@ -175,7 +175,7 @@ def test_a_spawned_process_runs_kernels_plans_and_layers() -> None:
             processes.submit(run_there, kernel.plan(), *given),
             processes.submit(run_there, layer, x_TH, routing),
         ]
-        found = [run.result(timeout=3 * PATIENCE_S) for run in runs]
+        found = [run.result(timeout=3 * TIMEOUT_S) for run in runs]
     for each in found:
         torch.testing.assert_close(torch.from_numpy(each), kernel(*given))
 
@@ -208,7 +208,7 @@ def test_workers_of_a_data_loader_call_a_layer(how: str) -> None:
         batch_size=4,
         num_workers=2,
         multiprocessing_context=how,
-        timeout=3 * PATIENCE_S,
+        timeout=3 * TIMEOUT_S,
     )
     torch.testing.assert_close(torch.cat(list(loader)), want)
 

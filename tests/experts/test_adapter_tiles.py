@@ -11,7 +11,7 @@ from experts.triton.configs.select import on_device
 from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
 from experts.triton.launch_config import Device
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.ops.sort import SortedPairs, max_tile_count
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
@@ -34,7 +34,7 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrink
     order = SortedPairs(token_of_row.argsort().int()[:, None], token_of_row, tiles, starts)
     adapters = TileShrink(slots, problem, workspace, order, TILE)
     b = torch.zeros(5, 3, 96, rank)
-    with watch.races() as races:
+    with ACCESS_LOG.races() as races:
         found: Any = adapters.of_w1(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
     assert races == []
     assert isinstance(found, TileShrinkOutput)

@@ -27,9 +27,9 @@ from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.invariance import (
     batch_invariant,
+    count_differing_rows,
     doubling_calls,
     rechunked_kernel,
-    rows_that_differ,
 )
 from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
 from modular_kernel.testing.verify.over_ranks import prove_ranks
@@ -109,7 +109,7 @@ def test_calls_of_doubling_size_have_every_token_once() -> None:
 def test_rows_that_differ_are_counted_by_their_bits() -> None:
     want = torch.tensor([[1.0, 0.0], [torch.nan, 2.0], [3.0, 4.0]])
     got = torch.tensor([[1.0, -0.0], [torch.nan, 2.0], [3.0, 4.5]])
-    assert rows_that_differ(got, want) == 2
+    assert count_differing_rows(got, want) == 2
 
 
 def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
@@ -238,9 +238,9 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
     }
     assert rows[True] == 0 < rows[False]
     found = [
-        InvarianceRow(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
-        InvarianceRow(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
-        InvarianceRow(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", batch_invariant=False, rows=rows[False], tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", batch_invariant=True, rows=0, tokens=8),
+        InvarianceRow(NO_EP, "TorchExperts", "float32", batch_invariant=True, rows=None, tokens=8),
     ]
     assert as_markdown(found).splitlines() == [
         "| experts | asked for | float32 |",

@@ -46,7 +46,7 @@ def test_batched(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassFP4, BatchedCutlassFP4])
 def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
-    proof = proven(part, BASE, manner=InputVariation(layout=layout))
+    proof = proven(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 

@@ -80,7 +80,7 @@ def test_masked(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize("part", [DeepGemm, BatchedDeepGemm, TritonOrDeepGemm])
 def test_weights_that_lie_otherwise(part: Any, quant: str, layout: str) -> None:
-    proof = proven(part, replace(BASE, quant=quant), manner=InputVariation(layout=layout))
+    proof = proven(part, replace(BASE, quant=quant), variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 
@@ -102,7 +102,7 @@ def test_either(quant: str, tokens: int, many: bool) -> None:
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
 def test_either_quantizes_what_is_tritons_after_all(layout: str) -> None:
     problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
-    proof = proven(TritonOrDeepGemm, problem, manner=InputVariation(layout=layout))
+    proof = proven(TritonOrDeepGemm, problem, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is (layout == "plain")
 

@@ -70,7 +70,9 @@ def test_a_token_that_is_nan_is_no_number(act: str) -> None:
     if act != "relu2":
         act += ",up_first=true"
     problem = replace(BASE, activation=act, dtype=BF16, **HERE)
-    proof = proven(FlashInfer, problem, "uniform", manner=InputVariation("transposed", "nan_token"))
+    proof = proven(
+        FlashInfer, problem, "uniform", variation=InputVariation("transposed", "nan_token")
+    )
     assert proof.passed, str(proof)
 
 

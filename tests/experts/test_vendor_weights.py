@@ -26,7 +26,7 @@ PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
 )
 def test_weights_off_16_bytes(part: str, quant: str) -> None:
     problem = replace(PLAIN, quant=quant)
-    proof = proven(getattr(parts, part), problem, manner=InputVariation(layout="shifted"))
+    proof = proven(getattr(parts, part), problem, variation=InputVariation(layout="shifted"))
     assert proof.passed, str(proof)
 
 

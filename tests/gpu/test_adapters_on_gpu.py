@@ -51,15 +51,15 @@ def path(problem: Problem) -> str:
     return choose_config(problem.with_tokens(0), problem.tokens, paths).path
 
 
-@pytest.mark.parametrize(("change", "routing", "manner"), BY_TMA, ids=str)
+@pytest.mark.parametrize(("change", "routing", "variation"), BY_TMA, ids=str)
 def test_more_depth_of_products_fed_by_tma(
-    change: dict[str, Any], routing: str, manner: dict[str, str]
+    change: dict[str, Any], routing: str, variation: dict[str, str]
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of sm_90")
     problem = replace(BASE, **change)
     assert path(problem) == "grouped_tma"
-    proof = prove(Case(*PAIR, problem, routing, manner=InputVariation(**manner)))
+    proof = prove(Case(*PAIR, problem, routing, variation=InputVariation(**variation)))
     assert proof.passed, str(proof)
 
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from nan_matrix import Counts, judge_calls, pairs_here, run, taken
+from nan_matrix import Counts, check_calls, local_pairs, run, supported_problems
 
 from experts.triton.configs.select import choose_config, current_lookup, override_config
 from experts.triton.contiguous import supported_paths
@@ -43,14 +43,14 @@ def judged(problem: Problem, machine: Machine, counts: Counts) -> set[str]:
         config = BY_NAME[path].default_config(problem, problem.tokens, current_lookup().device)
         with override_config(config):
             took.add(choose_config(problem, problem.tokens, supported_paths(problem)).path)
-            judge_calls(TRITON, problem, machine, counts, f"path {path}:")
+            check_calls(TRITON, problem, machine, counts, f"path {path}:")
     return took
 
 
 @pytest.mark.parametrize("quant", QUANTS)
 def test_paths(quant: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     counts = Counts()
-    problem = taken(TRITON, quant, machine, SIZE)[0]
+    problem = supported_problems(TRITON, quant, machine, SIZE)[0]
     took = judged(problem, machine, counts)
     with capsys.disabled():
         sys.stdout.write(f"\n{quant}, by {', '.join(sorted(took))}: {counts}")
@@ -63,7 +63,7 @@ def test_paths(quant: str, machine: Machine, capsys: pytest.CaptureFixture[str])
 def test_clamps(activation: str, machine: Machine) -> None:
     counts = Counts()
     for quant in ("none", "fp8_w8a8_channel"):
-        problem = taken(TRITON, quant, machine, SIZE)[0]
+        problem = supported_problems(TRITON, quant, machine, SIZE)[0]
         judged(replace(problem, activation=ActivationSpec.parse(activation)), machine, counts)
     assert counts.calls > 20
     assert counts.wrong == []
@@ -72,21 +72,21 @@ def test_clamps(activation: str, machine: Machine) -> None:
 @pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_block", "int8_w8a8_channel"])
 def test_batched(quant: str, machine: Machine) -> None:
     counts = Counts()
-    judge_calls(BATCHED, taken(BATCHED, quant, machine, SIZE)[0], machine, counts)
+    check_calls(BATCHED, supported_problems(BATCHED, quant, machine, SIZE)[0], machine, counts)
     assert counts.calls >= 6
     assert counts.wrong == []
 
 
 def test_kept_rows_and_weighted_input(machine: Machine) -> None:
     counts = Counts()
-    for problem in taken(TRITON, "fp8_w8a8_channel", machine, SIZE)[1:]:
-        judge_calls(TRITON, problem, machine, counts)
+    for problem in supported_problems(TRITON, "fp8_w8a8_channel", machine, SIZE)[1:]:
+        check_calls(TRITON, problem, machine, counts)
     assert counts.wrong == []
 
 
 def test_other_parts_that_run_here(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """Torch's, and vendors' where their libraries are."""
-    for pair in pairs_here(machine):
+    for pair in local_pairs(machine):
         if pair in (TRITON, BATCHED):
             continue
         counts = run(pair, machine, ("none", *QUANTS[1:4], "nvfp4_w4a4", "mxfp4_w4a16"), SIZE)

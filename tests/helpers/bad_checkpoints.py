@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they say: how each is made, and the error that it must be."""
+"""Invalid checkpoints: how to write each one, and the error that loading it must raise."""
 
 import json
 from collections.abc import Callable
@@ -16,11 +16,13 @@ from modular_kernel.errors import (
 )
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
-AT = "model.layers.0.block_sparse_moe.experts"
+EXPERTS = "model.layers.0.block_sparse_moe.experts"
 FILE = "model.safetensors"
 
 
-def changed(change: Callable[[Tensors], None], kind: str = "bf16", family: str = "mixtral") -> Any:
+def write_changed(
+    change: Callable[[Tensors], None], kind: str = "bf16", family: str = "mixtral"
+) -> Any:
     return lambda folder: write(folder, family, kind, change=change)
 
 
@@ -28,8 +30,8 @@ def drop(name: str) -> Callable[[Tensors], None]:
     return lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith(name)] and None
 
 
-def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({f"{AT}.{name}": tensor})
+def set_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({f"{EXPERTS}.{name}": tensor})
 
 
 def cast(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
@@ -42,39 +44,39 @@ def cast(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
 
 def fill(name: str, value: float) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
-        tensors[f"{AT}.{name}"].flatten()[0] = value
+        tensors[f"{EXPERTS}.{name}"].flatten()[0] = value
 
     return change
 
 
 def move_a_column(name: str) -> Callable[[Tensors], None]:
-    """Let the first column be in the other of two groups, wherever it was."""
+    """Move the first column to the other of two groups."""
 
     def change(tensors: Tensors) -> None:
-        groups = tensors[f"{AT}.{name}"]
+        groups = tensors[f"{EXPERTS}.{name}"]
         groups[0] = 1 - groups[0]
 
     return change
 
 
-def turn(name: str) -> Callable[[Tensors], None]:
-    """Let columns be in each other's groups, of which each has as many."""
+def reverse_order(name: str) -> Callable[[Tensors], None]:
+    """Reverse the order of columns; group sizes do not change."""
 
     def change(tensors: Tensors) -> None:
-        tensors[f"{AT}.{name}"] = tensors[f"{AT}.{name}"].flip(0)
+        tensors[f"{EXPERTS}.{name}"] = tensors[f"{EXPERTS}.{name}"].flip(0)
 
     return change
 
 
-def config(**more: Any) -> Callable[[Path], None]:
+def config(**changes: Any) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        own = write(folder).config | more
-        (folder / "config.json").write_text(json.dumps(own))
+        contents = write(folder).config | changes
+        (folder / "config.json").write_text(json.dumps(contents))
 
     return make
 
 
-def kept(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def rewrite_file(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         write(folder)
         path = folder / FILE
@@ -84,7 +86,7 @@ def kept(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A header of JSON that a hostile hand wrote, before the same data."""
+    """Rewrite the JSON header, keeping the data."""
 
     def part(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
@@ -92,7 +94,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         text = json.dumps(change(entries) or entries).encode()
         return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
-    return kept(part)
+    return rewrite_file(part)
 
 
 def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
@@ -100,55 +102,59 @@ def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
         write(folder, shards=3)
         path = folder / "model.safetensors.index.json"
         content = json.loads(path.read_text())
-        found = change(content["weight_map"])
-        path.write_text(found if isinstance(found, str) else json.dumps(content))
+        result = change(content["weight_map"])
+        path.write_text(result if isinstance(result, str) else json.dumps(content))
 
     return make
 
 
 def shape_of(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:
-    return lambda entries: entries[f"{AT}.{name}"].update(shape=shape)
+    return lambda entries: entries[f"{EXPERTS}.{name}"].update(shape=shape)
 
 
-F8 = "deepseek fp8"
-W1 = f"{AT}.1.w1.weight"
+FP8_FORMAT = "deepseek fp8"
+W1 = f"{EXPERTS}.1.w1.weight"
 Case = tuple[Callable[[Path], Any], type[InputError], str]
 BAD: dict[str, Case] = {
     # Experts that are missing or too many
     "no tensor": (
-        changed(drop("1.w1.weight")),
+        write_changed(drop("1.w1.weight")),
         WeightsError,
         rf"got no {W1}, need 4 experts of none",
     ),
-    "no expert": (changed(drop("w2.weight")), WeightsError, rf"no {AT}.0.w2.weight and 3 more"),
+    "no expert": (
+        write_changed(drop("w2.weight")),
+        WeightsError,
+        rf"no {EXPERTS}.0.w2.weight and 3 more",
+    ),
     "no scale": (
-        changed(drop("2.w3.weight_scale_inv"), F8),
+        write_changed(drop("2.w3.weight_scale_inv"), FP8_FORMAT),
         WeightsError,
         "no .*2.w3.weight_scale_inv",
     ),
     "one expert more": (
-        changed(put("4.w1.weight", torch.zeros(256, 128))),
+        write_changed(set_tensor("4.w1.weight", torch.zeros(256, 128))),
         WeightsError,
-        rf"got model.safetensors: {AT}.4.w1.weight, need 4 experts of none, and nothing else",
+        rf"got model.safetensors: {EXPERTS}.4.w1.weight, need 4 experts of none, and nothing else",
     ),
     "scales of what has none": (
-        changed(put("0.w1.weight_scale", torch.zeros(1))),
+        write_changed(set_tensor("0.w1.weight_scale", torch.zeros(1))),
         WeightsError,
         r"0.w1.weight_scale, need",
     ),
     "a scale by two names": (
-        changed(put("0.w1.weight_scale", torch.zeros(2, 1)), F8),
+        write_changed(set_tensor("0.w1.weight_scale", torch.zeros(2, 1)), FP8_FORMAT),
         WeightsError,
         "0.w1.weight_scale, need",
     ),
     "biases of a family without": (
-        changed(put("0.w1.bias", torch.zeros(256))),
+        write_changed(set_tensor("0.w1.bias", torch.zeros(256))),
         WeightsError,
         r"0.w1.bias, need",
     ),
     # Shapes and dtypes
     "a shape": (
-        changed(put("1.w1.weight", torch.zeros(255, 128))),
+        write_changed(set_tensor("1.w1.weight", torch.zeros(255, 128))),
         ShapeError,
         rf"^model.safetensors: {W1}: got \(255, 128\), need \(256, 128\)",
     ),
@@ -173,70 +179,70 @@ BAD: dict[str, Case] = {
         "experts.2.w1.weight and 5 more",
     ),
     "weights of another dtype": (
-        changed(cast("w1.weight", torch.float64)),
+        write_changed(cast("w1.weight", torch.float64)),
         DtypeError,
         "got float64, need bfloat16 or float16 or float32",
     ),
     "weights that are not quantized": (
-        changed(cast("0.w2.weight", torch.bfloat16), F8),
+        write_changed(cast("0.w2.weight", torch.bfloat16), FP8_FORMAT),
         DtypeError,
         "0.w2.weight: got bfloat16, need float8_e4m3fn",
     ),
     "integer scales": (
-        changed(cast("weight_scale_inv", torch.int32), F8),
+        write_changed(cast("weight_scale_inv", torch.int32), FP8_FORMAT),
         DtypeError,
         "w1.weight_scale_inv: got int32, need float32",
     ),
     "scales of another block": (
-        changed(put("0.w1.weight_scale_inv", torch.ones(4, 1)), F8),
+        write_changed(set_tensor("0.w1.weight_scale_inv", torch.ones(4, 1)), FP8_FORMAT),
         ShapeError,
         r"got \(4, 1\), need \(2, 1\)",
     ),
     "words of 64 bits": (
-        changed(cast("qweight", torch.int64), "awq"),
+        write_changed(cast("qweight", torch.int64), "awq"),
         DtypeError,
         "0.w1.qweight: got int64, need int32",
     ),
     # Values that no packer writes
     "a scale that is no number": (
-        changed(fill("3.w1.weight_scale_inv", float("nan")), F8),
+        write_changed(fill("3.w1.weight_scale_inv", float("nan")), FP8_FORMAT),
         WeightsError,
-        rf"{AT}.3.w1: scale: got nan",
+        rf"{EXPERTS}.3.w1: scale: got nan",
     ),
     "a group's scale that is no number": (
-        changed(fill("3.w1.scales", float("inf")), "awq"),
+        write_changed(fill("3.w1.scales", float("inf")), "awq"),
         WeightsError,
-        rf"{AT}.3.w1: scale: got inf, need finite",
+        rf"{EXPERTS}.3.w1: scale: got inf, need finite",
     ),
     "a power of two that is no number": (
-        changed(fill("3.w2.weight_scale", 255), "compressed mxfp4"),
+        write_changed(fill("3.w2.weight_scale", 255), "compressed mxfp4"),
         WeightsError,
-        rf"{AT}.3.w2: scale: got 255.0, need E8M0 below 255",
+        rf"{EXPERTS}.3.w2: scale: got 255.0, need E8M0 below 255",
     ),
     "a channel's scale of 0": (
-        changed(fill("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
+        write_changed(fill("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
         WeightsError,
-        rf"{AT}.3.w2: scale: got 0.0",
+        rf"{EXPERTS}.3.w2: scale: got 0.0",
     ),
     "a static scale below 0": (
-        changed(fill("3.w2.input_scale", -1.0), "modelopt fp8"),
+        write_changed(fill("3.w2.input_scale", -1.0), "modelopt fp8"),
         WeightsError,
-        rf"^model.safetensors: {AT}.3.w2.input_scale: got -1.0, need finite numbers above 0",
+        rf"^model.safetensors: {EXPERTS}.3.w2.input_scale: got -1.0, need finite numbers above 0",
     ),
     "a matrix's scale that divides by too much": (
-        changed(fill("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"),
+        write_changed(fill("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"),
         WeightsError,
-        rf"{AT}.3.w2: scale: got inf, need a scale of a matrix from 0 on",
+        rf"{EXPERTS}.3.w2: scale: got inf, need a scale of a matrix from 0 on",
     ),
     "a matrix's scale that is no number": (
-        changed(fill("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
+        write_changed(fill("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
         WeightsError,
-        rf"{AT}.1.w1: scale: got nan, need numbers",
+        rf"{EXPERTS}.1.w1: scale: got nan, need numbers",
     ),
     "columns out of order": (
-        changed(fill("1.w3.g_idx", 1.0), "gptq"),
+        write_changed(fill("1.w3.g_idx", 1.0), "gptq"),
         WeightsError,
-        rf"{AT}.1.w1: g_idx: got columns out of order .act-order",
+        rf"{EXPERTS}.1.w1: g_idx: got columns out of order .act-order",
     ),
     # config.json
     "no config.json": (
@@ -245,14 +251,14 @@ BAD: dict[str, Case] = {
         "No such file",
     ),
     "groups of act-order of other sizes": (
-        changed(move_a_column("1.w3.g_idx"), "gptq, act-order"),
+        write_changed(move_a_column("1.w3.g_idx"), "gptq, act-order"),
         WeightsError,
-        rf"{AT}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
+        rf"{EXPERTS}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
     ),
     "gate and up in other orders": (
-        changed(turn("2.w3.g_idx"), "gptq, act-order"),
+        write_changed(reverse_order("2.w3.g_idx"), "gptq, act-order"),
         WeightsError,
-        rf"{AT}.2.w1: g_idx: got different column orders of gate and up",
+        rf"{EXPERTS}.2.w1: g_idx: got different column orders of gate and up",
     ),
     "an unknown format": (
         config(quantization_config={"quant_method": "bitnet"}),
@@ -307,32 +313,32 @@ BAD: dict[str, Case] = {
         "no safetensors, need .*safetensors in it",
     ),
     "an empty file": (
-        kept(lambda c: b""),
+        rewrite_file(lambda c: b""),
         WeightsError,
         "model.safetensors: got .*header too small",
     ),
     "a cut header": (
-        kept(lambda c: c[:100]),
+        rewrite_file(lambda c: c[:100]),
         WeightsError,
         "model.safetensors: got .*nvalid header length",
     ),
     "cut data": (
-        kept(lambda c: c[:-1]),
+        rewrite_file(lambda c: c[:-1]),
         WeightsError,
         "model.safetensors: got .*not fully covered",
     ),
     "more data": (
-        kept(lambda c: c + b"x"),
+        rewrite_file(lambda c: c + b"x"),
         WeightsError,
         "model.safetensors: got .*not fully covered",
     ),
     "a header longer than a file": (
-        kept(lambda c: b"\xff" * 8 + c[8:]),
+        rewrite_file(lambda c: b"\xff" * 8 + c[8:]),
         WeightsError,
         "model.safetensors: got .*header too large",
     ),
     "no JSON": (
-        kept(lambda c: c[:9] + b"\xff" + c[10:]),
+        rewrite_file(lambda c: c[:9] + b"\xff" + c[10:]),
         WeightsError,
         "model.safetensors: got .*header",
     ),
@@ -347,7 +353,7 @@ BAD: dict[str, Case] = {
         "model.safetensors: got",
     ),
     "data of another tensor": (
-        header(lambda e: e[W1].update(data_offsets=e[f"{AT}.0.w1.weight"]["data_offsets"])),
+        header(lambda e: e[W1].update(data_offsets=e[f"{EXPERTS}.0.w1.weight"]["data_offsets"])),
         WeightsError,
         "model.safetensors: got",
     ),

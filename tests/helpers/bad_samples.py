@@ -1,6 +1,6 @@
-"""Bad input, one thing changed in a call that is otherwise right, and the error it must end in.
+"""Invalid input: one change to a valid call, and the error it must raise.
 
-The parts of the kernels here are spies that fail the test if they are reached.
+The kernels' parts fail the test if they are reached.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """Equal values, rows not side by side."""
+    """Return equal values with gaps between rows."""
     return torch.cat([tensor, tensor], dim=1)[:, : tensor.shape[1]]
 
 
@@ -93,7 +93,7 @@ def column_major(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Bad:
-    """A change, and the error it must end in. got, need: parts of the error's fields."""
+    """A change, and the error it must raise. got, need: substrings of the error's fields."""
 
     name: str
     change: Change
@@ -221,7 +221,7 @@ def arguments(problem: Problem) -> Args:
     return Args(tokens_TH, weights, routing)
 
 
-def spied(problem: Problem, **options: Any) -> FusedMoEModularKernel:
+def kernel_with_spies(problem: Problem, **options: Any) -> FusedMoEModularKernel:
     return FusedMoEModularKernel(
         SpyPrepare(problem), SpyExperts(problem), machine=Machine("cpu"), **options
     )

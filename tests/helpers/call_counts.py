@@ -1,4 +1,4 @@
-"""How many of the project's Python functions a call enters; ranks import this file."""
+"""Counts of the project's Python functions that a call enters; ranks import this file."""
 
 import sys
 from collections import Counter
@@ -11,35 +11,37 @@ from ep_layers import Layer
 import modular_kernel as mk
 
 ROOT = str(Path(mk.__file__).parents[1])
-OURS = tuple(
+SOURCE_FOLDERS = tuple(
     f"{ROOT}/{p}/" for p in ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 )
 
 
 def functions_of_third(call: Callable[[], object]) -> Counter[str]:
-    """Count the functions that the third of three like calls enters, kernels apart."""
-    found: Counter[str] = Counter()
+    """Count the functions, except kernels, that the third of three equal calls enters."""
+    counts: Counter[str] = Counter()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def count_call(frame: FrameType, event: str, _: object) -> None:
         file = frame.f_code.co_filename
-        inside = file.startswith(OURS) and "kernels" not in file and "interpreter" not in file
-        if event == "call" and inside:
-            found[f"{file.removeprefix(ROOT)}:{frame.f_code.co_name}"] += 1
+        is_ours = (
+            file.startswith(SOURCE_FOLDERS) and "kernels" not in file and "interpreter" not in file
+        )
+        if event == "call" and is_ours:
+            counts[f"{file.removeprefix(ROOT)}:{frame.f_code.co_name}"] += 1
 
     for _ in range(2):
         call()
-    sys.setprofile(note)
+    sys.setprofile(count_call)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return found
+    return counts
 
 
 def functions_of_rank(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
-    """Count those of one rank's call; no buffer is poisoned."""
+    """Count the functions of a rank's third call, without poisoning."""
     kernel = mk.make_kernel(layer.part, layer.experts_part, layer.problem(rank), group=group)
-    given = layer.inputs_of(rank)
-    found = functions_of_third(lambda: kernel(given.x_TH, given.weights, given.routing))
+    inputs = layer.inputs_of(rank)
+    counts = functions_of_third(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     kernel.prepare_finalize.destroy()
-    return found
+    return counts

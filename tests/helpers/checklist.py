@@ -1,4 +1,4 @@
-"""Rows of a checklist, and whether the tests that they name are there."""
+"""Rows of a checklist, and a check that the tests they name exist."""
 
 import ast
 from functools import cache
@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Row(NamedTuple):
-    """What is asked for, its tests, and what they leave out."""
+    """A requirement, its tests, and what they leave out."""
 
     what: str
     tests: tuple[str, ...]
@@ -23,7 +23,7 @@ def functions(file: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-def absent(row: Row) -> list[str]:
-    """The tests of a row, `file::function`, that no file has."""
-    named = (name.partition("::") for name in row.tests)
-    return [f"{file}::{test}" for file, _, test in named if test not in functions(file)]
+def missing_tests(row: Row) -> list[str]:
+    """Return the tests of a row, `file::function`, that do not exist."""
+    names = (name.partition("::") for name in row.tests)
+    return [f"{file}::{test}" for file, _, test in names if test not in functions(file)]

@@ -1,4 +1,4 @@
-"""The parts over DeepEP on gloo ranks: themselves, over stand-ins of both generations."""
+"""The DeepEP parts on gloo ranks, with stand-ins for both generations of the library."""
 
 import sys
 from dataclasses import replace
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "stand_ins"
 
 
 def stand_in(version):
-    """The module deep_ep of a generation, under a name of its own."""
+    """Load the stand-in for deep_ep of a generation under a separate module name."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     spec = spec_from_file_location(f"deep_ep_{version}", FOLDER / version / "deep_ep.py")
@@ -33,51 +33,55 @@ def stand_in(version):
     return module
 
 
-FIRST, SECOND = stand_in("v1"), stand_in("v2")
+DEEP_EP_V1, DEEP_EP_V2 = stand_in("v1"), stand_in("v2")
 
 
 class GlooGroup:
-    """What a part asks of DeepEPGroup."""
+    """The methods of DeepEPGroup that parts call."""
 
     device, num_sms, is_capturing = "cpu", None, False
 
     def __init__(self, group=None):
         self.rank, self.world_size = rank_and_size(group)
         self.hosts = Hosts((0,) * self.world_size, ("here",))
-        self._kept = {}
+        self._buffers = {}
 
     def check_device(self, device):
         assert str(device) == "cpu"
 
-    def agree(self, facts):
+    def agree(self, values):
         pass
 
     def high_throughput(self, hidden):
-        made = high_throughput_arguments(FIRST.Buffer, hidden, self.world_size, self.num_sms)
-        return HighThroughput(made.arguments.make(FIRST.Buffer, None), made.dispatch, made.combine)
+        result = high_throughput_arguments(DEEP_EP_V1.Buffer, hidden, self.world_size, self.num_sms)
+        return HighThroughput(
+            result.arguments.make(DEEP_EP_V1.Buffer, None), result.dispatch, result.combine
+        )
 
     def low_latency(self, tokens, hidden, experts):
         key = tokens, hidden, experts
-        if key not in self._kept:
-            arguments = low_latency_arguments(FIRST.Buffer, *key, self.world_size)
-            self._kept[key] = LowLatency(arguments.make(FIRST.Buffer, None), tokens, experts)
-        return self._kept[key]
+        if key not in self._buffers:
+            arguments = low_latency_arguments(DEEP_EP_V1.Buffer, *key, self.world_size)
+            self._buffers[key] = LowLatency(
+                arguments.make(DEEP_EP_V1.Buffer, None), tokens, experts
+            )
+        return self._buffers[key]
 
     def elastic(self, tokens, hidden, top_k):
-        return SECOND.ElasticBuffer(None, tokens, hidden, top_k, explicitly_destroy=True)
+        return DEEP_EP_V2.ElasticBuffer(None, tokens, hidden, top_k, explicitly_destroy=True)
 
     def destroy(self):
         pass
 
 
-class OneRankOfAHost(FIRST.Buffer):
-    """Each rank stands for a host and its only GPU: the kernels between hosts on few ranks."""
+class OneRankOfAHost(DEEP_EP_V1.Buffer):
+    """A buffer for hosts with one GPU each, to run the internode kernels on few ranks."""
 
     peers = 1
 
 
 class HostsOverGloo(GlooGroup):
-    """Every rank on a host of its own."""
+    """Each rank is on a separate host."""
 
     def __init__(self, group=None):
         super().__init__(group)
@@ -85,44 +89,44 @@ class HostsOverGloo(GlooGroup):
         self.hosts = Hosts(tuple(ranks), tuple(f"host{rank}" for rank in ranks))
 
     def high_throughput(self, hidden):
-        config = FIRST.Buffer.get_dispatch_config(self.world_size)
+        config = DEEP_EP_V1.Buffer.get_dispatch_config(self.world_size)
         buffer = BufferArguments(128, 128, False, 10).make(OneRankOfAHost, None)
         return HighThroughput(buffer, config, config)
 
 
 class OverGloo:
-    """Over a stand-in instead of the library."""
+    """Mixin that uses a stand-in in place of the library."""
 
     manager_class = GlooGroup
 
     def __init__(self, problem, group=None):
-        before = sys.modules.get("deep_ep")
-        sys.modules["deep_ep"] = FIRST if self.generation == 1 else SECOND
+        original = sys.modules.get("deep_ep")
+        sys.modules["deep_ep"] = DEEP_EP_V1 if self.generation == 1 else DEEP_EP_V2
         try:
             super().__init__(problem, group)
         finally:
             sys.modules.pop("deep_ep")
-            if before is not None:
-                sys.modules["deep_ep"] = before
+            if original is not None:
+                sys.modules["deep_ep"] = original
 
 
-def here(requires, **changes):
-    """As declared, but for a CPU."""
+def on_cpu(requires, **changes):
+    """Return the declared requirements, adapted to a CPU."""
     return replace(requires, devices=frozenset({"cpu"}), min_arch=None, packages=(), **changes)
 
 
 class HTOverGloo(OverGloo, DeepEPHTPrepareAndFinalize):
-    requires = here(DeepEPHTPrepareAndFinalize.requires)
+    requires = on_cpu(DeepEPHTPrepareAndFinalize.requires)
 
 
 class HTBetweenHosts(HTOverGloo):
     manager_class = HostsOverGloo
-    requires = here(DeepEPHTPrepareAndFinalize.requires, ranks_per_host=1)
+    requires = on_cpu(DeepEPHTPrepareAndFinalize.requires, ranks_per_host=1)
 
 
 class LLOverGloo(OverGloo, DeepEPLLPrepareAndFinalize):
-    requires = here(DeepEPLLPrepareAndFinalize.requires, hidden_sizes=frozenset({512}))
+    requires = on_cpu(DeepEPLLPrepareAndFinalize.requires, hidden_sizes=frozenset({512}))
 
 
 class V2OverGloo(OverGloo, DeepEPV2PrepareAndFinalize):
-    requires = here(DeepEPV2PrepareAndFinalize.requires)
+    requires = on_cpu(DeepEPV2PrepareAndFinalize.requires)

@@ -1,9 +1,9 @@
-"""Code blocks of Markdown pages: found, and run as a reader would run them.
+"""Code blocks of Markdown pages, extracted and run as a reader would run them.
 
-A page's blocks in `python` run from first to last in one namespace. Blocks in `console` hold
-commands after `$ ` with what they print below: each line shown must be printed, in this order, but
-for spaces; `...` stands for any lines. A command must exit with 0, unless `$ echo $?` follows. A
-block whose first line is `# not run: REASON` is not run, and the reader sees why.
+The `python` blocks of a page run in order in one namespace. `console` blocks hold commands after
+`$ `, each followed by its output: the lines shown must be printed in this order, apart from
+whitespace, and `...` stands for any lines. A command must exit with 0 unless `$ echo $?` follows. A
+block whose first line is `# not run: REASON` is not run.
 """
 
 import re
@@ -26,7 +26,7 @@ Mk = Callable[..., tuple[int, str]]
 
 @dataclass(frozen=True)
 class Block:
-    """line: of the page, where the text begins. language: the fence's whole word, maybe ""."""
+    """A code block. line: number of its first line in the page. language: "" if not given."""
 
     page: Path
     line: int
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Why it is not run; None if it is."""
+        """Why the block is not run, or None."""
         first = self.text.partition("\n")[0]
         return first.removeprefix(_NOT_RUN).strip() if first.startswith(_NOT_RUN) else None
 
@@ -44,32 +44,32 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Every fenced block of a page."""
+    """Return the fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     return [_block(page, text, found) for found in _FENCE.finditer(text)]
 
 
-def _block(page: Path, text: str, found: re.Match[str]) -> Block:
-    line = text.count("\n", 0, found.start("text")) + 1
-    lines = found["text"].splitlines()
-    indent = len(found["indent"])
-    return Block(page, line, found["language"], "\n".join(one[indent:] for one in lines) + "\n")
+def _block(page: Path, text: str, match: re.Match[str]) -> Block:
+    line = text.count("\n", 0, match.start("text")) + 1
+    lines = match["text"].splitlines()
+    indent = len(match["indent"])
+    return Block(page, line, match["language"], "\n".join(line_[indent:] for line_ in lines) + "\n")
 
 
 def module_source(page: Path, name: str) -> str:
-    """The blocks of a page whose first line is `# NAME` or `# NAME, continued`, as one module."""
+    """Join the blocks whose first line is `# NAME` or `# NAME, continued` into one module."""
     pieces = [b.text for b in blocks_of(page) if b.text.startswith((f"# {name}\n", f"# {name}, "))]
     assert pieces, f"{page}: no block of {name}"
     return "\n\n".join(pieces)
 
 
 def run_page(page: Path, mk: Mk) -> dict[str, object]:
-    """Run what is to be run; returns the names that the page's Python leaves."""
+    """Run the blocks of a page; return the namespace of its Python blocks."""
     names: dict[str, object] = {"__name__": f"page_{page.stem}"}
     try:
         for block in blocks_of(page):
             if block.reason is None and block.language == "python":
-                # Padded, so that a traceback tells the line of the page.
+                # Padded, so that tracebacks show the page's line numbers.
                 source = "\n" * (block.line - 1) + block.text
                 exec(compile(source, str(page), "exec"), names)
             elif block.reason is None and block.language == "console":
@@ -81,32 +81,34 @@ def run_page(page: Path, mk: Mk) -> dict[str, object]:
 
 def _run_console(block: Block, mk: Mk) -> None:
     code = 0
-    for command, shown in _commands(block):
+    for command, expected_lines in _commands(block):
         if command == "echo $?":
-            assert shown == [str(code)], f"{block}: the last command exited with {code}"
+            assert expected_lines == [str(code)], f"{block}: the last command exited with {code}"
             code = 0
             continue
         assert code == 0, f"{block}: a command exited with {code}, and no `$ echo $?` follows"
-        program, *words = shlex.split(command)
+        program, *arguments = shlex.split(command)
         assert program == "mk", f"{block}: only mk is run, not {program}"
-        with torch.device("cpu"):  # a program of its own: what Python above has set is not its
-            code, printed = mk(*words)
-        _check_shown(shown, printed, f"{block}: {command}")
+        with torch.device("cpu"):  # a separate program, not affected by the Python blocks
+            code, printed = mk(*arguments)
+        _check_shown(expected_lines, printed, f"{block}: {command}")
     assert code == 0, f"{block}: the last command exited with {code}"
 
 
 def _commands(block: Block) -> Iterator[tuple[str, list[str]]]:
-    """Each command, with the lines shown below it."""
-    first, *others = re.split(r"^\$ ", block.text, flags=re.M)
+    """Yield each command with the lines shown below it."""
+    first, *texts = re.split(r"^\$ ", block.text, flags=re.M)
     assert not first.strip(), f"{block}: must begin with a command"
-    for text in others:
-        command, *shown = text.strip().splitlines()
-        yield command, shown
+    for text in texts:
+        command, *expected_lines = text.strip().splitlines()
+        yield command, expected_lines
 
 
-def _check_shown(shown: list[str], printed: str, where: str) -> None:
+def _check_shown(expected_lines: list[str], printed: str, location: str) -> None:
     lines = iter([" ".join(line.split()) for line in printed.splitlines()])
-    for line in shown:
-        wanted = " ".join(line.split())
-        if wanted != "...":
-            assert any(one.startswith(wanted) for one in lines), f"{where}: not printed: {line}"
+    for line in expected_lines:
+        expected = " ".join(line.split())
+        if expected != "...":
+            assert any(line_.startswith(expected) for line_ in lines), (
+                f"{location}: not printed: {line}"
+            )

@@ -1,4 +1,4 @@
-"""Three gloo ranks, one of them at fault, and what the others say, for the tests of faults."""
+"""Three gloo ranks, one of which is faulty, and a check of the other ranks' reports."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from module_ranks import module_ranks
 from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S, VICTIM, RankReport
 
 WORLD = 3
-LONG_S = 10.0  # a deadline that no rank waits for which is told
+LONG_S = 10.0  # a deadline that no rank reaches once it knows of the fault
 AT_ONCE_S = LONG_S / 2  # on a busy machine, too
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """other: what the victim alone means."""
+    """A faulty layer. other: fields of the victim's problem that differ."""
 
     part: str
     other: dict[str, object] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Fault:
 
 
 def three_ranks() -> Any:
-    """A fixture: WORLD ranks for the tests of a module."""
+    """Return a fixture with WORLD ranks for the tests of a module."""
     return module_ranks(WORLD, grace=LONG_S + 2 * SLACK_S)
 
 
@@ -37,6 +37,6 @@ def assert_survivor(report: RankReport, phases: set[str]) -> None:
     assert report.peers == (VICTIM,), report.message
     assert report.phase in phases, report.message
     assert report.seconds <= DEADLINE_S + SLACK_S, report
-    last = json.loads(report.last)
+    last = json.loads(report.last_record)
     assert last["phase"] == report.phase
     assert last["state"].startswith("failed: "), last

@@ -1,4 +1,4 @@
-"""Layers over ranks for the tests of expert parallelism: one layer's inputs, shared out."""
+"""Layers over ranks for tests of expert parallelism, with the inputs of each rank."""
 
 from dataclasses import dataclass, field, fields, replace
 
@@ -21,7 +21,7 @@ PARTS = (REPLICATED, GATHERED, ALL2ALL)
 
 @dataclass(frozen=True)
 class Layer:
-    """tokens_W: T of each rank (of all of them together where they are replicated)."""
+    """A layer over ranks. tokens_W: T of each rank; with replicated input T is the same on all."""
 
     part: str
     tokens_W: tuple[int, ...]
@@ -37,7 +37,7 @@ class Layer:
         return len(self.tokens_W)
 
     @property
-    def whole(self) -> Problem:
+    def global_problem(self) -> Problem:
         """The layer on one rank, with every rank's tokens."""
         tokens = self.tokens_W[0] if self.part == REPLICATED else sum(self.tokens_W)
         shape = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
@@ -46,11 +46,13 @@ class Layer:
     def problem(self, rank: int) -> Problem:
         tokens = max(self.tokens_W) + 1  # no rank fills its buffers
         parallel = Parallel(self.world_size, self.placement, rank)
-        return replace(self.whole, tokens=tokens, parallel=parallel)
+        return replace(self.global_problem, tokens=tokens, parallel=parallel)
 
     def inputs(self) -> Inputs:
         device = torch.device("cpu")
-        return make_inputs(self.whole, self.routing, device, seed=self.seed, strided=self.strided)
+        return make_inputs(
+            self.global_problem, self.routing, device, seed=self.seed, strided=self.strided
+        )
 
     def rows(self, rank: int) -> slice:
         if self.part == REPLICATED:
@@ -59,12 +61,16 @@ class Layer:
         return slice(start, start + self.tokens_W[rank])
 
     def inputs_of(self, rank: int) -> Inputs:
-        """What this rank passes: its tokens, and the weights of its experts."""
-        whole, rows = self.inputs(), self.rows(rank)
-        routing = whole.routing
-        own = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
+        """Return the tokens of a rank and the weights of its experts."""
+        inputs, rows = self.inputs(), self.rows(rank)
+        routing = inputs.routing
+        rank_routing = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
         slots = self.problem(rank).placement.slots[rank]
-        return Inputs(whole.x_TH[rows], weights_of(whole.weights, slots, self.whole.experts), own)
+        return Inputs(
+            inputs.x_TH[rows],
+            weights_of(inputs.weights, slots, self.global_problem.experts),
+            rank_routing,
+        )
 
     def kernel(self, rank: int, group: object, **options):
         return make_kernel(
@@ -72,54 +78,54 @@ class Layer:
         )
 
     def exact(self) -> torch.Tensor:
-        """One rank's oracle, of all tokens."""
-        whole = self.inputs()
-        return oracle(whole.x_TH, whole.weights, whole.routing, self.whole)
+        """Return the oracle's output for all tokens, as on one rank."""
+        inputs = self.inputs()
+        return oracle(inputs.x_TH, inputs.weights, inputs.routing, self.global_problem)
 
-    def judge(self, outputs: list[torch.Tensor]) -> Comparison:
-        """Every rank's output against one rank's oracle."""
-        whole = self.inputs()
+    def compare(self, outputs: list[torch.Tensor]) -> Comparison:
+        """Compare the outputs of all ranks with the oracle on one rank."""
+        inputs = self.inputs()
         exact = self.exact()
-        plain = recipe(whole.x_TH, whole.weights, whole.routing, self.whole)
+        recipe_output = recipe(inputs.x_TH, inputs.weights, inputs.routing, self.global_problem)
         if self.part == REPLICATED:
-            for other in outputs[1:]:
-                assert torch.equal(other, outputs[0]), "ranks differ in their last bits"
+            for output in outputs[1:]:
+                assert torch.equal(output, outputs[0]), "ranks differ in their last bits"
             out = outputs[0]
         else:
             out = torch.cat(outputs)
-        return compare(out, exact, plain, self.whole)
+        return compare(out, exact, recipe_output, self.global_problem)
 
     def invalid(self, rank: int) -> int:
-        return invalid_count(self.inputs_of(rank).routing, self.whole)
+        return invalid_count(self.inputs_of(rank).routing, self.global_problem)
 
 
 def weights_of(weights: ExpertWeights, slots: tuple[int, ...], experts: int) -> ExpertWeights:
-    """The rows of `slots` of everything that is given for each expert."""
+    """Select the rows `slots` of every per-expert tensor."""
     index = torch.tensor(slots)
-    own: dict[str, torch.Tensor | None] = {}
-    for each in fields(weights):
-        tensor = getattr(weights, each.name)
+    selected: dict[str, torch.Tensor | None] = {}
+    for field_ in fields(weights):
+        tensor = getattr(weights, field_.name)
         if tensor is None or tensor.shape[0] != experts or tensor.numel() == 1:
-            own[each.name] = tensor
-        elif tensor.element_size() == 1:  # index_select knows no float8
-            own[each.name] = tensor.view(torch.uint8)[index].view(tensor.dtype)
+            selected[field_.name] = tensor
+        elif tensor.element_size() == 1:  # index_select does not support float8
+            selected[field_.name] = tensor.view(torch.uint8)[index].view(tensor.dtype)
         else:
-            own[each.name] = tensor[index]
-    return ExpertWeights(**own)
+            selected[field_.name] = tensor[index]
+    return ExpertWeights(**selected)
 
 
 def call_layer(rank: int, world: int, group: object, layer: Layer) -> tuple[torch.Tensor, int]:
-    """One call on one rank: its output, and the invalid ids it counted."""
+    """Make one call on one rank; return its output and the number of invalid ids."""
     kernel = layer.kernel(rank, group)
-    given = layer.inputs_of(rank)
-    before = {name: tensor.clone() for name, tensor in given.tensors().items()}
-    out = kernel(given.x_TH, given.weights, given.routing)
-    if layer.whole.inplace:
-        assert out is given.x_TH
+    inputs = layer.inputs_of(rank)
+    before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
+    out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    if layer.global_problem.inplace:
+        assert out is inputs.x_TH
         before.pop("x")
     for name, tensor in before.items():
-        now = given.tensors()[name].contiguous().view(torch.uint8)
-        assert torch.equal(now, tensor.contiguous().view(torch.uint8)), f"{name} was written"
+        current = inputs.tensors()[name].contiguous().view(torch.uint8)
+        assert torch.equal(current, tensor.contiguous().view(torch.uint8)), f"{name} was written"
     result = out.clone(), kernel.invalid_ids
     kernel.prepare_finalize.destroy()
     return result

@@ -1,4 +1,4 @@
-"""Tensors for the steps of EPMoE, and the steps in a row, for their tests."""
+"""Tensors for the steps of EPMoE, and a run of all steps."""
 
 import torch
 
@@ -24,7 +24,7 @@ def poison(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def some_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
-    """Ids from -1 on, so some pairs are skipped."""
+    """Draw ids from [-1, experts), so that some pairs are skipped."""
     generator = torch.Generator().manual_seed(tokens)
     return torch.randint(-1, experts, (tokens, top_k), generator=generator).to(DEVICE)
 
@@ -35,11 +35,11 @@ def ep_moe(
     w2: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    here: tuple[int, int],
+    local: tuple[int, int],
 ) -> torch.Tensor:
-    """One rank's part, step by step. w13 and w2 hold all experts; `here` are the rank's."""
+    """Run the steps on one rank. w13, w2: of all experts. local: first and last local expert."""
     (tokens, hidden), (experts, width, _) = x_TH.shape, w13.shape
-    start, end = here
+    start, end = local
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids_TK, experts)
     segments = (end - start + 1, True, seg_indptr[start : end + 2])
     rows, dtype = ids_TK.numel(), x_TH.dtype

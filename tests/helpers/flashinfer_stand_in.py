@@ -1,4 +1,4 @@
-"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks: itself, over a stand-in of the library."""
+"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with a stand-in for the library."""
 
 import sys
 from dataclasses import replace
@@ -14,7 +14,7 @@ import flashinfer_comm as library  # noqa: E402
 
 
 class GlooGroup(FlashInferGroup):
-    """The manager itself over the stand-in."""
+    """The manager with the stand-in as its library."""
 
     device = "cpu"
 
@@ -23,7 +23,7 @@ class GlooGroup(FlashInferGroup):
 
 
 class FlashInferOverGloo(FlashInferCutlassMoEPrepareAndFinalize):
-    """The part itself over the stand-in."""
+    """The part with the stand-in as its library."""
 
     requires = replace(
         FlashInferCutlassMoEPrepareAndFinalize.requires,

@@ -1,4 +1,4 @@
-"""Cases that are forced on a path of TritonExperts, whatever the heuristics say."""
+"""Cases forced onto a path of TritonExperts, regardless of the heuristics."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,8 +15,8 @@ from modular_kernel.testing.cases.lists import BASE
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
-# Of paths for quantized weights and plain rows. 150 rows an expert and more: whole tiles, and last
-# ones of more and of less than 64 rows.
+# For paths with quantized weights and unquantized rows. LARGE has 150 or more rows per expert: full
+# tiles, and last tiles of more and of fewer than 64 rows.
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
 CHANGES: tuple[dict[str, object], ...] = (
@@ -30,11 +30,11 @@ ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts", "all_to
 
 
 def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
-    """Each problem and routing once that the part may take this path for."""
-    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
+    """Return the distinct cases for which the part may select this path."""
+    candidates = (Case(*PAIR, problem, routing) for problem, routing in variants)
     return [
         case
-        for case in dict.fromkeys(found)
+        for case in dict.fromkeys(candidates)
         if path in supported_paths(case.problem) and check(*PAIR, case.problem).ok
     ]
 
@@ -42,7 +42,7 @@ def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
 def proof_by(
     config: MoEConfig, paths: tuple[str, ...], problem: Problem, routing: str, machine: Machine
 ) -> Proof:
-    """Prove a case in which every call launches `config`, of one of these paths."""
+    """Prove a case in which every call launches `config` on one of these paths."""
     with override_config(config):
         assert choose_config(problem, 1, paths) == config
         return prove(Case(*PAIR, problem, routing), machine)

@@ -16,11 +16,11 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def moved(tensors: Any, device: str) -> Any:
-    """A record with all its tensors on `device`."""
-    found = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
+    """Return a record with all its tensors moved to `device`."""
+    values = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
     return replace(
         tensors,
-        **{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)},
+        **{k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)},
     )
 
 
@@ -50,12 +50,12 @@ def run(
     **options: Any,
 ) -> torch.Tensor:
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
-    given = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
+    options_ = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
              "w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale,
              "w1_zp": weights.w1_zero_point, "w2_zp": weights.w2_zero_point,
              "a1_scale": weights.a1_scale, "a2_scale": weights.a2_scale}  # fmt: skip
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **given | options)
+    options_ = {name: tensor for name, tensor in options_.items() if tensor is not None}
+    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **options_ | options)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, rms: float) -> None:

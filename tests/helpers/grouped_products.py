@@ -1,4 +1,4 @@
-"""A torch stand-in for the products of grouped GEMMs: tile by tile, as their kernels find them."""
+"""A torch stand-in for grouped GEMM kernels, which multiplies tile by tile."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ MXFP4 = replace(
 
 
 def products_by(path: type, multiply: Callable[..., None]) -> Any:
-    """A fixture: in each test of a module this is an H200, and `path` multiplies by `multiply`."""
+    """Return a fixture that simulates an H200 and replaces `path.multiply` in a module's tests."""
 
     @pytest.fixture(name="_there_are_boxes", autouse=True)
     def there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -47,16 +47,20 @@ def multiply_tiles(
     order: SortedPairs,
     out: torch.Tensor,
 ) -> None:
-    """Multiply rows by weight_of(expert) (N, K) in float32, add bias, activate where spec says."""
+    """Multiply rows by weight_of(expert), (N, K), in float32; add the bias and apply `spec`."""
     max_tiles = order.max_tiles
     for i in range(int(order.tiles[-1])):
         expert, first, end = (int(order.tiles[j * max_tiles + i]) for j in range(3))
-        at = slice(first, min(first + tile.block_m, end))
-        a = rows.values[at] if rows.tokens is None else rows.values[rows.tokens[at].long()]
+        rows_of_tile = slice(first, min(first + tile.block_m, end))
+        a = (
+            rows.values[rows_of_tile]
+            if rows.tokens is None
+            else rows.values[rows.tokens[rows_of_tile].long()]
+        )
         value = a.float() @ weight_of(expert).float().T
         if bias is not None:
             value = value + bias[expert].float()
-        out[at] = (value if spec is None else activation(value, spec)).to(out.dtype)
+        out[rows_of_tile] = (value if spec is None else activation(value, spec)).to(out.dtype)
 
 
 def multiply_w4(
@@ -75,15 +79,17 @@ def multiply_w4(
     gated, depth = bool(product.constants["GATED"]), rows.values.shape[1]
     form = form_of(product.scheme, depth, product.scale.dtype)
     tiled = Tiled(product.tiles, product.tile_scales)
-    taken = rows_of_tiles(product.columns, product.step, product.up_row, gated=gated).flatten()
-    there = (taken >= 0).nonzero()[:, 0]
+    source_rows = rows_of_tiles(
+        product.columns, product.step, product.up_row, gated=gated
+    ).flatten()
+    valid_rows = (source_rows >= 0).nonzero()[:, 0]
     spec = None if product.constants["KIND"] == "identity" else self.problem.act
     assert spec is None or activation_constants(spec)["KIND"] == product.constants["KIND"]
 
     def weight_of(expert: int) -> torch.Tensor:
-        one = Tiled(*(part[expert : expert + 1] for part in tiled))
-        w = torch.empty(len(there), depth)
-        w[taken[there]] = untile_weights(one, form)[0, there, :depth]
+        expert_tiles = Tiled(*(part[expert : expert + 1] for part in tiled))
+        w = torch.empty(len(valid_rows), depth)
+        w[source_rows[valid_rows]] = untile_weights(expert_tiles, form)[0, valid_rows, :depth]
         if product.global_scale is not None:
             up = torch.arange(len(w)) // max(1, product.up_row) % product.global_scale.shape[1]
             w *= product.global_scale[expert, up][:, None]

@@ -1,4 +1,4 @@
-"""Good calls of the public callables that take no tensor, for the test that spoils an argument."""
+"""Valid calls of the public callables without tensors, whose arguments a test replaces by junk."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -199,7 +199,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
 
 
 def importers_inspect() -> Callable[..., object]:
-    """Return `inspect`, whose name here would be the standard library's."""
+    """Return `checkpoints.inspection.inspect`, whose name clashes with the standard library's."""
     from modular_kernel.checkpoints.inspection import inspect
 
     return inspect

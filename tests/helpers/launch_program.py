@@ -1,6 +1,6 @@
-"""The program of tests/core/test_replayed_launch.py, in a process whose libcuda.so.1 is a stand-in.
+"""Program of tests/core/test_replayed_launch.py, run with a stand-in for libcuda.so.1.
 
-Kernels compiled for sm_90 are launched by triton's own launcher, then by a plan's replayer.
+Launches kernels compiled for sm_90 with Triton's launcher, then with a plan's replayer.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from modular_kernel.testing.compile.report import NoDevice
 stand_in = ctypes.CDLL("libcuda.so.1")
 BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
 MAP = (128, 4, 4, 8, 8)  # a map of two dimensions: sizes and strides come with it
-MOST_BYTES = 1024
+MAX_BYTES = 1024
 
 
 class Seen(ctypes.Structure):
@@ -40,12 +40,12 @@ class Seen(ctypes.Structure):
         ("other", ctypes.c_uint),
         ("bytes", ctypes.c_uint),
         ("stream", ctypes.c_ulonglong),
-        ("value", ctypes.c_ubyte * MOST_BYTES),
+        ("value", ctypes.c_ubyte * MAX_BYTES),
     )
 
 
 class Device(NoDevice):
-    """Launches by triton's own launcher, which asks the stand-in."""
+    """A device that launches with Triton's launcher through the stand-in."""
 
     launcher_cls = CudaLauncher
 
@@ -81,55 +81,57 @@ def boxes_kernel(x_desc, out_ptr, rows, SIZE: gl.constexpr, num_warps: gl.conste
     gl.store(out_ptr + row * SIZE + column, shared.load(LAYOUT), mask=row < rows)
 
 
-def told(sizes: tuple[int, ...]) -> None:
-    """How many bytes each parameter of the kernels to come has; two pointers to scratch follow."""
+def set_parameter_sizes(sizes: tuple[int, ...]) -> None:
+    """Set the parameter sizes of the next kernels, in bytes; two scratch pointers follow."""
     sizes += (8, 8)
     (ctypes.c_int * 64).in_dll(stand_in, "parameter_bytes")[: len(sizes)] = sizes
     ctypes.c_int.in_dll(stand_in, "parameter_count").value = len(sizes)
 
 
-def last() -> dict[str, Any]:
-    """The last launch that was seen."""
+def last_launch() -> dict[str, Any]:
+    """Return the last launch that the stand-in recorded."""
     count = ctypes.c_int.in_dll(stand_in, "seen_count").value
     seen = (Seen * 8).in_dll(stand_in, "seen")[(count - 1) % 8]
-    found = {name: getattr(seen, name) for name, _ in Seen._fields_[1:-1]}
+    fields = {name: getattr(seen, name) for name, _ in Seen._fields_[1:-1]}
     return {
-        **found,
+        **fields,
         "number": count,
         "grid": list(seen.grid),
         "value": bytes(seen.value[: seen.bytes]).hex(),
     }
 
 
-def both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any) -> dict[str, Any]:
-    """A call with each of two sets of inputs by triton, then the first again and the second by
-    the replayer of a recording of the first; reason: why it was refused."""
+def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any) -> dict[str, Any]:
+    """Launch two sets of inputs with Triton, then replay a recording of the first with both sets.
+
+    Returns {"refused": reason} if the launch cannot be replayed.
+    """
     with recording.recording(first) as recorder:
         call(*first)
-    before = last()["number"] - 1
-    triton_first = last()
+    before = last_launch()["number"] - 1
+    triton_first = last_launch()
     call(*second)
-    triton_second = last()
+    triton_second = last_launch()
     recorded = recorder.recorded()
     if recorded is None:
         return {"refused": recorder.refused}
     replayed = []
     for tensors in (first, second):
         recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
-        replayed.append(last())
+        replayed.append(last_launch())
     for seen in (triton_first, triton_second, *replayed):
         seen["number"] -= before
     return {"triton": [triton_first, triton_second], "replayed": replayed}
 
 
-def plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+def launch_plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
     launch(
         plain_kernel, (3, 2), x_ptr=x, out_ptr=out, rows=300, factor=1.25, wide=1 << 40, flag=True,
         none_ptr=None, BLOCK=128, num_warps=8, **options,
     )  # fmt: skip
 
 
-def boxed(x: torch.Tensor, out: torch.Tensor) -> None:
+def launch_boxes(x: torch.Tensor, out: torch.Tensor) -> None:
     launch(
         boxes_kernel,
         (4,),
@@ -146,21 +148,25 @@ def main() -> dict[str, Any]:
     sys.setdlopenflags(os.RTLD_LAZY)
     triton.runtime.driver.set_active(Device())
     torch.cuda.current_device = lambda: 0
-    found: dict[str, Any] = {"triton": triton.__version__}
-    one = [torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16)]
-    two = [torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16)]
-    told((8, 8, 4, 4, 8, 1))
-    found["plain"] = both(one, two, plain)
-    found["dependent"] = both(one, two, lambda x, out: plain(x, out, launch_pdl=True))
-    one, two = ([torch.zeros(256, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2))
-    told((*MAP, 8, 4))
-    found["boxes"] = both(one, two, boxed)
-    return {**found, **refusals()}
+    results: dict[str, Any] = {"triton": triton.__version__}
+    first = [torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16)]
+    second = [torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16)]
+    set_parameter_sizes((8, 8, 4, 4, 8, 1))
+    results["plain"] = launch_both(first, second, launch_plain)
+    results["dependent"] = launch_both(
+        first, second, lambda x, out: launch_plain(x, out, launch_pdl=True)
+    )
+    first, second = (
+        [torch.zeros(256, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2)
+    )
+    set_parameter_sizes((*MAP, 8, 4))
+    results["boxes"] = launch_both(first, second, launch_boxes)
+    return {**results, **refusals()}
 
 
 def refusals() -> dict[str, str]:
-    """Why a launch is not replayed, by one field of its kernel changed at a time."""
-    plain = SimpleNamespace(
+    """Return why a launch is not replayed, for one changed field of its kernel at a time."""
+    launch_plain = SimpleNamespace(
         target=SimpleNamespace(backend="cuda"),
         num_ctas=1,
         global_scratch_size=0,
@@ -168,16 +174,16 @@ def refusals() -> dict[str, str]:
         shared=232_448,
         instrumentation_mode="",
     )
-    found = {"as it is": compat.why_not_replayed(plain)}
-    for what, change in (
+    reasons = {"as it is": compat.why_not_replayed(launch_plain)}
+    for name, change in (
         ("instrumented", {"instrumentation_mode": "consan"}),
         ("clusters", {"num_ctas": 2}),
         ("scratch", {"global_scratch_size": 8}),
         ("oversized", {"shared": 233_473}),
     ):
-        found[what] = compat.why_not_replayed(SimpleNamespace(**{**vars(plain), **change}))
+        reasons[name] = compat.why_not_replayed(SimpleNamespace(**{**vars(launch_plain), **change}))
     compat.RELEASE = "3.10"
-    return {**found, "another release": compat.why_not_replayed(plain)}
+    return {**reasons, "another release": compat.why_not_replayed(launch_plain)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small layer for the tests of FusedMoE and EPMoE: one rank's share of it, and its float64."""
+"""A small layer for tests of FusedMoE and EPMoE, its weights on each rank, and its exact output."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -26,7 +26,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A layer: spec of its router, Problem fields that are not the usual ones, tokens."""
+    """A layer. fields: Problem fields that differ from the defaults here."""
 
     router: RouterSpec = FAMILIES["plain"]
     tokens: int = T
@@ -56,20 +56,20 @@ class Sample:
 
     @property
     def plain(self) -> ExpertWeights:
-        """All experts, whole and unquantized."""
+        """The unquantized weights of all experts."""
         problem = self.problem
         rows = problem.w1_rows
-        found = ExpertWeights(self.draw(E, rows, H, seed=4) / 6, self.draw(E, H, I, seed=5) / 7)
+        weights = ExpertWeights(self.draw(E, rows, H, seed=4) / 6, self.draw(E, H, I, seed=5) / 7)
         if problem.bias:
-            found = replace(found, b1=self.draw(E, rows, seed=6), b2=self.draw(E, H, seed=7))
-        return found
+            weights = replace(weights, b1=self.draw(E, rows, seed=6), b2=self.draw(E, H, seed=7))
+        return weights
 
     def shared(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """A shared expert, whole."""
+        """Return the output of a shared expert."""
         return torch.tanh(x_TH) * 0.5
 
-    def truth(self, *, shared: bool = False) -> torch.Tensor:
-        """The layer on one rank, (T, H) float64."""
+    def expected_output(self, *, shared: bool = False) -> torch.Tensor:
+        """Return the exact output on one rank, (T, H) float64."""
         problem, x_TH = self.problem, self.x_TH
         routed = route(self.logits, self.router, RouterTensors(self.selection_bias))
         weights = self.plain
@@ -84,19 +84,21 @@ class Sample:
 
 
 def share(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertWeights:
-    """What one rank holds: its experts, and its rows of gate, up and columns of down."""
-    whole, gated = sample.plain, sample.problem.act.gated
-    held = list(Placement.linear(E, ep[1]).slots[ep[0]])
-    each = I // tp[1]
-    mine = torch.arange(tp[0] * each, (tp[0] + 1) * each)
-    rows = torch.cat([mine, mine + I]) if gated else mine
-    cut = ExpertWeights(whole.w1[held][:, rows], whole.w2[held][:, :, mine].contiguous())
-    if whole.b1 is not None and whole.b2 is not None:
-        cut = replace(cut, b1=whole.b1[held][:, rows], b2=whole.b2[held])
+    """Return a rank's weights: its experts, its rows of gate and up, and its columns of down."""
+    weights, gated = sample.plain, sample.problem.act.gated
+    experts = list(Placement.linear(E, ep[1]).slots[ep[0]])
+    inner = I // tp[1]
+    columns = torch.arange(tp[0] * inner, (tp[0] + 1) * inner)
+    rows = torch.cat([columns, columns + I]) if gated else columns
+    share_ = ExpertWeights(
+        weights.w1[experts][:, rows], weights.w2[experts][:, :, columns].contiguous()
+    )
+    if weights.b1 is not None and weights.b2 is not None:
+        share_ = replace(share_, b1=weights.b1[experts][:, rows], b2=weights.b2[experts])
     if sample.problem.scheme.quantized:
-        problem = replace(sample.problem, intermediate=each, experts=len(held))
-        cut = quantize_weights(cut, problem)
-    return cut
+        problem = replace(sample.problem, intermediate=inner, experts=len(experts))
+        share_ = quantize_weights(share_, problem)
+    return share_
 
 
 def layer_of(
@@ -106,7 +108,7 @@ def layer_of(
     **options: Any,
 ) -> FusedMoE:
     problem = sample.problem
-    given = {
+    arguments = {
         "params_dtype": problem.dtype,
         "quant_config": None if problem.quant == "none" else problem.quant,
         "activation": problem.activation,
@@ -117,16 +119,16 @@ def layer_of(
         "selection_bias": sample.selection_bias,
         "parallel": LayerParallel(ep=ep, tp=tp),
     }
-    layer = FusedMoE(E, H, I, **given | options)
+    layer = FusedMoE(E, H, I, **arguments | options)
     layer.set_weights(share(sample, layer.parallel.ep, layer.parallel.tp))
     return layer
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative, in the norm."""
-    assert got.shape == want.shape
-    return float((got.double() - want).norm() / want.norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error in norm."""
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def names_of(weights: ExpertWeights) -> set[str]:
-    return {each.name for each in fields(weights) if getattr(weights, each.name) is not None}
+    return {field_.name for field_ in fields(weights) if getattr(weights, field_.name) is not None}

@@ -1,4 +1,4 @@
-"""A folder of which a vendor's library is imported, and what is forgotten of it."""
+"""A context in which a vendor's library is imported from a given folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from modular_kernel.utils.package_probes import unload
 def library_site(
     folder: Path, monkeypatch: pytest.MonkeyPatch, library: ModuleType, *names: str
 ) -> Iterator[Path]:
-    """Import from `folder` first; `library.load` and the packages of `names` are fresh."""
+    """Import from `folder` first; afterwards reset `library.load` and unload `names`."""
     monkeypatch.syspath_prepend(str(folder))
     library.load.cache_clear()
     yield folder

@@ -1,4 +1,4 @@
-"""A small base layer, two adapters of it and a batch, for the tests of layers with adapters."""
+"""A small base layer, two adapters for it and a batch."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def filled(layer: FusedMoE, seed: int = 0) -> FusedMoE:
 def adapter(rank: int, seed: int, *, halves: int = 1, experts: int = E, inner: int = I) -> Adapter:
     g = torch.Generator().manual_seed(seed)
     shapes = (halves * rank, H), (2 * inner, rank), (rank, inner), (H, rank)
-    made = (torch.randn(experts, *shape, generator=g) / shape[1] ** 0.5 for shape in shapes)
-    return Adapter(*made)
+    matrices = (torch.randn(experts, *shape, generator=g) / shape[1] ** 0.5 for shape in shapes)
+    return Adapter(*matrices)
 
 
 def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,12 +40,12 @@ def call() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made(layer: FusedMoE, mode: Any, halves: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
-    """Two adapters: "a" of rank 3, scaled by 2, and "b" of rank 5."""
+    """Add two adapters to a layer: "a" of rank 3, scaled by 2, and "b" of rank 5, scaled by 0.5."""
     lora = f"adapters=3,rank={R}" + ",a13=shared" * (halves == 1)
     manager = LoRAManager(layer.problem, lora, [3], mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-        own = MoELoRALayer(adapter(rank, rank, halves=halves), scaling)
-        manager.load(name, {3: own})
+        lora_layer = MoELoRALayer(adapter(rank, rank, halves=halves), scaling)
+        manager.load(name, {3: lora_layer})
     return FusedMoEWithLoRA(layer, manager), manager
 
 

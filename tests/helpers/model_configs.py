@@ -1,4 +1,4 @@
-"""Config files of published models, as their publishers write them, for the tests of `--model`."""
+"""Entries of config.json of published models, for tests of `--model`."""
 
 import json
 from pathlib import Path

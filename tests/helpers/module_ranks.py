@@ -9,11 +9,11 @@ from modular_kernel.testing.ranks.pool import RankPool
 
 
 def module_ranks(world_size: int, grace: float = 15) -> Any:
-    """A fixture: so many ranks, started for a module's first test that asks for them."""
+    """Return a module-scoped fixture with a pool of `world_size` ranks."""
 
     @pytest.fixture(scope="module")
     def ranks() -> Iterator[RankPool]:
-        with RankPool(world_size, grace=grace) as made:
-            yield made
+        with RankPool(world_size, grace=grace) as pool:
+            yield pool
 
     return ranks

@@ -1,4 +1,4 @@
-"""Calls of run_moe_lora for its tests, and the float64 loops that they are compared with."""
+"""Calls of run_moe_lora, and float64 loops as their reference."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,9 +46,10 @@ class Call:
 
 
 def call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
-    """Ranks 3, 7, R and 0, one slot an expert's own; skipped pairs, tokens without an adapter.
+    """Draw a call with ranks 3, 7, R and 0, where slot 0 has a different rank for each expert.
 
-    What a call must not read is NaN: what lies beyond ranks, and the weights of skipped pairs.
+    Some pairs are skipped and some tokens have no adapter. Values that must not be read are NaN:
+    those beyond an adapter's rank, and the weights of skipped pairs.
     """
     g = torch.Generator().manual_seed(seed)
     s = sizes
@@ -67,36 +68,36 @@ def call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int =
     buffers = []
     for name, (rows, columns) in zip(BUFFERS, shapes, strict=True):
         depth = s.hidden if name == "gate_up_a" else s.intermediate if name == "down_a" else 4
-        each = torch.randn(s.slots, s.experts, rows, columns, generator=g) / depth**0.5
+        matrices = torch.randn(s.slots, s.experts, rows, columns, generator=g) / depth**0.5
         beyond = torch.arange(s.rank) >= ranks_LE[..., None]
         beyond = beyond[..., None] if name.endswith("_a") else beyond[:, :, None]
-        buffers.append(each.masked_fill(beyond, torch.nan).to(dtype))
+        buffers.append(matrices.masked_fill(beyond, torch.nan).to(dtype))
     weights = weights.masked_fill(ids < 0, torch.nan)
     info = MoELoRABatchInfo(slots, ranks_LE, scalings)
     output = torch.randn(s.tokens, s.hidden, generator=g)
-    made = Call(x.to(dtype), ids, weights, info, buffers, output.to(dtype))
-    return on_device(made)
+    call_ = Call(x.to(dtype), ids, weights, info, buffers, output.to(dtype))
+    return on_device(call_)
 
 
 def on_device(c: Call) -> Call:
     info = MoELoRABatchInfo(*(
-        None if each is None else each.to(DEVICE) for each in vars(c.info).values()
+        None if tensor is None else tensor.to(DEVICE) for tensor in vars(c.info).values()
     ))  # fmt: skip
     return Call(
         c.x.to(DEVICE), c.ids.to(DEVICE), c.weights.to(DEVICE), info,
-        [each.to(DEVICE) for each in c.buffers], c.output.to(DEVICE),
+        [tensor.to(DEVICE) for tensor in c.buffers], c.output.to(DEVICE),
     )  # fmt: skip
 
 
-def wanted(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
-    """u, h, v and the output in float64, pair by pair; each rounded to the call's dtype."""
+def expected_outputs(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
+    """Compute u, h, v and the output pair by pair in float64, each rounded to the call's dtype."""
     dtype = c.x.dtype if rounded else torch.float64
     tokens, top_k = c.ids.shape
-    a13, b13, a2, b2 = (each.double() for each in c.buffers)
+    a13, b13, a2, b2 = (buffer.double() for buffer in c.buffers)
     rank, intermediate = a13.shape[2], a2.shape[3]
     out = c.output.double().clone()
     sizes = {"u": rank, "h": intermediate, "v": rank}
-    found = {name: torch.zeros(tokens, top_k, n).double().to(DEVICE) for name, n in sizes.items()}
+    results = {name: torch.zeros(tokens, top_k, n).double().to(DEVICE) for name, n in sizes.items()}
     slots = c.info.slots_of(tokens)
     for t in range(tokens):
         slot = int(slots[t])
@@ -111,18 +112,18 @@ def wanted(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
             gate, up = gate_up[:intermediate], gate_up[intermediate:]
             h = (torch.nn.functional.silu(gate) * up).to(dtype).double()
             v = (a2[slot, e, :r] @ h).to(dtype).double()
-            found["u"][t, k, : len(u)], found["h"][t, k], found["v"][t, k, : len(v)] = u, h, v
+            results["u"][t, k, : len(u)], results["h"][t, k], results["v"][t, k, : len(v)] = u, h, v
             if r:
                 factor = float(c.weights[t, k]) * float(c.info.scalings[slot])
                 out[t] += factor * (b2[slot, e, :, :r] @ v)
-    return found | {"out": out}
+    return results | {"out": out}
 
 
-def close(got: torch.Tensor, want: torch.Tensor, depth: int = 0) -> None:
-    """depth: of the longest sum, whose roundings in float32 are u sqrt(depth) together."""
+def close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
+    """Compare in norm. depth: length of the longest sum (float32 error about u sqrt(depth))."""
     exact = max(2e-6, 6e-8 * depth**0.5)
-    relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[got.dtype]
-    error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
+    relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[actual.dtype]
+    error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)
     assert float(error) <= relative
 
 
@@ -132,7 +133,7 @@ def batch_of(c: Call, *, grouped: bool) -> PairBatch:
 
 
 def kernels_and_twins() -> Any:
-    """The fixture `_way`: a test marked WAY runs the kernels, and once more their torch twins."""
+    """Return the fixture `_way`: a test marked WAY runs with kernels and with torch references."""
 
     @pytest.fixture(name="_way", params=["kernels", "twins"])
     def way(request: pytest.FixtureRequest) -> Any:
@@ -150,7 +151,7 @@ def replace_ids(c: Call, ids: torch.Tensor) -> Call:
 
 
 def replace_info(c: Call, **changed: Any) -> Call:
-    """Lists become int32 tensors on the device."""
+    """Replace fields of the batch info; lists become int32 tensors on the device."""
     tensors = {
         name: torch.tensor(value, dtype=torch.int32, device=DEVICE)
         if isinstance(value, list)

@@ -1,4 +1,4 @@
-"""A kernel to be changed, and the mutants of a text, for the tests of mutation."""
+"""A kernel to mutate, and the mutants of a source text."""
 
 from pathlib import Path
 
@@ -23,11 +23,11 @@ def kernel(x_ptr, out_ptr, rows, columns, stride_x, BLOCK: tl.constexpr):
 
 
 def mutants_in(folder: Path, text: str) -> dict[tuple[str, str], Mutant]:
-    """(operator, new line or lines) -> mutant, of a module with this text."""
+    """Return {(operator, new lines): mutant} for a module with this text."""
     path = folder / "module.py"
     path.write_text(text, encoding="utf-8")
-    found = {}
+    mutants = {}
     for mutant in mutants_of("module", path):
-        changed = [line[1:].strip() for line in mutant.diff().splitlines()[3:] if line[0] == "+"]
-        found[mutant.edit.operator, " ".join(changed)] = mutant
-    return found
+        new_lines = [line[1:].strip() for line in mutant.diff().splitlines()[3:] if line[0] == "+"]
+        mutants[mutant.edit.operator, " ".join(new_lines)] = mutant
+    return mutants

@@ -1,6 +1,6 @@
-"""Every scheme by an experts part: a NaN in one argument at a time, and what comes of it.
+"""Calls of every experts part and scheme with a NaN in one argument at a time.
 
-As a program it prints how many calls of each part that runs here were right, and what was wrong.
+As a program, prints the number of correct calls of each part that runs here, and the failures.
 """
 
 import sys
@@ -25,7 +25,7 @@ SCHEME_NAMES = ("none", *SCHEMES)
 
 @dataclass
 class Counts:
-    """How many calls were made, of how many kernels, and what was wrong with any."""
+    """Counts of kernels and calls, and a message for each failure."""
 
     kernels: int = 0
     calls: int = 0
@@ -39,8 +39,8 @@ class Counts:
         )
 
 
-def forms(size: int) -> Iterator[Problem]:
-    """Yield sums of two experts a token, kept rows of one token, and an input that is weighted."""
+def problems_of_size(size: int) -> Iterator[Problem]:
+    """Yield a sum over two experts, top-k rows of one token, and router weights on the input."""
     base = Problem(
         tokens=6, hidden=size, intermediate=size, experts=12, top_k=2, dtype=torch.bfloat16
     )
@@ -49,59 +49,65 @@ def forms(size: int) -> Iterator[Problem]:
     yield replace(base, tokens=4, top_k=1, apply_router_weight_on_input=True)
 
 
-def pairs_here(machine: Machine) -> tuple[tuple[str, str], ...]:
-    """Return the local pairs that some scheme is valid for on `machine`."""
-    found = ((pf, ex) for pf in LOCAL for ex in load_catalog().names("experts"))
-    return tuple(pair for pair in found if any(taken(pair, q, machine, 64) for q in SCHEME_NAMES))
+def local_pairs(machine: Machine) -> tuple[tuple[str, str], ...]:
+    """Return the single-rank pairings that support some scheme on `machine`."""
+    candidates = ((pf, ex) for pf in LOCAL for ex in load_catalog().names("experts"))
+    return tuple(
+        pair
+        for pair in candidates
+        if any(supported_problems(pair, q, machine, 64) for q in SCHEME_NAMES)
+    )
 
 
-def taken(pair: tuple[str, str], quant: str, machine: Machine, size: int) -> tuple[Problem, ...]:
-    """Return the forms of a scheme that a pair takes, with biases if it takes any."""
-    found = []
-    for form in forms(size):
-        problem = in_row_order(replace(form, quant=quant), pair[1])
-        for each in (replace(problem, bias=True), problem):
-            if check(*pair, each, machine).ok:
-                found.append(each)
+def supported_problems(
+    pair: tuple[str, str], quant: str, machine: Machine, size: int
+) -> tuple[Problem, ...]:
+    """Return the problems of a scheme that a pair supports, with biases if possible."""
+    supported = []
+    for base in problems_of_size(size):
+        problem = in_row_order(replace(base, quant=quant), pair[1])
+        for variant in (replace(problem, bias=True), problem):
+            if check(*pair, variant, machine).ok:
+                supported.append(variant)
                 break
-    return tuple(found)
+    return tuple(supported)
 
 
-def judge_calls(
-    pair: tuple[str, str], problem: Problem, machine: Machine, counts: Counts, what: str = ""
+def check_calls(
+    pair: tuple[str, str], problem: Problem, machine: Machine, counts: Counts, label: str = ""
 ) -> None:
-    """Call one kernel with a NaN in each argument that may hold one, and count."""
+    """Call one kernel with a NaN in each argument that may hold one; update `counts`."""
     device = torch.device(machine.device)
     kernel = make_kernel(*pair, problem, machine=machine, poison=True)
     counts.kernels += 1
     counts.schemes.add(problem.quant)
-    hidden = problem.act.kind in kernel.experts.requires.hides_nan
+    hides_nan = problem.act.kind in kernel.experts.requires.hides_nan
     for name in nan_arguments(problem):
-        if hidden and name not in ("x", "topk_weights"):
+        if hides_nan and name not in ("x", "topk_weights"):
             continue
-        case = Case(*pair, problem, manner=InputVariation(nan=name))
-        sample = Sample(case, device, tokens=problem.tokens, salt=0)
-        found = sample.compare(call(kernel, sample)).problems
+        case = Case(*pair, problem, variation=InputVariation(nan=name))
+        sample = Sample(case, device, tokens=problem.tokens, seed_offset=0)
+        failures = sample.compare(call(kernel, sample)).problems
         counts.calls += 1
         assert bool(sample.recipe.isnan().any()), command(case)
-        if found:
-            counts.wrong.append(f"{what} {'; '.join(found)}: {command(case)}")
+        if failures:
+            counts.wrong.append(f"{label} {'; '.join(failures)}: {command(case)}")
 
 
 def run(
     pair: tuple[str, str], machine: Machine, schemes: tuple[str, ...] = SCHEME_NAMES, size: int = 64
 ) -> Counts:
-    """Judge every form of every scheme that a pair takes."""
+    """Check every supported problem of every scheme."""
     counts = Counts()
     for quant in schemes:
-        for problem in taken(pair, quant, machine, size):
-            judge_calls(pair, problem, machine, counts)
+        for problem in supported_problems(pair, quant, machine, size):
+            check_calls(pair, problem, machine, counts)
     return counts
 
 
 def main() -> int:
     machine, wrong = this_machine(), 0
-    for pair in pairs_here(machine):
+    for pair in local_pairs(machine):
         counts = run(pair, machine)
         sys.stdout.write("\n".join([f"{' x '.join(pair)}: {counts}", *counts.wrong, ""]))
         sys.stdout.flush()

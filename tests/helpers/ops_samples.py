@@ -1,4 +1,4 @@
-"""What the tests of operations share: where they run, and a kernel and its torch twin in turn."""
+"""Fixtures and inputs for tests of operations."""
 
 from types import ModuleType
 from typing import Any
@@ -10,8 +10,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def kernel_and_twin(tried: ModuleType, *others: ModuleType) -> Any:
-    """The fixture `path`: every test runs Triton kernels, and once more the torch twins beside
-    them. tried, others: the modules that have them."""
+    """Return the fixture `path`: every test runs with Triton kernels and with torch references.
+
+    tried, others: the modules that select between them.
+    """
 
     @pytest.fixture(name="path", params=["kernel", "twin"])
     def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -26,13 +28,13 @@ def kernel_and_twin(tried: ModuleType, *others: ModuleType) -> Any:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Normal, float32 before it is `dtype`, on DEVICE."""
+    """Draw normal values in float32 and convert them to `dtype` on DEVICE."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def odd_address(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, one value further than an allocation begins."""
+    """Return equal values, offset by one element from the start of an allocation."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
     memory[1:].view(tensor.shape).copy_(tensor)
     return memory[1:].view(tensor.shape)

@@ -1,4 +1,4 @@
-"""One path of an experts part, called with tensors that have no memory."""
+"""Calls of one path of an experts part on meta tensors."""
 
 import torch
 
@@ -13,8 +13,8 @@ from modular_kernel.workspace import BufferSpec, Workspace
 META = torch.device("meta")
 
 
-class Noted(Workspace):
-    """A workspace that knows which buffers were taken."""
+class RecordingWorkspace(Workspace):
+    """A workspace that records which buffers were taken."""
 
     def __init__(self, specs: dict[str, BufferSpec], device: torch.device) -> None:
         super().__init__(specs, device)
@@ -34,10 +34,12 @@ def launches_of(
     x_TH: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> list[CompileRecord]:
-    """What a call launches, compiled for `target`. x_TH, scale: tokens as they arrive, if not
-    unquantized."""
+    """Return the launches of a call, compiled for `target`.
+
+    x_TH, scale: quantized tokens, if the dispatch quantizes them.
+    """
     plain_TH, weights, routing = meta_inputs(problem)
-    arrived = DispatchedRouting(
+    dispatched = DispatchedRouting(
         routing.topk_weights_TK,
         routing.topk_ids_TK,
         IdSpace.GLOBAL,
@@ -45,9 +47,9 @@ def launches_of(
         weights.expert_map,
         torch.empty(1, dtype=torch.int32, device=META),
     )
-    tokens = ContiguousTokens(plain_TH if x_TH is None else x_TH, arrived, scale)
+    tokens = ContiguousTokens(plain_TH if x_TH is None else x_TH, dispatched, scale)
     specs = path.specs(problem.tokens, tiles.gemm1.block_m)
-    workspace = Noted(specs, META)
+    workspace = RecordingWorkspace(specs, META)
     output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
     with record_compiles(target) as records:
         path.run(PathCall(tokens, weights, workspace, output, tiles))

@@ -1,7 +1,7 @@
-"""What pplx-kernels does, over gloo and in plain torch, as far as an adapter can see it.
+"""A stand-in for pplx-kernels over gloo, in plain torch.
 
-It is strict where the library would read or write past its buffers, hang, or return nonsense:
-every such use raises. Rows of an expert arrive in no order that a caller could guess.
+Every use that would make the library overrun its buffers, hang or return wrong results raises. Rows
+of an expert arrive in random order.
 """
 
 import pickle
@@ -17,15 +17,15 @@ from prepare_finalize.pplx.part import PplxPrepareAndFinalize
 UNIT = 16
 
 
-def gathered(group, thing):
-    """`thing` of every rank; the group need not be known to torch.distributed's Python side."""
-    given = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+def gather(group, value):
+    """Gather `value` from all ranks, even if torch.distributed does not know the group."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([len(given)])]).wait()
-    most = int(max(sizes))
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: len(given)] = given
-    parts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
+    group.allgather([sizes], [torch.tensor([len(data)])]).wait()
+    max_size = int(max(sizes))
+    padded = torch.zeros(max_size, dtype=torch.uint8)
+    padded[: len(data)] = data
+    parts = [torch.zeros(max_size, dtype=torch.uint8) for _ in sizes]
     group.allgather([parts], [padded]).wait()
     pairs = zip(parts, sizes, strict=True)
     return [pickle.loads(bytes(part[: int(n)].numpy())) for part, n in pairs]
@@ -36,7 +36,7 @@ def raw(tensor):
 
 
 class AllToAll:
-    """One set of buffers; `intranode`, `dispatch` and `combine` as the library declares them."""
+    """One set of buffers, with the library's `intranode`, `dispatch` and `combine`."""
 
     made = 0
     halves: ClassVar = []  # (do_send, do_recv) of each dispatch of this process
@@ -53,7 +53,7 @@ class AllToAll:
         assert self.hidden_dim_scale_bytes % UNIT == 0
         assert self.hidden_dim_scale_bytes <= self.hidden_dim_bytes
         assert self.hidden_dim_bytes + self.hidden_dim_scale_bytes + UNIT <= 48 << 10
-        told = gathered(self.group, sorted(sizes.items(), key=str))
+        told = gather(self.group, sorted(sizes.items(), key=str))
         others = [[(k, v) for k, v in s if k not in ("rank", "group_name")] for s in told]
         assert all(each == others[0] for each in others)
         AllToAll.made += 1
@@ -99,16 +99,16 @@ class AllToAll:
             counts.zero_()
             scales = None if given_scale is None else given_scale.clone()
             places = indices.view(torch.int32).tolist()
-            self.told = gathered(self.group, (places, raw(given).clone(), scales))
+            self.received = gather(self.group, (places, raw(given).clone(), scales))
         if not split["do_recv"]:
             return
-        self.arrived = self._rows()
-        for slot, rows in enumerate(self.arrived):
+        self.local_rows = self._rows()
+        for slot, rows in enumerate(self.local_rows):
             counts[slot] = len(rows)
             for place, (source, token) in enumerate(rows):
-                raw(x[slot, place]).copy_(self.told[source][1][token])
+                raw(x[slot, place]).copy_(self.received[source][1][token])
                 if x_scale is not None:
-                    x_scale[slot, place] = self.told[source][2][token]
+                    x_scale[slot, place] = self.received[source][2][token]
 
     def combine(self, out, indices, weights, y, bound_m, do_send=True, do_recv=True):
         self._enter("received", "idle")
@@ -125,11 +125,11 @@ class AllToAll:
             self.hidden_dim,
         )
         mine = {}
-        for slot, rows in enumerate(self.arrived):
+        for slot, rows in enumerate(self.local_rows):
             for place, (source, token) in enumerate(rows):
                 mine[source, token, self.rank * self.local + slot] = y[slot, place].clone()
         everywhere = {}
-        for returned in gathered(self.group, mine):
+        for returned in gather(self.group, mine):
             everywhere |= {key[1:]: row for key, row in returned.items() if key[0] == self.rank}
         for token, places in enumerate(indices.view(torch.int32).tolist()):
             total = torch.zeros(self.hidden_dim)
@@ -138,7 +138,7 @@ class AllToAll:
             out[token] = total.to(out.dtype)
 
     def _enter_dispatch(self, *, do_send, do_recv):
-        """Both halves in one launch, or the receiving one after the sending one."""
+        """Check that send and receive are one launch, or receive follows send."""
         assert do_send or do_recv
         AllToAll.halves.append((do_send, do_recv))
         self._enter("idle" if do_send else "sent", "received" if do_recv else "sent")
@@ -157,10 +157,10 @@ class AllToAll:
         assert bool(((values >= 0) & (values < self.num_experts)).all())
 
     def _rows(self):
-        """(source, token) of the rows of each slot here, shuffled."""
+        """Return the (source, token) of the rows of each local slot, shuffled."""
         found = [[] for _ in range(self.local)]
         first = self.rank * self.local
-        for source, (indices, _, _) in enumerate(self.told):
+        for source, (indices, _, _) in enumerate(self.received):
             taken = [0] * self.num_experts
             for token, places in enumerate(indices):
                 assert len(set(places)) == len(places), "rows of one token share a place"
@@ -176,20 +176,20 @@ class AllToAll:
 
 
 class Library:
-    """The module."""
+    """The stand-in for the module."""
 
     AllToAll = AllToAll
 
 
 class GlooGroup(PplxGroup):
-    """The manager itself over the stand-in."""
+    """The manager with the stand-in as its library."""
 
     def __init__(self, group=None, **options):
         super().__init__(group, library=Library, **options)
 
 
 class PplxOverGloo(PplxPrepareAndFinalize):
-    """The part itself over the stand-in."""
+    """The part with the stand-in as its library."""
 
     requires = replace(
         PplxPrepareAndFinalize.requires,

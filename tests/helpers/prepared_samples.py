@@ -1,4 +1,4 @@
-"""Kernels and layers of mxfp4 whose weights are prepared once, for their tests."""
+"""mxfp4 kernels and layers with prepared weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,21 +22,21 @@ CPU = torch.device("cpu")
 
 
 def launched_tiles() -> Any:
-    """The fixture `launched`: rows of a tile of every product that the path made."""
+    """Return the fixture `launched`: block_m of every GEMM that the path launched."""
 
     @pytest.fixture(name="launched", autouse=True)
     def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-        found: list[int] = []
+        block_ms: list[int] = []
 
         def multiply(
             self: GroupedW4Path, rows: Any, product: Any, tile: LaunchConfig, *others: Any
         ) -> None:
-            found.append(tile.block_m)
+            block_ms.append(tile.block_m)
             multiply_w4(self, rows, product, tile, *others)
 
         monkeypatch.setattr(GroupedW4Path, "multiply", multiply)
         with on_device(H200):
-            yield found
+            yield block_ms
 
     return launched
 

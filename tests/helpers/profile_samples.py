@@ -1,4 +1,4 @@
-"""Events of a Chrome trace, as torch's profiler writes them, made by hand."""
+"""Hand-written events of a Chrome trace, in the format of torch's profiler."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def ranged(name: str, begin: float, end: float, thread: int = 7) -> Event:
 
 
 def launch(begin: float, link: int, thread: int = 7) -> Event:
-    """The host's call that launches what `ran` has under the same number."""
+    """Return the host's launch of the device work with the same correlation id."""
     event = {**HOST, "cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": begin, "dur": 2}
     return event | {"tid": thread, "args": {"correlation": link}}
 
@@ -27,8 +27,11 @@ def ran(name: str, begin: float, dur: float, link: int, kind: str = "kernel") ->
 
 
 def one_call() -> list[Event]:
-    """A call of 100 us on the host: 1 + 2 + 1 launches in stages, one in the rest of the experts,
-    one before the call; two kernels overlap on the device."""
+    """Return a call of 100 us on the host.
+
+    It has 1 + 2 + 1 launches in stages, one elsewhere in the experts and one before the call; two
+    kernels overlap on the device.
+    """
     return [
         {"ph": "M", "name": "process_labels", "pid": 7, "tid": 0, "args": {"labels": "CPU"}},
         {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "args": {"labels": "GPU 0"}},

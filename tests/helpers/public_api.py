@@ -12,7 +12,7 @@ RECORD = Path(__file__).with_suffix(".txt")
 
 
 def surface() -> list[str]:
-    """Every name of `modular_kernel.__all__`, with what it takes, its fields and its methods."""
+    """Return every name of `modular_kernel.__all__` with its signature, fields and methods."""
     lines = list[str]()
     for name in sorted(modular_kernel.__all__):
         value = getattr(modular_kernel, name)
@@ -32,23 +32,23 @@ def _bases(cls: type) -> str:
 def _members(cls: type) -> list[str]:
     if issubclass(cls, enum.Enum):
         return [member.name for member in cls]
-    found = list[str]()
+    lines = list[str]()
     if dataclasses.is_dataclass(cls):
-        found += [_field(field) for field in dataclasses.fields(cls)]
+        lines += [_field(field) for field in dataclasses.fields(cls)]
     elif "__init__" in vars(cls):
-        found.append(f"__init__{inspect.signature(cls)}")
-    shown = dict[str, Any]()
+        lines.append(f"__init__{inspect.signature(cls)}")
+    members = dict[str, Any]()
     for owner in reversed(cls.__mro__):
         if owner.__module__.startswith("modular_kernel."):  # inherited names are public as well
-            shown |= {n: v for n, v in vars(owner).items() if n == "__call__" or n[0] != "_"}
-    for name, value in sorted(shown.items()):
+            members |= {n: v for n, v in vars(owner).items() if n == "__call__" or n[0] != "_"}
+    for name, value in sorted(members.items()):
         if isinstance(value, classmethod | staticmethod):
             value = value.__func__
         if inspect.isfunction(value):
-            found.append(f"{name}{inspect.signature(value)}")
+            lines.append(f"{name}{inspect.signature(value)}")
         elif isinstance(value, property):
-            found.append(f"{name}: property")
-    return found
+            lines.append(f"{name}: property")
+    return lines
 
 
 def _field(field: "dataclasses.Field[Any]") -> str:

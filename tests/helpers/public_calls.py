@@ -1,7 +1,8 @@
-"""Every public callable, and what one call of it is made of: its arguments, and their tensors.
+"""Every public callable, and the arguments and tensors of one call of it.
 
-Public are the names of docs/api/*.md, of the packages' `__all__`, and of MODULES. `public_recipes`
-says how each is called; `test_public_tensors` and `test_public_junk` spoil one argument at a time.
+Public names are those of docs/api/*.md, of the packages' `__all__`, and of MODULES.
+`public_recipes` defines the calls; `test_public_tensors` and `test_public_junk` make one argument
+invalid at a time.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ MODULES = (
     "experts.compat.ep_moe",
     "topk_reduce",
 )
-# Names of modules that hold helpers of ours beside them.
+# Public names in modules that also contain private helpers.
 NAMES = (
     "modular_kernel.ops.align: moe_align_block_size, batched_moe_align_block_size",
     "modular_kernel.ops.reduce: moe_sum_reduce",
@@ -47,11 +48,11 @@ _OURS = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
 
 @dataclass(frozen=True)
 class Call:
-    """One good call of a public callable: `function(**arguments)`.
+    """One valid call of a public callable: `function(**arguments)`.
 
-    written: of the tensors by their paths (`weights.w1`, `topk_output[0]`), those that the call
-    writes. shared: what it may share memory with. accepts: defects that are none here, each with
-    its reason. receiver: the argument that is the `self` of a method.
+    written: paths of the tensors that the call writes (`weights.w1`, `topk_output[0]`). shared:
+    paths of tensors that these may share memory with. accepts: defects that are allowed here, each
+    with the reason. receiver: the argument that is the `self` of a method.
     """
 
     function: Callable[..., object]
@@ -62,56 +63,56 @@ class Call:
     receiver: str = ""
 
     def __call__(self, path: str = "", value: object = None) -> object:
-        """Make the call, with `value` in place of what lies at `path`."""
+        """Make the call, with the argument at `path` replaced by `value`."""
         changed = replaced(self.arguments, steps_of(path), value) if path else self.arguments
         return self.function(**changed)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the arguments by its path."""
+        """Return every tensor of the arguments by its path."""
         found = leaves(self.arguments)
         return {path: value for path, value in found if isinstance(value, torch.Tensor)}
 
 
-def named() -> dict[str, Callable[..., object]]:
-    """Every public function, class and method by its name: `module.Class.method`."""
-    found: dict[str, Callable[..., object]] = {}
+def public_callables() -> dict[str, Callable[..., object]]:
+    """Return every public function, class and method by name: `module.Class.method`."""
+    callables: dict[str, Callable[..., object]] = {}
     for value in _exported():
         if inspect.isfunction(value):
-            found[_name(value)] = value
+            callables[_name(value)] = value
         elif inspect.isclass(value) and value.__module__.startswith(_OURS):
-            found[f"{value.__module__}.{value.__qualname__}"] = value
-            found |= {_name(method): method for method in _methods(value)}
-    return dict(sorted(found.items()))
+            callables[f"{value.__module__}.{value.__qualname__}"] = value
+            callables |= {_name(method): method for method in _methods(value)}
+    return dict(sorted(callables.items()))
 
 
 def takes_tensors(function: Callable[..., object]) -> bool:
-    """Whether an annotation, or the record that a method belongs to, holds a tensor."""
+    """Return whether an annotation, or the dataclass of a method, contains tensors."""
     if inspect.isclass(function):
-        made = vars(function).get("__init__")
-        if dataclasses.is_dataclass(function) or made is None or _is_named_tuple(function):
+        init = vars(function).get("__init__")
+        if dataclasses.is_dataclass(function) or init is None or _is_named_tuple(function):
             return _reads(function) and _holds_tensors(function)
-        return any(map(_holds_tensors, _hints(made)))
+        return any(map(_holds_tensors, _hints(init)))
     hints = _hints(function)
     return any(map(_holds_tensors, hints)) or _is_method_of_record(function)
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every value inside records, sequences and mappings, by its path."""
-    inside = _inside(value) if path else {str(k): v for k, v in dict(value).items()}  # type: ignore[call-overload]
-    if inside is None:
+    """Yield every value inside dataclasses, sequences and mappings, with its path."""
+    children = _inside(value) if path else {str(k): v for k, v in dict(value).items()}  # type: ignore[call-overload]
+    if children is None:
         yield path, value
         return
-    for step, each in inside.items():
-        yield from leaves(each, f"{path}{step}")
+    for step, child in children.items():
+        yield from leaves(child, f"{path}{step}")
 
 
 def steps_of(path: str) -> list[str]:
-    """`weights.w1` as ["weights", ".w1"], `topk_output[0]` as ["topk_output", "[0]"]."""
+    """Split a path: `weights.w1` into ["weights", ".w1"], `x[0]` into ["x", "[0]"]."""
     return re.findall(r"^\w+|\.\w+|\[\w+\]", path)
 
 
 def replaced(value: Any, steps: list[str], new: object) -> Any:
-    """A copy of a record, sequence or mapping with another value at a path."""
+    """Copy a dataclass, sequence or mapping with another value at a path."""
     if not steps:
         return new
     step, name = steps[0], steps[0].strip(".[]")
@@ -132,13 +133,13 @@ def _inside(value: object) -> dict[str, object] | None:
     if hasattr(value, "_fields"):
         return {f".{name}": getattr(value, name) for name in value._fields}
     if dataclasses.is_dataclass(value) and not inspect.isclass(value):
-        named = [each.name for each in dataclasses.fields(value) if each.init]
-        found = {f".{name}": getattr(value, name) for name in named}
-        return found if _holds_tensors(type(value)) else None
+        public_callables = [item.name for item in dataclasses.fields(value) if item.init]
+        children = {f".{name}": getattr(value, name) for name in public_callables}
+        return children if _holds_tensors(type(value)) else None
     if isinstance(value, list | tuple) and value:
-        return {f"[{at}]": each for at, each in enumerate(value)}
+        return {f"[{index}]": item for index, item in enumerate(value)}
     if isinstance(value, dict) and value:
-        return {f"[{key}]": each for key, each in value.items()}
+        return {f"[{key}]": item for key, item in value.items()}
     return None
 
 
@@ -153,13 +154,13 @@ def _exported() -> Iterator[object]:
     modules = list(MODULES)
     for package in PACKAGES:
         paths = import_module(package).__path__
-        modules += [each.name for each in walk_packages(paths, f"{package}.")]
-    for found in map(import_module, modules):
-        exported = getattr(found, "__all__", None)
-        for name in vars(found) if exported is None else exported:
-            value = getattr(found, name)
-            own = getattr(value, "__module__", "") == found.__name__
-            if exported is not None or (own and not name.startswith("_")):
+        modules += [info.name for info in walk_packages(paths, f"{package}.")]
+    for module_ in map(import_module, modules):
+        exported = getattr(module_, "__all__", None)
+        for name in vars(module_) if exported is None else exported:
+            value = getattr(module_, name)
+            is_defined_here = getattr(value, "__module__", "") == module_.__name__
+            if exported is not None or (is_defined_here and not name.startswith("_")):
                 yield value
 
 
@@ -185,13 +186,13 @@ def _hints(function: Any) -> list[object]:
     function = inspect.unwrap(function)
     try:
         hints = typing.get_type_hints(function)
-    except NameError:  # a forward reference to what is imported for checking alone
+    except NameError:  # a forward reference to a type imported only for type checking
         hints = dict(function.__annotations__)
     return [hint for name, hint in hints.items() if name != "return"]
 
 
 def _holds_tensors(hint: Any, seen: frozenset[object] = frozenset()) -> bool:
-    """Whether values of an annotation hold tensors that a call may read."""
+    """Return whether values of an annotation contain tensors that a call may read."""
     if isinstance(hint, str):
         return "Tensor" in hint
     if hint in seen:
@@ -201,16 +202,20 @@ def _holds_tensors(hint: Any, seen: frozenset[object] = frozenset()) -> bool:
         return True
     if typing.get_origin(hint) is typing.Unpack or typing.is_typeddict(hint):
         inner = hint if typing.is_typeddict(hint) else typing.get_args(hint)[0]
-        return any(_holds_tensors(each, seen) for each in typing.get_type_hints(inner).values())
+        return any(
+            _holds_tensors(inner_hint, seen) for inner_hint in typing.get_type_hints(inner).values()
+        )
     if typing.get_origin(hint) is not None and typing.get_origin(hint) is not typing.Literal:
         if typing.get_origin(hint) is Callable or "Callable" in str(typing.get_origin(hint)):
             return False
-        return any(_holds_tensors(each, seen) for each in typing.get_args(hint))
+        return any(_holds_tensors(inner_hint, seen) for inner_hint in typing.get_args(hint))
     if isinstance(hint, typing.types.UnionType):  # type: ignore[attr-defined]
-        return any(_holds_tensors(each, seen) for each in typing.get_args(hint))
+        return any(_holds_tensors(inner_hint, seen) for inner_hint in typing.get_args(hint))
     record = inspect.isclass(hint) and hint.__module__.startswith(_OURS)
     if record and (dataclasses.is_dataclass(hint) or _is_named_tuple(hint)):
-        return any(_holds_tensors(each, seen) for each in typing.get_type_hints(hint).values())
+        return any(
+            _holds_tensors(inner_hint, seen) for inner_hint in typing.get_type_hints(hint).values()
+        )
     return False
 
 
@@ -219,7 +224,7 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def _reads(cls: type) -> bool:
-    """Whether making a record reads what it is given; others are read, and checked, later."""
+    """Return whether the constructor reads its arguments, instead of a later call."""
     return "__post_init__" in vars(cls)
 
 

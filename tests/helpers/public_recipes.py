@@ -1,4 +1,4 @@
-"""How each public callable that takes tensors is called; EXEMPT says which are not, and why."""
+"""Calls of every public callable that takes tensors; EXEMPT lists the others with the reason."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -91,11 +91,13 @@ EXEMPT: Mapping[str, str] = {
 
 
 def floats(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Values around 0.2, of a tensor that owns its memory."""
+    """Draw values of about 0.2."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 5
 
 
-def whole(*shape: int, low: int = 0, high: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def integers(
+    *shape: int, low: int = 0, high: int, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
     g = torch.Generator().manual_seed(1)
     return torch.randint(low, high, shape, generator=g, dtype=dtype)
 
@@ -105,7 +107,7 @@ def plain(problem: Problem = PROBLEM) -> ExpertWeights:
 
 
 def routing(tokens: int = T) -> Routing:
-    return Routing(floats(tokens, K).abs(), whole(tokens, K, high=E))
+    return Routing(floats(tokens, K).abs(), integers(tokens, K, high=E))
 
 
 def adapter(rank: int = 3) -> Adapter:
@@ -122,7 +124,7 @@ def _call_of_layer() -> dict[str, Any]:
 
 
 def _packed(bits: int = 32) -> torch.Tensor:
-    return whole(GROUP, 8, high=2**31 - 1)
+    return integers(GROUP, 8, high=2**31 - 1)
 
 
 def _groups() -> checkpoints.GroupWeights:
@@ -133,7 +135,7 @@ def _groups() -> checkpoints.GroupWeights:
 
 def _gptq() -> dict[str, Any]:
     return {
-        "qweight": whole(2 * GROUP // 8, 16, high=2**31 - 1),
+        "qweight": integers(2 * GROUP // 8, 16, high=2**31 - 1),
         "scales": floats(2, 16),
         "qzeros": torch.full((2, 2), 0x11111111, dtype=torch.int32),
         "g_idx": torch.arange(2 * GROUP, dtype=torch.int32) // GROUP,
@@ -143,50 +145,50 @@ def _gptq() -> dict[str, Any]:
 
 def _awq() -> dict[str, Any]:
     return {
-        "qweight": whole(2 * GROUP, 2, high=2**31 - 1),
+        "qweight": integers(2 * GROUP, 2, high=2**31 - 1),
         "scales": floats(2, 16),
-        "qzeros": whole(2, 2, high=2**31 - 1),
+        "qzeros": integers(2, 2, high=2**31 - 1),
         "group": GROUP,
     }
 
 
 def _compressed() -> dict[str, Any]:
     return {
-        "weight_packed": whole(16, 2 * GROUP // 8, high=2**31 - 1),
+        "weight_packed": integers(16, 2 * GROUP // 8, high=2**31 - 1),
         "weight_scale": floats(16, 2),
-        "weight_zero_point": whole(2, 2, high=2**31 - 1),
+        "weight_zero_point": integers(2, 2, high=2**31 - 1),
         "weight_g_idx": torch.arange(2 * GROUP, dtype=torch.int32) // GROUP,
         "group": GROUP,
     }
 
 
 def _symmetric() -> checkpoints.GroupWeights:
-    made = _groups()
-    assert made.zero_point is not None
-    return replace(made, zero_point=torch.full_like(made.zero_point, 0x88))
+    weights = _groups()
+    assert weights.zero_point is not None
+    return replace(weights, zero_point=torch.full_like(weights.zero_point, 0x88))
 
 
 def _fused() -> dict[str, Any]:
     weights = plain()
-    chosen = (floats(T, K).abs(), whole(T, K, high=E), None)
+    topk = (floats(T, K).abs(), integers(T, K, high=E), None)
     biases = {"b1": floats(E, 2 * I), "b2": floats(E, H)}
     return {"hidden_states": floats(T, H), "w1": weights.w1, "w2": weights.w2,
-            "topk_output": chosen, **biases}  # fmt: skip
+            "topk_output": topk, **biases}  # fmt: skip
 
 
 def _runner() -> Call:
     weights = plain()
     runner = MoeRunner("torch", MoeRunnerConfig(inplace=False), dtype=torch.float32)
-    chosen = floats(T, K).abs(), whole(T, K, high=E)
+    topk = floats(T, K).abs(), integers(T, K, high=E)
     info = MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H))
-    given = {"dispatch_output": StandardDispatchOutput(floats(T, H), chosen), "quant_info": info}
-    return Call(runner.run, given)
+    arguments = {"dispatch_output": StandardDispatchOutput(floats(T, H), topk), "quant_info": info}
+    return Call(runner.run, arguments)
 
 
 def _layer(**options: Any) -> layer.FusedMoE:
-    made = layer.FusedMoE(E, H, I, 3, **{"params_dtype": torch.float32} | options)
-    made.set_weights(plain())
-    return made
+    layer_ = layer.FusedMoE(E, H, I, 3, **{"params_dtype": torch.float32} | options)
+    layer_.set_weights(plain())
+    return layer_
 
 
 def _adapted_layer() -> tuple[lora.FusedMoEWithLoRA, lora.LoRAManager]:
@@ -212,7 +214,7 @@ def _batch() -> dict[str, Any]:
 def _branch() -> dict[str, Any]:
     return {
         "hidden_states": floats(T, H),
-        "topk_ids": whole(T, K, high=E),
+        "topk_ids": integers(T, K, high=E),
         "topk_weights": floats(T, K).abs(),
         "moe_lora_info": _info(),
         "output": floats(T, H),
@@ -235,9 +237,9 @@ def _branch_of_pool() -> Call:
 
 
 def _with_adapters() -> Call:
-    made, _ = _adapted_layer()
-    given = {"hidden_states": floats(T, H), "routing": floats(T, E), "moe_lora_info": _info()}
-    return Call(made.forward, given)
+    layer_, _ = _adapted_layer()
+    arguments = {"hidden_states": floats(T, H), "routing": floats(T, E), "moe_lora_info": _info()}
+    return Call(layer_.forward, arguments)
 
 
 def _load() -> Call:
@@ -273,25 +275,26 @@ def _selection(function: Callable[..., object]) -> Call:
 
 def _table() -> Call:
     spec = RouterSpec(K, table=True)
-    words, table = whole(T, high=9), whole(9, K, high=E)
+    token_ids, table = integers(T, high=9), integers(9, K, high=E)
     tensors = RouterTensors(None, table)
     return Call(
-        route, {"logits_TE": floats(T, E), "spec": spec, "tensors": tensors, "token_ids_T": words}
+        route,
+        {"logits_TE": floats(T, E), "spec": spec, "tensors": tensors, "token_ids_T": token_ids},
     )
 
 
 def _router(name: str) -> Call:
-    made = router.Router(RouterSpec(K, renormalize=True), H, E)
-    made.weight.data.copy_(floats(E, H))
-    return Call(getattr(made, name), {"x_TH": floats(T, H)})
+    router_ = router.Router(RouterSpec(K, renormalize=True), H, E)
+    router_.weight.data.copy_(floats(E, H))
+    return Call(getattr(router_, name), {"x_TH": floats(T, H)})
 
 
 def _routed_by_table(name: str) -> Call:
-    made = router.Router(RouterSpec(K, table=True), H, E, vocabulary=9)
-    made.weight.data.copy_(floats(E, H))
-    assert made.tid2eid is not None
-    made.tid2eid.copy_(whole(9, K, high=E))
-    return Call(getattr(made, name), {"x_TH": floats(T, H), "token_ids": whole(T, high=9)})
+    router_ = router.Router(RouterSpec(K, table=True), H, E, vocabulary=9)
+    router_.weight.data.copy_(floats(E, H))
+    assert router_.tid2eid is not None
+    router_.tid2eid.copy_(integers(9, K, high=E))
+    return Call(getattr(router_, name), {"x_TH": floats(T, H), "token_ids": integers(T, high=9)})
 
 
 _META = {"meta": "parameters may be made on the meta device, and loaded later"}
@@ -300,16 +303,26 @@ _META = {"meta": "parameters may be made on the meta device, and loaded later"}
 def _loader() -> Call:
     loader, module = ExpertLoader(Share(E, H, I)), torch.nn.Module()
     loader.create_weights(module, torch.float32)
-    given = {"param": module.w13_weight, "loaded_weight": floats(I, H), "weight_name": "w13_weight",
-             "shard_id": "w1", "expert_id": 0}  # fmt: skip
-    return Call(loader.weight_loader, given, written=("param",), accepts=_META)
+    arguments = {
+        "param": module.w13_weight,
+        "loaded_weight": floats(I, H),
+        "weight_name": "w13_weight",
+        "shard_id": "w1",
+        "expert_id": 0,
+    }
+    return Call(loader.weight_loader, arguments, written=("param",), accepts=_META)
 
 
 def _layer_loader() -> Call:
-    made = layer.FusedMoE(E, H, I, 3, top_k=K, quant_config=None, params_dtype=torch.float32)
-    given = {"param": made.w13_weight, "loaded_weight": floats(I, H), "weight_name": "w13_weight",
-             "shard_id": "w1", "expert_id": 0}  # fmt: skip
-    return Call(made.weight_loader, given, written=("param",), accepts=_META)
+    layer_ = layer.FusedMoE(E, H, I, 3, top_k=K, quant_config=None, params_dtype=torch.float32)
+    arguments = {
+        "param": layer_.w13_weight,
+        "loaded_weight": floats(I, H),
+        "weight_name": "w13_weight",
+        "shard_id": "w1",
+        "expert_id": 0,
+    }
+    return Call(layer_.weight_loader, arguments, written=("param",), accepts=_META)
 
 
 def _selection_bias(**_: Any) -> dict[str, Any]:
@@ -318,12 +331,12 @@ def _selection_bias(**_: Any) -> dict[str, Any]:
 
 
 def _rows(*shape: int, pairs: torch.Tensor | None = None, weights: bool = True) -> ExpertRows:
-    chosen = floats(T, K).abs() if weights else None
-    return ExpertRows(floats(*shape), pairs, chosen, 1.0)
+    router_weights = floats(T, K).abs() if weights else None
+    return ExpertRows(floats(*shape), pairs, router_weights, 1.0)
 
 
 def _dispatched() -> ExpertRows:
-    ids, invalid = whole(T, K, high=E), torch.zeros(1, dtype=torch.int32)
+    ids, invalid = integers(T, K, high=E), torch.zeros(1, dtype=torch.int32)
     routed = DispatchedRouting(
         None, ids, IdSpace.GLOBAL, E, torch.arange(E, dtype=torch.int32), invalid
     )
@@ -336,7 +349,7 @@ def _reduced(part: Any, rows: ExpertRows, *out: int) -> Call:
 
 
 def _pairs() -> torch.Tensor:
-    return whole(T, K, high=E * C)
+    return integers(T, K, high=E * C)
 
 
 def _scaled() -> Call:
@@ -346,9 +359,9 @@ def _scaled() -> Call:
 
 
 def _repacked(function: Callable[..., object]) -> Call:
-    w = whole(2, 4, 16, high=256, dtype=torch.uint8)
-    given = {"w_eNK": w, "out": torch.empty_like(w)}
-    return Call(function, given, written=("out",), shared=("w_eNK",))
+    w = integers(2, 4, 16, high=256, dtype=torch.uint8)
+    arguments = {"w_eNK": w, "out": torch.empty_like(w)}
+    return Call(function, arguments, written=("out",), shared=("w_eNK",))
 
 
 def _merge() -> Call:
@@ -357,18 +370,23 @@ def _merge() -> Call:
 
 
 def _composed(name: str) -> Call:
-    made: Any = mk.compose(replace(PROBLEM, tokens=1), Machine("cpu"))
-    made = made.plan() if name == "plan" else made
-    given = {"x_TH": floats(1, H), "weights": plain(), "routing": routing(1), "out": floats(1, H)}
+    kernel_: Any = mk.compose(replace(PROBLEM, tokens=1), Machine("cpu"))
+    kernel_ = kernel_.plan() if name == "plan" else kernel_
+    arguments = {
+        "x_TH": floats(1, H),
+        "weights": plain(),
+        "routing": routing(1),
+        "out": floats(1, H),
+    }
     if name == "prepare_weights":
-        return Call(made.prepare_weights, {"weights": plain()})
+        return Call(kernel_.prepare_weights, {"weights": plain()})
     if name == "warm_up":
-        return Call(made.plan().warm_up, {"weights": plain(), "tokens": (1,)})
-    return Call(made, given, written=("out",))
+        return Call(kernel_.plan().warm_up, {"weights": plain(), "tokens": (1,)})
+    return Call(kernel_, arguments, written=("out",))
 
 
 def _ep_moe() -> dict[str, Any]:
-    ids = whole(T, K, high=E)
+    ids = integers(T, K, high=E)
     _, source, _ = ep_moe.run_moe_ep_preproess(ids, E)
     return {"src2dst": source, "topk_ids": ids, "start_expert_id": 0, "end_expert_id": E - 1}
 
@@ -386,7 +404,7 @@ def _segments() -> dict[str, Any]:
 
 
 def _silu() -> dict[str, Any]:
-    ids = whole(6, high=E).sort().values.clone()
+    ids = integers(6, high=E).sort().values.clone()
     return {
         "gateup_output": floats(6, 32),
         "down_input": floats(6, 16),
@@ -429,7 +447,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         quantize_weights, {"weights": plain(), "problem": QUANTIZED}
     ),
     "modular_kernel.quant.scale_tiles.from_e8m0": lambda: Call(
-        scale_tiles.from_e8m0, {"scale": whole(3, 4, high=256, dtype=torch.uint8)}
+        scale_tiles.from_e8m0, {"scale": integers(3, 4, high=256, dtype=torch.uint8)}
     ),
     "modular_kernel.quant.repacking.repack": lambda: _repacked(repacking.repack),
     "modular_kernel.quant.repacking.unrepack": lambda: _repacked(repacking.unrepack),
@@ -492,7 +510,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     f"{_LAYERS}parameters.ExpertParameters.weight_loader": _layer_loader,
     f"{_LAYERS}weight_loading.ExpertLoader.weight_loader": _loader,
     f"{_LAYERS}balance.count": lambda: Call(
-        balance.count, {"topk_ids": whole(T, K, high=E), "experts": E}
+        balance.count, {"topk_ids": integers(T, K, high=E), "experts": E}
     ),
     # ---------------------------------------------------------------------------- checkpoints
     "modular_kernel.checkpoints.gptq_awq.from_gptq": lambda: Call(checkpoints.from_gptq, _gptq()),
@@ -523,8 +541,8 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.checkpoints.fp8_mxfp4.from_gpt_oss": lambda: Call(
         checkpoints.from_gpt_oss,
         {
-            "blocks": whole(E, 8, 2, 16, high=256, dtype=torch.uint8),
-            "scales": whole(E, 8, 2, high=255, dtype=torch.uint8),
+            "blocks": integers(E, 8, 2, 16, high=256, dtype=torch.uint8),
+            "scales": integers(E, 8, 2, high=255, dtype=torch.uint8),
         },
     ),
     # --------------------------------------------------------------------------- integrations
@@ -548,7 +566,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         written=("out",),
     ),
     "experts.compat.ep_moe.run_moe_ep_preproess": lambda: Call(
-        ep_moe.run_moe_ep_preproess, {"topk_ids": whole(T, K, high=E), "num_experts": E}
+        ep_moe.run_moe_ep_preproess, {"topk_ids": integers(T, K, high=E), "num_experts": E}
     ),
     "experts.compat.ep_moe.pre_reorder": lambda: Call(
         ep_moe.pre_reorder,
@@ -593,7 +611,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.ops.align.moe_align_block_size": lambda: Call(
         align.moe_align_block_size,
         {
-            "topk_ids_TK": whole(T, K, high=E),
+            "topk_ids_TK": integers(T, K, high=E),
             "block_size": 16,
             "num_experts": E,
             "expert_map": torch.arange(E, dtype=torch.int32),

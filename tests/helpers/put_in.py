@@ -1,4 +1,4 @@
-"""Put a defect into the source, in the memory of a child, and run chosen cases before it."""
+"""Applies a defect to the source in a forked child and runs cases against it."""
 
 import importlib
 import json
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from modular_kernel.testing import Case
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import patch_modules, reattach
 
 ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE = 300.0  # seconds for a case
+_CASE_TIMEOUT_S = 300.0  # seconds for a case
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """What is wrong, and the piece of a file that is replaced."""
+class SourceDefect:
+    """A defect: its description, and the text of a file that is replaced."""
 
     what: str
     file: str
@@ -28,27 +28,27 @@ class Wrong:
         return self.what.replace(" ", "_")
 
 
-def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
-    """What the first case that notices a defect says, as "check: finding"; empty if none does.
+def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> list[str]:
+    """Return the finding of the first case that detects the defect, as "check: finding", or [].
 
-    Raises AssertionError if the child ends before its time, which would tell nothing.
+    Raises AssertionError if the child ends early.
     """
-    listed = folder / "defect.json"
-    listed.write_text(json.dumps([vars(wrong)]), encoding="utf-8")
-    (defect,) = read_defects(listed, ROOT)
+    defect_file = folder / "defect.json"
+    defect_file.write_text(json.dumps([vars(defect_spec)]), encoding="utf-8")
+    (defect,) = read_defects(defect_file, ROOT)
 
-    def work(tell: Tell) -> None:
+    def work(send: Send) -> None:
         patch_modules(defect.mutant)
-        runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
+        runner = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
-        machine = runs.this_machine()
+        machine = runner.this_machine()
         for case in cases:
-            failure = runs.first_failure(case, machine)[0]
-            tell({"failure": failure})
+            failure = runner.first_failure(case, machine)[0]
+            send({"failure": failure})
             if failure is not None:
                 return
 
-    child = ChildProcess(work, _PATIENCE)
-    said = [message["failure"] for message in child]
-    assert child.ended.how == "done", child.ended
-    return [failure for failure in said if failure is not None]
+    child = ChildProcess(work, _CASE_TIMEOUT_S)
+    failures = [message["failure"] for message in child]
+    assert child.exit.status == "done", child.exit
+    return [failure for failure in failures if failure is not None]

@@ -1,4 +1,4 @@
-"""Quantized weights of every scheme, and what their tensors must be, for the tests of quant."""
+"""Quantized weights of every scheme, and the expected shapes and dtypes of their tensors."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
 CPU = torch.device("cpu")
-# Ragged against every group and block below.
+# Not a multiple of any group or block below.
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 FULL, BYTE = (torch.float32,), (torch.uint8,)
@@ -59,7 +59,7 @@ def problem_of(text: str, **changes: Any) -> Problem:
 
 
 def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWeights:
-    """Float32 weights, and static scales where the scheme has them."""
+    """Draw float32 weights, with static scales if the scheme has them."""
     generator = torch.Generator().manual_seed(seed)
     w1 = std * torch.randn(problem.e, problem.w1_rows, problem.hidden, generator=generator)
     w2 = std * torch.randn(problem.e, problem.hidden, problem.intermediate, generator=generator)

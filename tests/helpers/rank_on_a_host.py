@@ -51,7 +51,7 @@ class Told:
         given = self.layer.inputs_of(self.rank)
         out = self.kernel(given.x_TH, given.weights, given.routing)
         whole = self.layer.inputs()
-        exact = oracle(whole.x_TH, whole.weights, whole.routing, self.layer.whole)
+        exact = oracle(whole.x_TH, whole.weights, whole.routing, self.layer.global_problem)
         error = (out.double() - exact[self.layer.rows(self.rank)]).abs()
         return {"right": bool((error < 1e-4).all())}
 

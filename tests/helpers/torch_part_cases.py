@@ -34,7 +34,7 @@ NAMED = (
             ids_dtype=torch.int64, combine=Combine.TOPK_WEIGHTED,
             lora="adapters=8,rank=33,outer=shared",
         ),
-        "uniform", 2, InputVariation(values="large", own_scales=True), by_turns=True,
+        "uniform", 2, InputVariation(values="large", own_scales=True), interleaved_calls=True,
     ),
 )  # fmt: skip
 
@@ -55,8 +55,8 @@ def _spread() -> tuple[Case, ...]:
         for layout in LAYOUTS:
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 problem = replace(_BASE, dtype=dtype, quant=next(quants), lora=next(loras))
-                manner = InputVariation(layout, next(values))
-                found.append(Case(*pair, problem, manner=manner))
+                variation = InputVariation(layout, next(values))
+                found.append(Case(*pair, problem, variation=variation))
         next(values)
     return tuple(found)
 

@@ -135,10 +135,10 @@ def beside(part):
     return BATCHED if part.requires.activation_format.value == "batched_experts" else NO_EP
 
 
-def proven(part, problem, routing="uniform", **manner):
+def proven(part, problem, routing="uniform", **case_options):
     """The proof of one case of a part."""
     with libraries():
-        return prove(Case(beside(part), part, problem, routing, **manner), CPU)
+        return prove(Case(beside(part), part, problem, routing, **case_options), CPU)
 
 
 PARTS = (

@@ -14,12 +14,12 @@ if find_spec("transformers") is None:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from hf_suites.classes import Config, E, H, K, decorated, make_experts
+from hf_suites.classes import Config, E, H, K, find_classes, make_experts
 
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
 
-CLASSES = decorated()
+CLASSES = find_classes()
 REFUSED = {"MuseSparkExperts": "norm after each expert"}
 
 

@@ -26,7 +26,11 @@ from modular_kernel.integrations.transformers.modules import is_dispatched, tens
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
 from modular_kernel.testing.checkpoints.formats import StoredMatrix
-from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED, ORDERED
+from modular_kernel.testing.checkpoints.published_formats import (
+    ACT_ORDER_FORMATS,
+    CHECKPOINT_FORMATS,
+    FUSED_FORMATS,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -38,7 +42,7 @@ MODELS = {
     "gpt_oss": (8, (0, 1)),
 }
 _DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
-ALL_KINDS = CHECKPOINT_FORMATS | ORDERED | FUSED
+ALL_KINDS = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | FUSED_FORMATS
 CASES = [
     *(
         ("mixtral", kind)
@@ -48,7 +52,7 @@ CASES = [
     ("qwen3_moe", "qwen3 fp8"),
     ("deepseek_v3", "deepseek fp8, UE8M0"),
     ("gpt_oss", "mxfp4"),
-    *(("mixtral", kind) for kind in ORDERED),
+    *(("mixtral", kind) for kind in ACT_ORDER_FORMATS),
     ("gpt_oss", "compressed fp8 channel"),
     ("gpt_oss", "compressed int4"),
     ("gpt_oss", "modelopt nvfp4, fused"),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from experts import TorchExperts
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.testing import Case, prove
@@ -15,7 +15,7 @@ from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 
 def races(kernel, *arguments, programs=3, **constants):
-    with watch.races() as found:
+    with ACCESS_LOG.races() as found:
         kernel[(programs,)](*arguments, **constants)
     return found
 
@@ -156,21 +156,21 @@ def grid_kernel(y_ptr):
 
 
 def test_grids_of_three_dimensions():
-    with watch.races() as found:
+    with ACCESS_LOG.races() as found:
         grid_kernel[(2, 2, 2)](zeros())
     assert found == ["grid_kernel: a program writes what another one writes, in y_ptr"]
 
 
 def test_nothing_is_noted_unless_somebody_watches():
-    with watch.races() as outer:
-        with watch.races() as inner:
+    with ACCESS_LOG.races() as outer:
+        with ACCESS_LOG.races() as inner:
             same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
         own_kernel[(3,)](zeros(), zeros(24), BLOCK=8)
     assert len(inner) == 1
     assert outer == []
     same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
     assert (len(inner), outer) == (1, [])
-    with pytest.raises(ZeroDivisionError), watch.races():
+    with pytest.raises(ZeroDivisionError), ACCESS_LOG.races():
         raise ZeroDivisionError
     same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
 

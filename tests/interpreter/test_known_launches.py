@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.bounds import make_reachable
 from modular_kernel.interpreter.launch_cache import LaunchCache
 from modular_kernel.interpreter.launch_cache import cached_launches as noted_launches
@@ -279,7 +279,7 @@ def test_a_launch_that_fails_is_not_known():
 def test_races_and_shared_memory_are_computed():
     with noted_launches() as known:
         gathered(*arguments())
-        with watch.races():
+        with ACCESS_LOG.races():
             gathered(*arguments())
         gathered(*arguments())
         assert (known.computed, known.hits) == (2, 1)

@@ -168,9 +168,9 @@ def values_of(memory):
 
 
 def _begun(*memory):
-    from modular_kernel.interpreter.access_log import watch
+    from modular_kernel.interpreter.access_log import ACCESS_LOG
 
-    watch.begin("kernel", {f"x{i}": each for i, each in enumerate(memory)})
+    ACCESS_LOG.begin("kernel", {f"x{i}": each for i, each in enumerate(memory)})
     upstream.interpreter_builder.set_grid_dim(1, 1, 1)
     upstream.interpreter_builder.set_grid_idx(0, 0, 0)
 

@@ -21,7 +21,7 @@ from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
 from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
-from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.spec.problem import Combine, IdSpace, Machine, Problem
@@ -88,7 +88,7 @@ def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Foll
     workspace = Workspace({n: replace(s, over=()) for n, s in specs.items()}, CPU)
     spans = {n: workspace.take(n, s.shape).data_ptr() for n, s in specs.items()}
     found = Followed(specs, {name: Use() for name in specs}, 0)
-    begin = watch.begin
+    begin = ACCESS_LOG.begin
 
     def begun(*given: Any) -> None:
         found.launches += 1
@@ -105,8 +105,8 @@ def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Foll
                     use.reads.add(found.launches)
                 use.end = max(use.end, int(inside.max()) + nbytes - start)
 
-    monkeypatch.setattr(watch, "begin", begun)
-    monkeypatch.setattr(watch, "touch", touched)
+    monkeypatch.setattr(ACCESS_LOG, "begin", begun)
+    monkeypatch.setattr(ACCESS_LOG, "record_access", touched)
     counter = torch.zeros(1, dtype=torch.int32)
     arrived = DispatchedRouting(
         routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts, None, counter

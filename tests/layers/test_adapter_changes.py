@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import PATIENCE_S
+from forked import TIMEOUT_S
 from lora_layer_samples import STARTS, adapter, base, call
 
 import modular_kernel as mk
@@ -31,7 +31,7 @@ def at_once(*functions: Callable[[], Any]) -> None:
 
     def run(function: Callable[[], Any]) -> None:
         try:
-            barrier.wait(PATIENCE_S)
+            barrier.wait(TIMEOUT_S)
             function()
         except BaseException as error:  # noqa: BLE001  raised below
             failed.append(error)
@@ -40,7 +40,7 @@ def at_once(*functions: Callable[[], Any]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads)
     for error in failed:
         raise error

@@ -156,7 +156,7 @@ def test_a_call_without_adapters_is_the_layer_without_any(
     pair: tuple[str, str], named: str
 ) -> None:
     """Every slot is full of NaN then."""
-    i = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(named=named))
+    i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern=named))
     assert bool(i.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
     assert torch.equal(run(pair, PROBLEM, i), run(pair, *without(PROBLEM, i)))
 
@@ -174,7 +174,7 @@ def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
 def test_a_plan_asks_for_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that lost its slots has the signature of one that says that it has none."""
     plan = mk.make_kernel(*PAIR, PROBLEM, machine=Machine()).plan()
-    i = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(named="without"))
+    i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern="without"))
     plan(i.x_TH, i.weights, i.routing)
     monkeypatch.setattr(plan._recorded, "find", lambda _signature: "a recording")
     monkeypatch.setattr(plan, "_may_replay", lambda *_: pytest.fail("it was to be replayed"))

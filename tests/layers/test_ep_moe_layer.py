@@ -77,14 +77,14 @@ def test_it_equals_fused_moe_over_tp() -> None:
     by_cuts = sum(
         layer_of(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
     )
-    assert error(by_experts, sample.truth()) < 1e-2
+    assert error(by_experts, sample.expected_output()) < 1e-2
     assert error(by_experts, by_cuts) < 1e-2
 
 
 def test_float8_with_one_scale_an_expert() -> None:
     sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
     total = sum(part.double() for part in parts(sample, 2, {}))
-    assert error(total, sample.truth()) < 8e-2
+    assert error(total, sample.expected_output()) < 8e-2
 
 
 def test_it_says_which_experts_it_holds() -> None:

@@ -34,7 +34,7 @@ def state_more(folder: Path, **more: Any) -> None:
 
 def truth(sample: Sample, x: torch.Tensor, spec: RouterSpec, logits: torch.Tensor, bias) -> Any:
     routing = route(logits, spec, RouterTensors(bias)).routing
-    return sample.truth(x, routing.topk_weights_TK, routing.topk_ids_TK.long())
+    return sample.expected_output(x, routing.topk_weights_TK, routing.topk_ids_TK.long())
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:

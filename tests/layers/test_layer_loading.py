@@ -64,7 +64,7 @@ def sum_over(kind: str, split: tuple[int, int], sample: Sample, load: Any) -> fl
         load(layer)
         x_TH = x.to(layer.problem.dtype)
         total += layer(x_TH, (weights, ids)).double()
-    want = sample.truth(x, weights, ids)
+    want = sample.expected_output(x, weights, ids)
     return float((total - want).norm() / want.norm())
 
 
@@ -91,7 +91,7 @@ def test_rows_that_alternate_load_at_once_and_expert_by_expert(kind, split, tmp_
     sample = write(tmp_path, "gpt_oss", kind, intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     x, weights, ids = sample.inputs(T)
-    want = sample.truth(x.bfloat16().double(), weights, ids)
+    want = sample.expected_output(x.bfloat16().double(), weights, ids)
     sums = [torch.zeros(T, H, dtype=torch.float64) for _ in range(2)]
     for ep, tp in product(range(split[0]), range(split[1])):
         place = LayerParallel(ep=(ep, split[0]), tp=(tp, split[1]))
@@ -202,7 +202,7 @@ def test_ep_moe_in_float8(scheme: str, tmp_path: Path) -> None:
         # The router of EPMoE takes logits: those whose softmax is the routing given.
         logits = torch.full((T, E), -torch.inf).scatter(1, ids, weights.log())
         total += layer(x.bfloat16(), logits).double()
-    want = sample.truth(x, weights, ids)
+    want = sample.expected_output(x, weights, ids)
     assert float((total - want).norm() / want.norm()) < 0.1
 
 

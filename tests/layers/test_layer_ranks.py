@@ -68,7 +68,7 @@ def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: b
             with prefer_torch_reference():
                 got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
                 assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
-        return max(error(one, SAMPLE.truth(shared=True)) for one in got)
+        return max(error(one, SAMPLE.expected_output(shared=True)) for one in got)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -103,7 +103,7 @@ def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, in
         with prefer_torch_reference():
             got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
         assert order == [len(got)]
-        worst = error(got, SAMPLE.truth(shared=True)[rows])
+        worst = error(got, SAMPLE.expected_output(shared=True)[rows])
         layer.destroy()
         return worst
 
@@ -138,7 +138,7 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
     with prefer_torch_reference():
         got = [layer(sample.x_TH, sample.logits) for _ in range(4)]
     layer.destroy()
-    return max(error(one, sample.truth()) for one in got), taken
+    return max(error(one, sample.expected_output()) for one in got), taken
 
 
 def test_one_token_s_pairs_are_spread_over_copies(rank_pool: Pool) -> None:
@@ -189,5 +189,5 @@ def test_balance_of_a_layer() -> None:
         held = list(placement.slots[rank])
         layer.set_weights(ExpertWeights(sample.plain.w1[held], sample.plain.w2[held]))
         total += layer(sample.x_TH, sample.logits).double()
-    assert error(total, sample.truth()) < 1e-5
+    assert error(total, sample.expected_output()) < 1e-5
     assert share(sample, (0, 2), (0, 1)).w1.shape[0] == 4

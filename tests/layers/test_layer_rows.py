@@ -6,7 +6,7 @@ beyond them, or why something of it is not there, stands behind.
 """
 
 import pytest
-from checklist import Row, absent
+from checklist import Row, missing_tests
 
 KEYWORDS, LOADING, LAYERS = "test_fused_moe_keywords", "test_weight_loading", "test_layers"
 EP_LAYER, RANKS = "test_ep_moe_layer", "test_layer_ranks"
@@ -116,4 +116,4 @@ def test_every_row_is_here() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_its_tests_exist(row: str) -> None:
     assert ROWS[row].tests
-    assert absent(ROWS[row]) == []
+    assert missing_tests(ROWS[row]) == []

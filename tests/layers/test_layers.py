@@ -51,7 +51,7 @@ def test_parts_of_ranks_sum_to_the_whole(name: str, split: tuple[int, int]) -> N
         for tp_rank in range(tp):
             layer = layer_of(sample, (ep_rank, ep), (tp_rank, tp))
             total += layer(sample.x_TH, sample.logits).double()
-    assert error(total, sample.truth()) < BOUNDS.get(name, 1e-5)
+    assert error(total, sample.expected_output()) < BOUNDS.get(name, 1e-5)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -71,7 +71,7 @@ def test_shared_experts_count_once(partial: bool, split: tuple[int, int]) -> Non
                 sample, (ep_rank, ep), (tp_rank, tp), shared_experts=shared, shared_partial=partial
             )
             total += layer(sample.x_TH, sample.logits).double()
-    assert error(total, sample.truth(shared=True)) < 1e-5
+    assert error(total, sample.expected_output(shared=True)) < 1e-5
     assert seen == [T] * (ep * tp)
 
 
@@ -84,7 +84,7 @@ def test_experts_that_do_not_divide() -> None:
         homes.append([layer.local_expert(expert) for expert in range(E)])
         total += layer(sample.x_TH, sample.logits).double()
     assert homes == [[0, 1, 2, *[-1] * 5], [-1, -1, -1, 0, 1, 2, -1, -1], [*[-1] * 6, 0, 1]]
-    assert error(total, sample.truth()) < 1e-5
+    assert error(total, sample.expected_output()) < 1e-5
 
 
 def test_parameters_have_the_field_s_names() -> None:
@@ -170,7 +170,7 @@ def test_routing_of_every_kind() -> None:
     layer = layer_of(sample, router=None, top_k=K)
     routing = route(sample.logits, sample.router).routing
     want = layer(sample.x_TH, routing)
-    assert error(want, sample.truth()) < 1e-5
+    assert error(want, sample.expected_output()) < 1e-5
     weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
     for given in (
         select_experts(sample.logits, sample.router),
@@ -286,7 +286,7 @@ def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=2049)
     layer = layer_of(sample)
-    assert error(layer(sample.x_TH, sample.logits), sample.truth()) < 1e-5
+    assert error(layer(sample.x_TH, sample.logits), sample.expected_output()) < 1e-5
     layer.warm_up(9)
     with monkeypatch.context() as capture:
         capture.setattr(planning, "capturing", lambda device: True)
@@ -314,4 +314,4 @@ def test_the_whole_of_a_layer_is_what_a_kernel_computes() -> None:
             gate, up = (both + weights.b1[expert].double()).chunk(2)
             down = weights.w2[expert].double() @ (torch.nn.functional.silu(gate) * up)
             total[token] += weight.double() * (down + weights.b2[expert].double())
-    assert error(sample.truth(), total) < 1e-12
+    assert error(sample.expected_output(), total) < 1e-12

@@ -12,11 +12,11 @@ from moe_lora_calls import (
     Sizes,
     call,
     close,
+    expected_outputs,
     kernels_and_twins,
     on_device,
     replace_ids,
     replace_info,
-    wanted,
 )
 
 from modular_kernel import ExpertWeights, Problem, Routing, reference
@@ -36,7 +36,7 @@ _way = kernels_and_twins()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_staged_is_fused_is_the_loop(dtype: torch.dtype, strategy: str) -> None:
     c = call(dtype=dtype)
-    close(c.run(strategy), wanted(c)["out"])
+    close(c.run(strategy), expected_outputs(c)["out"])
 
 
 @WAY
@@ -58,7 +58,7 @@ def test_any_size(sizes: Sizes, strategy: str) -> None:
     if sizes.tokens == 1:
         c = replace_info(replace_ids(c, torch.zeros_like(c.ids)), weight_indices=[0])
         c.weights.fill_(0.7)
-    close(c.run(strategy), wanted(c)["out"])
+    close(c.run(strategy), expected_outputs(c)["out"])
 
 
 def test_no_tokens() -> None:
@@ -95,7 +95,7 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
         torch.zeros(tokens, hidden),
     ))  # fmt: skip
     c.buffers = buffers
-    want = wanted(c)["out"]
+    want = expected_outputs(c)["out"]
     for strategy in ("staged", "fused"):
         got = c.run(strategy)
         close(got, want, hidden)

@@ -10,10 +10,10 @@ from moe_lora_calls import (
     Sizes,
     call,
     close,
+    expected_outputs,
     kernels_and_twins,
     replace_ids,
     replace_info,
-    wanted,
 )
 
 from modular_kernel.ops.moe_lora import run_moe_lora
@@ -47,7 +47,7 @@ def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
     c.ids.remainder_(3)
     c.weights.nan_to_num_(0.3)
     c.info.weight_indices[:] = torch.where(torch.arange(21, device=DEVICE) % 2 > 0, 2, 1).int()
-    want = wanted(c)["out"]
+    want = expected_outputs(c)["out"]
     for each in c.buffers:
         each[[0, 3]] = torch.nan
         each[:, 3:] = torch.nan
@@ -107,7 +107,7 @@ def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, stra
     c.ids[::4, 0] = sizes.experts
     c.weights[::4, 0] = torch.nan
     c = replace_info(c, lora_ranks=[2, -1, 5, 99])
-    close(c.run(strategy), wanted(c)["out"])
+    close(c.run(strategy), expected_outputs(c)["out"])
 
 
 def test_a_last_dimension_of_one_value_has_any_stride() -> None:

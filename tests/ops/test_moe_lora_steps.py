@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_lora_calls import DEVICE, WAY, batch_of, call, close, kernels_and_twins, wanted
+from moe_lora_calls import DEVICE, WAY, batch_of, call, close, expected_outputs, kernels_and_twins
 
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.moe_lora_stages import (
@@ -24,7 +24,7 @@ _way = kernels_and_twins()
 def test_each_step_is_its_float64_loop(dtype: torch.dtype, grouped: bool) -> None:
     """What a step has of pairs that are skipped, and beyond a rank, is zero."""
     c = call(dtype=dtype)
-    want, batch = wanted(c), batch_of(c, grouped=grouped)
+    want, batch = expected_outputs(c), batch_of(c, grouped=grouped)
     a13, b13, a2, b2 = c.buffers
     u = moe_lora_a(c.x, a13, batch)
     h = moe_lora_gate_up_b(want["u"].to(dtype), b13, batch)
@@ -67,7 +67,7 @@ def test_programs_take_pairs_in_the_order_they_are_given(
         if step == "a":
             got = moe_lora_a(c.x, c.buffers[0], batch)
         else:
-            got = moe_lora_gate_up_b(wanted(c)["u"].float(), c.buffers[1], batch)
+            got = moe_lora_gate_up_b(expected_outputs(c)["u"].float(), c.buffers[1], batch)
     assert (~got.isnan().flatten(0, 1).any(1)).nonzero().tolist() == [[7]]
 
 
@@ -80,7 +80,7 @@ def test_what_is_masked_off_is_not_summed(strategy: str) -> None:
     c.x[:] = torch.eye(1, c.x.shape[1], device=DEVICE)
     c.buffers[0][2] = 3e37
     c.buffers[1][2] = c.buffers[1][2].sign() * 1e-37
-    want = wanted(c)
+    want = expected_outputs(c)
     assert want["u"].sum(2).max() > torch.finfo(torch.float32).max
     assert bool(want["out"].isfinite().all())
     close(c.run(strategy), want["out"])
@@ -97,7 +97,7 @@ def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
     c.buffers[0][2] = 0
     c.buffers[0][2, ..., :2] = torch.tensor([1 + 2**-7, -1 - 2**-6])
     c.buffers[1][2] *= 2**14
-    close(c.run(strategy), wanted(c)["out"])
+    close(c.run(strategy), expected_outputs(c)["out"])
 
 
 # The first rows and columns of A13, gate and up of B13, A2 and B2; the others are 0.
@@ -136,4 +136,4 @@ def test_the_fused_kernel_alone() -> None:
     out = c.output.clone()
     batch = batch_of(c, grouped=False)
     moe_lora_fused(c.x, tuple(c.buffers), batch, c.weights, c.info.scalings, out)  # type: ignore[arg-type]
-    close(out, wanted(c)["out"])
+    close(out, expected_outputs(c)["out"])

@@ -28,7 +28,7 @@ from prepare_finalize.deepep.arguments import (
     low_latency_arguments,
 )
 
-Buffer = stand_in.FIRST.Buffer
+Buffer = stand_in.DEEP_EP_V1.Buffer
 
 
 def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> Any:
@@ -80,8 +80,8 @@ def test_a_described_cluster_is_judged(
 
 def test_a_listed_size_is_one_that_the_library_has_configurations_and_kernels_for() -> None:
     across = [ranks for ranks in WORLD_SIZES if ranks > 8]
-    assert [ranks // 8 for ranks in across] == list(stand_in.FIRST.HOSTS)
-    assert set(WORLD_SIZES) <= set(stand_in.FIRST.ROWS)
+    assert [ranks // 8 for ranks in across] == list(stand_in.DEEP_EP_V1.HOSTS)
+    assert set(WORLD_SIZES) <= set(stand_in.DEEP_EP_V1.ROWS)
 
 
 def test_check_is_told_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def group_of(ranks: int) -> Any:
 
 
 def row_bytes(hidden: int) -> int:
-    return 2 * hidden + stand_in.FIRST.BESIDE
+    return 2 * hidden + stand_in.DEEP_EP_V1.BESIDE
 
 
 def up(nbytes: int) -> int:
@@ -118,7 +118,7 @@ def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
     Buffer.made.clear()
     made = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
-    nvl_rows, rdma_rows = stand_in.FIRST.ROWS[ranks]
+    nvl_rows, rdma_rows = stand_in.DEEP_EP_V1.ROWS[ranks]
     nvl = up(channels * 8 * (nvl_rows + 1) * row_bytes(7168) + 1)  # a combine's, by one row
     rdma = up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
     before = Buffer.num_sms
@@ -170,7 +170,7 @@ def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGro
     library = ModuleType("deep_ep")
     vars(library)["Buffer"] = stand_in.OneRankOfAHost
     deepep.load_deepep = lambda generation: library
-    stand_in.FIRST.Buffer.made.clear()
+    stand_in.DEEP_EP_V1.Buffer.made.clear()
     return DeepEPGroup(group, deadline_s=5)
 
 
@@ -186,7 +186,7 @@ def without_network(rank: int, world: int, group: dist.ProcessGroup, lacks: list
     manager = manager_between(rank, group, not lacks[rank])
     tries = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
     said = [told(attempt) for attempt in tries]
-    made = list(stand_in.FIRST.Buffer.made)
+    made = list(stand_in.DEEP_EP_V1.Buffer.made)
     manager.destroy()
     return said, made
 
@@ -219,7 +219,7 @@ def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
         lambda: other.high_throughput(2048),
         other.destroy,
     )
-    return [told(attempt) for attempt in tries], stand_in.FIRST.Buffer.made
+    return [told(attempt) for attempt in tries], stand_in.DEEP_EP_V1.Buffer.made
 
 
 def test_a_process_has_one_buffer_between_hosts() -> None:
@@ -238,7 +238,7 @@ def on_hosts_of_one(rank: int, world: int, group: dist.ProcessGroup) -> Any:
     problem = replace(BASE, parallel=Parallel(2, rank=rank))
     parts.load_deepep = deepep.load_deepep
     said = told(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
-    return said, stand_in.FIRST.Buffer.made
+    return said, stand_in.DEEP_EP_V1.Buffer.made
 
 
 def test_hosts_that_are_met_are_refused_as_those_that_are_described() -> None:

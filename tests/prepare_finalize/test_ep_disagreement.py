@@ -41,7 +41,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     again = kernel(given.x_TH, given.weights, given.routing)
     fresh = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=TorchGroup(group))
     want = fresh(given.x_TH, given.weights, given.routing)
-    return replace(report, serves_again=torch.equal(again, want))
+    return replace(report, usable_again=torch.equal(again, want))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object],
         assert report.seconds < AT_ONCE_S
         assert told in report.message
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
-        assert report.serves_again
+        assert report.usable_again
 
 
 def test_replicated_ranks_pass_as_many_tokens(pool: RankPool) -> None:

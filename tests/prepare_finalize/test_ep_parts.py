@@ -39,7 +39,7 @@ def prove(pool: RankPool, layers: list[Layer]) -> None:
     reports = pool.run(call_layers, tuple(layers))
     for index, layer in enumerate(layers):
         outputs = [reports[rank][index][0] for rank in range(layer.world_size)]
-        comparison = layer.judge(outputs)
+        comparison = layer.compare(outputs)
         assert comparison.ok, (layer, comparison)
         for rank in range(layer.world_size):
             assert reports[rank][index][1] == layer.invalid(rank), layer
@@ -151,8 +151,8 @@ def test_sharing_experts_out_equals_cutting_each_of_them(pair: RankPool) -> None
     """Expert parallel over two ranks, and tensor parallel: each rank half of every expert."""
     layer = Layer(REPLICATED, (6, 6))
     shared_out = pair.run(call_layer, layer)[0][0]
-    whole, half = layer.inputs(), layer.whole.intermediate // 2
-    problem = replace(layer.whole, intermediate=half)
+    whole, half = layer.inputs(), layer.global_problem.intermediate // 2
+    problem = replace(layer.global_problem, intermediate=half)
     pairing = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     kernel = make_kernel(*pairing, problem, machine=this_machine(device="cpu"))
     cut = torch.zeros_like(shared_out)
@@ -172,7 +172,7 @@ def test_two_calls_in_flight_on_one_kernel(pair: RankPool, part: str) -> None:
     layers = tuple(Layer(part, counts, seed=i) for i, counts in enumerate(tokens_of(part, 2)[:2]))
     reports = pair.run(in_flight, layers)
     for index, layer in enumerate(layers):
-        comparison = layer.judge([report[index] for report in reports])
+        comparison = layer.compare([report[index] for report in reports])
         assert comparison.ok, comparison
 
 
@@ -211,7 +211,7 @@ def test_plans_serve_many_calls(pair: RankPool, part: str) -> None:
     layers = tuple(Layer(part, counts, seed=5) for counts in tokens_of(part, 2))
     reports = pair.run(planned, layers)
     for index, layer in enumerate(layers):
-        assert layer.judge([report[index] for report in reports]).ok
+        assert layer.compare([report[index] for report in reports]).ok
 
 
 def planned(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> list:

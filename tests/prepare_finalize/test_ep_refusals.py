@@ -29,7 +29,7 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
     """The others are told at once, with layer and call; then all make the call together."""
     reports = pool.run(refuse_one, Layer(part, TOKENS[part]), by, timeout=30)
     for rank, report in enumerate(reports):
-        assert report.serves_again
+        assert report.usable_again
         assert report.seconds < AT_ONCE_S
         if rank == VICTIM:
             assert report.error == "DtypeError", report
@@ -49,7 +49,7 @@ def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> R
     x_TH = given.x_TH.double() if rank == VICTIM else given.x_TH
     report = report_of_calls(lambda: call(x_TH, given.weights, given.routing), manager)
     again = call(given.x_TH, given.weights, given.routing)
-    return replace(report, serves_again=torch.allclose(again, good))
+    return replace(report, usable_again=torch.allclose(again, good))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
@@ -61,7 +61,7 @@ def test_layers_of_one_manager_that_are_called_in_another_order(pool: RankPool, 
         assert "layer 1, 2, 1 by rank" in report.message
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
         assert report.seconds < AT_ONCE_S
-        assert report.serves_again
+        assert report.usable_again
 
 
 def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankReport:
@@ -74,4 +74,4 @@ def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankRepor
     mine = second if rank == VICTIM else first
     report = report_of_calls(lambda: mine(given.x_TH, given.weights, given.routing), manager)
     outputs = [each(given.x_TH, given.weights, given.routing) for each in (first, second)]
-    return replace(report, serves_again=torch.allclose(*outputs))
+    return replace(report, usable_again=torch.allclose(*outputs))

@@ -14,12 +14,12 @@ from modular_kernel.testing.stress.fault_matrix import (
     FaultResult,
     as_json,
     markdown,
-    parts_to_try,
     run_matrix,
     scenarios,
     summary,
+    supported_parts,
 )
-from modular_kernel.testing.stress.faults import VICTIM, RankReport, Scenario, outcome
+from modular_kernel.testing.stress.faults import VICTIM, RankReport, Scenario, report_two_calls
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 
 
@@ -27,7 +27,7 @@ def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
     other = (("hidden", 64),)
     wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
               Scenario(ALL2ALL, "disagrees", other=other)]  # fmt: skip
-    results = run_matrix(wanted, 2, "gloo", lanes=2)
+    results = run_matrix(wanted, 2, "gloo", num_pools=2)
     assert [result.findings() for result in results] == [[], [], []]
     lines = markdown(results).splitlines()
     assert len(lines) == 2 + len(wanted)
@@ -37,13 +37,13 @@ def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
 
 
 def test_every_part_over_gloo_has_its_scenarios() -> None:
-    assert set(parts_to_try(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
+    assert set(supported_parts(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
     wanted = scenarios(ALL2ALL, "gloo")
     assert len(set(map(str, wanted))) == len(wanted) >= 12
 
 
 def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
-    (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", seconds=-1)
+    (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", start_limit_s=-1)
     assert result.findings() == [f"rank {rank}: not started: time limit reached" for rank in (0, 1)]
 
 
@@ -54,17 +54,17 @@ def test_a_call_that_returns_something_else_is_an_error() -> None:
     kernel = make_kernel(*pair, layer.problem(0), machine=cpu)
     given = layer.inputs_of(0)
     good = kernel(given.x_TH, given.weights, given.routing)
-    right = outcome(kernel, given, good)
-    assert (right.error, right.good) == ("", 2)
-    wrong = outcome(kernel, given, good + 1)
+    right = report_two_calls(kernel, given, good)
+    assert (right.error, right.num_completed) == ("", 2)
+    wrong = report_two_calls(kernel, given, good + 1)
     assert (wrong.error, wrong.message) == ("AssertionError", "a call returned a wrong result")
-    assert outcome(kernel, given, None).error == "AssertionError"
+    assert report_two_calls(kernel, given, None).error == "AssertionError"
 
 
 def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
     """Each thing that may go wrong is found, one at a time."""
     killed = Scenario(ALL2ALL, "killed", "in dispatch")
-    good = RankReport("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), serves_again=True)
+    good = RankReport("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), usable_again=True)
     dead = {VICTIM: "died: killed by signal SIGKILL"}
 
     def findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
@@ -88,7 +88,7 @@ def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
         assert found.startswith(text)
     (found,) = findings(late, {}, good, replace(good, error=""), good)
     assert found == "rank 1: raised no error"
-    (found,) = findings(late, {}, good, good, replace(good, serves_again=False))
+    (found,) = findings(late, {}, good, good, replace(good, usable_again=False))
     assert "is not usable afterwards" in found
     (found,) = findings(killed, {**dead, 2: "did not answer"}, good)
     assert found == "rank 2: did not answer"

@@ -64,7 +64,7 @@ def two_and_then_three(rank: int, world: int, group: object) -> list:
 def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None:
     reports = rank_pool(2).run(two_and_then_three)
     for index in range(3):
-        assert LAYER.judge([report[index] for report in reports]).ok
+        assert LAYER.compare([report[index] for report in reports]).ok
     for report in reports:
         assert isinstance(report[3], UnsupportedError)
         assert "got 3" in str(report[3])
@@ -97,7 +97,7 @@ def test_calls_that_are_never_finished_give_their_slots_back(
     part: str, method: str, rank_pool: Pool
 ) -> None:
     reports = rank_pool(2).run(broken, part, method)
-    assert LAYER.judge([report[0] for report in reports]).ok
+    assert LAYER.compare([report[0] for report in reports]).ok
 
 
 # ------------------------------------------------------------------------------------------ faults
@@ -123,7 +123,7 @@ def absent(rank: int, world: int, group: object, phase: str) -> list:
 def test_a_rank_that_stays_away_is_named_and_the_output_is_nan(rank_pool: Pool, phase: str) -> None:
     reports = rank_pool(2).run(absent, phase)
     good, first, again, seconds, nan, lines = reports[0]
-    assert LAYER.judge([good, reports[1][0]]).ok
+    assert LAYER.compare([good, reports[1][0]]).ok
     assert isinstance(first, CommunicationError)
     assert (first.phase, first.peers, first.rank) == (phase, (1,), 0)
     assert str(again) == str(first)
@@ -149,7 +149,7 @@ def test_a_refused_call_can_be_made_again_within_the_deadline(rank_pool: Pool, b
     """Others are not told: they wait for the call's number, which a refusal does not use up."""
     reports = rank_pool(2).run(retried, by)
     for index in range(3):
-        assert LAYER.judge([report[index] for report in reports]).ok
+        assert LAYER.compare([report[index] for report in reports]).ok
     assert [type(error) for error in reports[1][3]] == [DtypeError] * 3
 
 
@@ -216,7 +216,7 @@ def test_scales_of_experts_stay_with_the_weights(rank_pool: Pool) -> None:
     fields = {"quant": "nvfp4_w4a4", "dtype": torch.bfloat16}
     layer = replace(LAYER, fields=fields)
     reports = rank_pool(2).run(call_layer, layer)
-    assert layer.judge([out for out, _ in reports]).ok
+    assert layer.compare([out for out, _ in reports]).ok
 
 
 # ----------------------------------------------------------------------------------------- refusals

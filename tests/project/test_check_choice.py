@@ -52,7 +52,7 @@ def test_a_choice_is_beside_the_default_and_the_best(
 
     ratio = 1 / 1.3 if slow == "TorchExperts" else 1.3
     monkeypatch.setattr(Stopwatch, "_time_once", lambda _, r: 1.3 if r.pair[1] == slow else 1.0)
-    monkeypatch.setattr(tool, "_beside", beside)
+    monkeypatch.setattr(tool, "_compare_with_default", beside)
     out = tmp_path / "out.json"
     words = ["--layer", "4,2,64,32", "--tokens-list", "1,4", "--budgets", "0,default"]
     monkeypatch.setattr("sys.argv", ["check_choice.py", *words, "--json", str(out)])

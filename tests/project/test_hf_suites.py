@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from hf_suites import __main__ as program
 from hf_suites import classes, packed, upstream
-from hf_suites.outcomes import Case, Outcome, judged, summary
+from hf_suites.outcomes import Case, Outcome, judge_errors, summary
 
 from modular_kernel.integrations.transformers import register
 from modular_kernel.integrations.transformers.register import Registration
@@ -54,7 +54,7 @@ CHANNEL = {
     ],
 )
 def test_float64_says_whose_a_mismatch_is(ours, theirs, end) -> None:
-    assert judged(ours, theirs, 1e-2)[0] is end
+    assert judge_errors(ours, theirs, 1e-2)[0] is end
 
 
 def test_no_case_vanishes_from_the_counts() -> None:
@@ -139,11 +139,11 @@ def test_a_packed_matrix_and_its_layer_agree() -> None:
 def test_each_side_of_a_packed_mismatch_is_named() -> None:
     def theirs_is_off(weight, g):
         made = _pack(weight, g)
-        return replace(made, theirs=made.theirs * 1.01)
+        return replace(made, their_values=made.their_values * 1.01)
 
     def ours_is_off(weight, g):
         made = _pack(weight, g)
-        return replace(made, truth=made.truth.roll(1, 0))
+        return replace(made, expected=made.expected.roll(1, 0))
 
     def raises(weight, g):
         raise ValueError("no such group")
@@ -221,10 +221,10 @@ def test_an_error_that_is_no_number_is_the_largest(monkeypatch) -> None:
     for found in ([NAN, 1.0], [1.0, NAN]):
         largest = dict[str, float]()
         for error in found:
-            nearer.note(largest, "ours", error)
+            nearer.update_maximum(largest, "ours", error)
         assert largest["ours"] != largest["ours"]
-    nearer.note(largest := {"ours": 1.0}, "ours", 2.0)
-    nearer.note(largest, "ours", 0.5)
+    nearer.update_maximum(largest := {"ours": 1.0}, "ours", 2.0)
+    nearer.update_maximum(largest, "ours", 0.5)
     assert largest == {"ours": 2.0}
 
 
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_no_number_is_seen() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     experts = torch.nn.ParameterList([weight])
     end = [
-        classes._same_gradients(experts, ours, 2 * weight, torch.float32)[0]
+        classes._compare_gradients(experts, ours, 2 * weight, torch.float32)[0]
         for ours in (2 * weight, 3 * weight, weight * NAN)
     ]
     assert end == [Outcome.AGREE, Outcome.OURS, Outcome.OURS]
@@ -254,14 +254,14 @@ def test_a_side_whose_pytest_went_wrong_is_no_result(tmp_path, text, ends) -> No
 
 
 def test_a_file_of_tests_without_a_case_is_a_case(tmp_path) -> None:
-    lines = upstream.Lines(tmp_path)
-    lines.of("theirs").write_text(
+    lines = upstream.ResultFolder(tmp_path)
+    lines.path_of("theirs").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
         '{"case": "half::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
     )
-    lines.of("ours").write_text(
+    lines.path_of("ours").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 3}\n'
     )
     lines.finish(["f", "g"])
-    ends = {case.name: case.outcome for case in lines.judged()}
+    ends = {case.name: case.outcome for case in lines.outcomes()}
     assert ends == {"f::test_generate": Outcome.AGREE, "g": Outcome.NOT_USABLE}

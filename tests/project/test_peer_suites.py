@@ -159,12 +159,12 @@ def test_no_case_vanishes(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peer_suites_lib.endings import (
-        ENDINGS,
+        OUTCOMES,
         CaseOutcome,
         MissingError,
         SkippedError,
         Suite,
-        theirs,
+        call_reference,
     )
 
     def check(p: Any) -> CaseOutcome:
@@ -177,7 +177,7 @@ def test_no_case_vanishes(
         return what
 
     def reference() -> CaseOutcome:
-        theirs(raising(ZeroDivisionError("theirs")))
+        call_reference(raising(ZeroDivisionError("theirs")))
         raise AssertionError
 
     kinds = [
@@ -199,7 +199,7 @@ def test_no_case_vanishes(
         "feature missing": 7, "left out of the sample": 2,
     }  # fmt: skip
     assert kept["cases"] == len(kinds) + 9
-    assert set(kept["outcomes"]) <= set(ENDINGS)
+    assert set(kept["outcomes"]) <= set(OUTCOMES)
     # A suite that is run again takes its own place.
     assert tool.main(["--fake", "x", "--only", "many", "--out", str(record)]) == 0
     kept = json.loads(record.read_text())
@@ -277,7 +277,7 @@ def test_quantizers(tool: ModuleType, checkout: Path, monkeypatch: pytest.Monkey
     from peer_suites_lib.checkout import Source
 
     per_row: Any = Source(checkout, "test_fake.py").function("per_row")
-    x = rows.numbers(3, 40, torch.bfloat16)
+    x = rows.normal_rows(3, 40, torch.bfloat16)
     assert rows.check_quantizer(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
 
     def twice(part: torch.Tensor) -> Any:
@@ -306,7 +306,7 @@ def test_a_scale_that_is_too_large_is_ours(
     def reference(part: torch.Tensor) -> Any:
         return sound(part.float(), rows.QuantScheme.parse(quant))
 
-    x = rows.numbers(3, 40, torch.bfloat16)
+    x = rows.normal_rows(3, 40, torch.bfloat16)
     assert rows.check_quantizer(x, quant, reference, "").outcome == "agree"
     monkeypatch.setattr(
         rows, "quantize_values", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
@@ -315,21 +315,26 @@ def test_a_scale_that_is_too_large_is_ours(
 
 
 def test_whose_a_difference_is(tool: ModuleType) -> None:
-    from peer_suites_lib.endings import Tolerance, judged
+    from peer_suites_lib.endings import Tolerance, compare_with_exact
 
     exact = torch.linspace(1, 2, 50, dtype=torch.float64)
     near, far = exact * 1.001, exact * 1.03
     tight, wide = Tolerance(0.0, 1e-2), Tolerance(0.0, 1e-1)
-    assert judged(near, far, exact, tight, 2e-3).outcome == "mismatch: theirs"
-    assert judged(far, near, exact, tight, 5e-2).outcome == "mismatch: roundings"
-    assert judged(far, near, exact, tight, 2e-3).outcome == "mismatch: ours"
+    assert compare_with_exact(near, far, exact, tight, 2e-3).outcome == "mismatch: theirs"
+    assert compare_with_exact(far, near, exact, tight, 5e-2).outcome == "mismatch: roundings"
+    assert compare_with_exact(far, near, exact, tight, 2e-3).outcome == "mismatch: ours"
     # A tolerance wider than the numbers hides nothing.
-    assert judged(far, near, exact, wide, 2e-3).outcome == "mismatch: ours"
-    assert judged(far, far, exact, tight, 2e-3).outcome == "mismatch: ours"
+    assert compare_with_exact(far, near, exact, wide, 2e-3).outcome == "mismatch: ours"
+    assert compare_with_exact(far, far, exact, tight, 2e-3).outcome == "mismatch: ours"
     for other in (near, near * torch.nan, near * 2):
-        assert judged(near * torch.nan, other, exact, wide, 1.0).outcome == "mismatch: ours"
-        assert judged(far, other, exact, wide, 2e-3).outcome == "mismatch: ours"
-    assert judged(near, near * torch.nan, exact, wide, 2e-3).outcome == "mismatch: theirs"
+        assert (
+            compare_with_exact(near * torch.nan, other, exact, wide, 1.0).outcome
+            == "mismatch: ours"
+        )
+        assert compare_with_exact(far, other, exact, wide, 2e-3).outcome == "mismatch: ours"
+    assert (
+        compare_with_exact(near, near * torch.nan, exact, wide, 2e-3).outcome == "mismatch: theirs"
+    )
 
 
 def test_alignment(tool: ModuleType) -> None:

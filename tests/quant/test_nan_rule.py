@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nan_matrix import SCHEME_NAMES, Counts, judge_calls, pairs_here, run, taken
+from nan_matrix import SCHEME_NAMES, Counts, check_calls, local_pairs, run, supported_problems
 
 from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.paths import BY_NAME
@@ -25,7 +25,7 @@ from modular_kernel.testing.cases.nan import groups, names_of, nan_arguments, na
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
-PAIRS = pairs_here(this_machine())
+PAIRS = local_pairs(this_machine())
 PROBLEM = Problem(4, 64, 64, 8, 2, torch.float32)
 
 
@@ -62,10 +62,10 @@ def test_the_gemv_path_adds_nothing_of_skipped_pairs(quant: str) -> None:
     """One scale of all pairs may be NaN: zero times that is no zero."""
     machine, counts = this_machine(), Counts()
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-    problem = replace(taken(pair, quant, machine, 64)[0], tokens=6)
+    problem = replace(supported_problems(pair, quant, machine, 64)[0], tokens=6)
     config = BY_NAME["gemv"].default_config(problem, problem.tokens, current_lookup().device)
     with override_config(config):
-        judge_calls(pair, problem, machine, counts)
+        check_calls(pair, problem, machine, counts)
     assert counts.calls == len(nan_arguments(problem))
     assert counts.wrong == []
 
@@ -85,15 +85,15 @@ def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
 def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
     machine = this_machine()
-    cases = [case for case in handpicked_cases(*pair, machine) if case.manner.nan]
-    taken = {
+    cases = [case for case in handpicked_cases(*pair, machine) if case.variation.nan]
+    supported_problems = {
         q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), machine).ok
     }
-    assert taken <= {case.problem.quant for case in cases}
+    assert supported_problems <= {case.problem.quant for case in cases}
 
 
 def test_skipped_pairs_and_tokens_have_nan() -> None:
-    inputs = make_inputs(PROBLEM, "uniform", CPU, manner=InputVariation(nan="w1"))
+    inputs = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(nan="w1"))
     skipped = inputs.routing.topk_ids_TK < 0
     assert skipped.tolist() == [[False, False]] * 3 + [[True, True]]
     assert torch.equal(inputs.routing.topk_weights_TK.isnan(), skipped)
@@ -105,7 +105,7 @@ def test_integers_have_none() -> None:
     problem = replace(PROBLEM, quant="int8_w8a8_channel")
     assert "w1" not in nan_arguments(problem)
     with pytest.raises(ConfigurationError, match="w1"):
-        make_inputs(problem, "uniform", CPU, manner=InputVariation(nan="w1"))
+        make_inputs(problem, "uniform", CPU, variation=InputVariation(nan="w1"))
 
 
 def test_one_scale_for_all_tokens_has_calls_of_its_own() -> None:

@@ -115,7 +115,7 @@ def test_activations_are_rounded(tmp_path: Path) -> None:
         problem = loaded.problem(24)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
         y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(router, ids))
-        truth = sample.truth(x.to(problem.dtype).double(), router, ids)
+        truth = sample.expected_output(x.to(problem.dtype).double(), router, ids)
         away[quantize] = float((y.double() - truth).norm() / truth.norm())
     assert away[False] < 0.01
     assert 0.03 < away[True] < 0.25

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from put_in import Wrong, findings
+from put_in import SourceDefect, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Combine, Problem
@@ -31,7 +31,7 @@ class Cell:
 
     words: str
     holds: Callable[[Problem], bool]
-    wrong: Wrong
+    wrong: SourceDefect
     experts: str = "TritonExperts"
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ CELLS = (
     Cell(
         "quantized x chunks",
         lambda p: p.scheme.activation_granularity == "group" and several_chunks(p),
-        Wrong(
+        SourceDefect(
             "every chunk has the first one's scales",
             "modular_kernel/tensors.py",
             "scale = scale[start:stop]",
@@ -63,7 +63,7 @@ CELLS = (
     Cell(
         "zero points x interleaved",
         lambda p: p.scheme.zero_points and p.scheme.packed and p.act.interleaved,
-        Wrong(
+        SourceDefect(
             "up's zero point is the half of the byte that gate's is",
             "experts/triton/kernels/gemm_tile_dispatch.py",
             "(up_rows % ZERO_ROWS) * 4",
@@ -76,7 +76,7 @@ CELLS = (
             p.scheme.activation_granularity in ("token", "group")
             and p.hidden % 16 == 0 < p.intermediate % 16
         ),
-        Wrong(
+        SourceDefect(
             "columns behind the last whole vector are not quantized",
             "modular_kernel/ops/kernels/quantize.py",
             "    mask = live[:, None] & (columns < num_columns)\n    x_ptrs",
@@ -87,7 +87,7 @@ CELLS = (
     Cell(
         "bf16 x K >= 8",
         lambda p: p.dtype is torch.bfloat16 and p.top_k >= 8 and p.combine is Combine.SUM,
-        Wrong(
+        SourceDefect(
             "long sums over top-k are kept in 16 bits",
             "modular_kernel/ops/kernels/rows.py",
             "        total += value\n",
@@ -106,7 +106,7 @@ CELLS = (
             and 1 < p.e == p.experts
             and p.dtype.itemsize == 2
         ),
-        Wrong(
+        SourceDefect(
             "packed experts all have the first one's bias",
             "experts/triton/operands_w4.py",
             '"stride_bias": 0 if bias is None else bias.stride(0)',

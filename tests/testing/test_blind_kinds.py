@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from put_in import Wrong, findings
+from put_in import SourceDefect, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 class Kind:
     """A defect, and the cases that are to notice it: those of a list with all words in the name."""
 
-    wrong: Wrong
+    wrong: SourceDefect
     prepare_finalize: str
     experts: str
     words: tuple[str, ...]
@@ -38,7 +38,7 @@ class Kind:
 
 KINDS = (
     Kind(  # NaN in the rows that no call wrote is ignored by the maximum
-        Wrong(
+        SourceDefect(
             "rows without a token join the scale of the tensor",
             "experts/triton/batched.py",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=valid_rows)",
@@ -49,7 +49,7 @@ KINDS = (
         ("quant=fp8_w8a8_tensor-bias",),
     ),
     Kind(
-        Wrong(
+        SourceDefect(
             "the weight of a skipped pair multiplies a zero",
             "modular_kernel/ops/kernels/rows.py",
             "        value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)\n"
@@ -61,7 +61,7 @@ KINDS = (
         ("combine=topk_weighted",),
     ),
     Kind(
-        Wrong(
+        SourceDefect(
             "up has the scale of gate's matrix where words are read",
             "experts/triton/aligned_w4/kernels/grouped_gemm_w4.py",
             "up_tile *= tl.load(zero_ptr + 1)",
@@ -72,7 +72,7 @@ KINDS = (
         ("T7-H128-I64", "nvfp4_w4a16-bias"),
     ),
     Kind(
-        Wrong(
+        SourceDefect(
             "adapters add the first block of ranks alone",
             "experts/triton/kernels/adapters.py",
             "if start >= rank:",
@@ -83,7 +83,7 @@ KINDS = (
         ("rank=80",),
     ),
     Kind(
-        Wrong(
+        SourceDefect(
             "integers round half up",
             QUANTIZE,
             "value = (value + 12582912.0) - 12582912.0",
@@ -94,7 +94,7 @@ KINDS = (
         ("quant=int8_w8a8_channel", "ties"),
     ),
     Kind(
-        Wrong(
+        SourceDefect(
             "float8 rounds half away from zero",
             QUANTIZE,
             "    if ROUND:\n        # Below",
@@ -105,7 +105,7 @@ KINDS = (
         ("quant=fp8_w8a8_tensor-bias", "ties"),
     ),
     Kind(  # pairs times columns of u are more than the threshold, in a deep float32 product
-        Wrong(
+        SourceDefect(
             "kernels of adapters change with the number of tokens",
             "experts/triton/adapters.py",
             "if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:",

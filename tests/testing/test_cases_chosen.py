@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from put_in import Wrong, findings
+from put_in import SourceDefect, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Machine, Problem
@@ -44,7 +44,7 @@ def test_one_value_of_two_bytes_in_each_tensor_is_proven(machine: Machine) -> No
 # What is wrong, and by what the cases that tell it are known.
 WRONG = (
     (
-        Wrong(
+        SourceDefect(
             "a group takes the next one's columns along",
             QUANTIZE,
             "end = tl.minimum(first + group, num_columns)[:, None]",
@@ -53,7 +53,7 @@ WRONG = (
         ("block=64x96", "block=32x96", "block=64x48"),
     ),
     (
-        Wrong(
+        SourceDefect(
             "the largest value is that of the first columns",
             QUANTIZE,
             f"            if not WHOLE:\n                {MORE}                    other",
@@ -62,7 +62,7 @@ WRONG = (
         ("H32800",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "the last columns are not written",
             QUANTIZE,
             f"        if not WHOLE:\n            {MORE}                other",
@@ -71,7 +71,7 @@ WRONG = (
         ("H32800",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "every block of columns but the first holds the second's values",
             QUANTIZE,
             "\n                other = _load_values(\n"
@@ -82,7 +82,7 @@ WRONG = (
         ("H32800",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "every group of columns is the first",
             QUANTIZE,
             "first = which * group",
@@ -91,7 +91,7 @@ WRONG = (
         ("static=true",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "programs that share rows take the same ones",
             QUANTIZE,
             "tl.program_id(0) % parts * BLOCK_R",
@@ -100,7 +100,7 @@ WRONG = (
         ("T5-H1040",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "the largest value of all is that of the last columns",
             QUANTIZE,
             "largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))\n    tl.store",
@@ -109,7 +109,7 @@ WRONG = (
         ("T5-H1040",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "the last columns are not looked at",
             QUANTIZE,
             "for first in range(0, num_columns, BLOCK_C):",
@@ -118,7 +118,7 @@ WRONG = (
         ("T1-H1040",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "no least scale",
             QUANTIZE,
             "return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)",
@@ -127,7 +127,7 @@ WRONG = (
         ("channel-activation=swiglu_oai",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "the largest values are kept in 16 bits",
             "modular_kernel/ops/quantize.py",
             'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)',
@@ -136,7 +136,7 @@ WRONG = (
         ("T5-H1040",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "every program moves the first columns of a kept row",
             "modular_kernel/ops/kernels/rows.py",
             "    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
@@ -147,7 +147,7 @@ WRONG = (
         ("T2-H1040",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "a call of one value is taken for one of none",
             "modular_kernel/ops/quantize.py",
             "    if x_RK.numel() == 0:\n",
@@ -156,7 +156,7 @@ WRONG = (
         ("T1-H1-",),
     ),
     (
-        Wrong(
+        SourceDefect(
             "a kept row of one value is taken for none",
             "modular_kernel/ops/reduce.py",
             "    if out.numel() == 0 or (weights_TK",
@@ -172,7 +172,7 @@ SINGLE = "experts/triton/gemv/kernels/gate_up.py"
 PACKED_DOWN = "experts/triton/gemv_w4/kernels/down.py"
 OF_TRITON = (
     (
-        Wrong(
+        SourceDefect(
             "up's scales start at a whole block",
             SINGLE,
             "((scale_row + up_row) // GROUP_N) * stride_bsn",
@@ -181,7 +181,7 @@ OF_TRITON = (
         "T1-H160-I80",
     ),
     (
-        Wrong(
+        SourceDefect(
             "up takes gate's zero points",
             SINGLE,
             "up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn",
@@ -190,7 +190,7 @@ OF_TRITON = (
         "T4-H160-I80-E17-K1-bfloat16-quant=int8_w8a16",
     ),
     (
-        Wrong(
+        SourceDefect(
             "scales and zero points behind the last row are read",
             "experts/triton/gemv/kernels/down.py",
             "scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]",
@@ -199,7 +199,7 @@ OF_TRITON = (
         "T1-H51-I47",
     ),
     (
-        Wrong(
+        SourceDefect(
             "kept rows of skipped pairs are not zeroed behind packed weights",
             "experts/triton/aligned/aligned_path.py",
             "WRITE_ZEROS=not self._sums_topk,",
@@ -208,7 +208,7 @@ OF_TRITON = (
         "T9-H128-I64-E5-K2-bfloat16-quant=int4_w4a16_group:group=64-bias-combine",
     ),
     (
-        Wrong(
+        SourceDefect(
             "rows of x are not weighted before packed weights",
             "experts/triton/gemv_w4/kernels/gate_up.py",
             "        sums *= row_weight\n",
@@ -217,7 +217,7 @@ OF_TRITON = (
         "H192",
     ),
     (
-        Wrong(
+        SourceDefect(
             "every token is the first before packed weights",
             "experts/triton/gemv_w4/kernels/gate_up.py",
             "    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm\n",
@@ -226,7 +226,7 @@ OF_TRITON = (
         "H192",
     ),
     (
-        Wrong(
+        SourceDefect(
             "e2m1 values are half as large in float16",
             "experts/triton/kernels/unpack_w4.py",
             "if dtype == tl.bfloat16 else 2.0**-16",
@@ -235,7 +235,7 @@ OF_TRITON = (
         "T1-H160-I32",
     ),
     (
-        Wrong(
+        SourceDefect(
             "a warp for each pair forgets its router weight",
             PACKED_DOWN,
             "if HAS_ROW_WEIGHTS and TEAM > 0:",
@@ -244,7 +244,7 @@ OF_TRITON = (
         "T1-H160-I32",
     ),
     (
-        Wrong(
+        SourceDefect(
             "biases are left out where pairs do not share warps evenly",
             PACKED_DOWN,
             "if HAS_BIAS and TEAM > 0:",
@@ -253,7 +253,7 @@ OF_TRITON = (
         "T1-H64-I160",
     ),
     (
-        Wrong(
+        SourceDefect(
             "the sign of repacked values is lost in float16",
             "experts/triton/kernels/unpack_w4.py",
             "return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)",
@@ -262,7 +262,7 @@ OF_TRITON = (
         "T1-H64-I160",
     ),
     (
-        Wrong(
+        SourceDefect(
             "blocks behind the depth are read by warps that have none",
             PACKED_DOWN,
             "live = live & (block < BLOCKS)",
@@ -271,7 +271,7 @@ OF_TRITON = (
         "T1-H64-I256",
     ),
     (
-        Wrong(
+        SourceDefect(
             "later blocks of packed weights meet the first block of h",
             PACKED_DOWN,
             "        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
@@ -281,7 +281,7 @@ OF_TRITON = (
         "T1-H2144",
     ),
     (
-        Wrong(
+        SourceDefect(
             "the largest value is that of the first columns",
             QUANTIZE,
             f"            if not WHOLE:\n                {MORE}                    other",
@@ -295,7 +295,7 @@ OF_TRITON = (
 @on_a_cpu
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("wrong", "known_by"), OF_TRITON, ids=str)
-def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: Path) -> None:
+def test_a_defect_of_few_tokens_is_told(wrong: SourceDefect, known_by: str, tmp_path: Path) -> None:
     cases = [case for case in handpicked_cases(*TRITON, this_machine()) if known_by in str(case)]
     assert len(cases) == 1
     assert findings(wrong, cases, tmp_path)
@@ -304,7 +304,7 @@ def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: P
 @on_a_cpu
 def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
     """Of tokens that are quantized on their way to the experts' rows."""
-    first = Wrong(
+    first = SourceDefect(
         "every program quantizes the first groups",
         "modular_kernel/ops/kernels/permute_quantize.py",
         "groups = tl.program_id(0) % shares * BLOCK_G",
@@ -319,7 +319,7 @@ def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
 @on_a_cpu
 def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path) -> None:
     """Numbers as an earlier call leaves them, not huge ones alone, which kernels leave out."""
-    unmarked = Wrong(
+    unmarked = SourceDefect(
         "the first padding row of a block is not marked",
         "modular_kernel/ops/kernels/align.py",
         "fill = (position >= padding[:, None])",
@@ -333,7 +333,7 @@ def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("wrong", "known_by"), WRONG, ids=str)
 def test_a_defect_of_long_rows_and_odd_groups_is_told(
-    wrong: Wrong, known_by: tuple[str, ...], tmp_path: Path
+    wrong: SourceDefect, known_by: tuple[str, ...], tmp_path: Path
 ) -> None:
     cases = [case for case in CHOSEN if any(word in str(case) for word in known_by)]
     assert findings(wrong, cases, tmp_path)

@@ -91,13 +91,13 @@ def test_a_row_that_is_coarse_in_the_recipe_too_may_be_a_quarter_more() -> None:
     quantized = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
     out = good(exact)
     out[7] = cut_off.bfloat16()
-    assert compare(out, exact, recipe, quantized, fair=1.0).ok
-    assert "of row 7" in words(compare(out, exact, recipe, PROBLEM, fair=1.0))
+    assert compare(out, exact, recipe, quantized, recipe_error=1.0).ok
+    assert "of row 7" in words(compare(out, exact, recipe, PROBLEM, recipe_error=1.0))
     out[7] = (exact[7] * (1 + 26 * NOISE)).bfloat16()
-    assert "of row 7" in words(compare(out, exact, recipe, quantized, fair=1.0))
+    assert "of row 7" in words(compare(out, exact, recipe, quantized, recipe_error=1.0))
     # Another row must not profit by it.
     out[7], out[9] = cut_off.bfloat16(), (exact[9] * (1 + 20 * NOISE)).bfloat16()
-    assert "of row 9" in words(compare(out, exact, recipe, quantized, fair=1.0))
+    assert "of row 9" in words(compare(out, exact, recipe, quantized, recipe_error=1.0))
 
 
 def test_one_bad_value_fails_and_is_named() -> None:

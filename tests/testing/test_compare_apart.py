@@ -71,11 +71,11 @@ def test_without_ordinary_tokens_a_row_that_overflows_may_err_as_the_recipe_does
     want = torch.randn(1, problem.hidden, dtype=torch.float64)
     recipe = torch.full_like(want, torch.inf)
     out = want.to(torch.bfloat16) + 0.05 * torch.randn(1, problem.hidden, dtype=torch.bfloat16)
-    fair = RecipeErrors(fair=0.05)
+    fair = RecipeErrors(recipe_error=0.05)
     given = want, recipe, problem, "large"
-    assert compare_by_group(out, *given, fair=fair).problems == ()
+    assert compare_by_group(out, *given, recipe_errors=fair).problems == ()
     assert compare_by_group(out, *given).problems != ()
-    assert compare_by_group(-2 * out, *given, fair=fair).problems != ()
+    assert compare_by_group(-2 * out, *given, recipe_errors=fair).problems != ()
 
 
 def test_a_nan_token_stays_one_also_where_activations_are_quantized() -> None:

@@ -49,7 +49,7 @@ CONSTRAINED = Space(AXES, refused, colored, even)
 
 def all_rows(space: Space) -> list[Row]:
     rows = product(*(range(len(axis.values)) for axis in space.axes))
-    return [row for row in rows if not space.refused(row)]
+    return [row for row in rows if not space.rejections_of(row)]
 
 
 def test_every_pair_that_a_valid_row_proves_is_in_a_row_drawn() -> None:
@@ -69,9 +69,9 @@ def test_rows_drawn_are_valid() -> None:
 
 def test_an_impossible_pair_has_its_reason() -> None:
     array = covering_array(CONSTRAINED)
-    names = CONSTRAINED.words
-    told = {(names(a), names(b)): reason for (a, b), reason in array.impossible.items()}
-    assert told == {
+    describe = CONSTRAINED.describe
+    reasons = {(describe(a), describe(b)): reason for (a, b), reason in array.impossible.items()}
+    assert reasons == {
         ("color=green", "size=4"): "[size] green ones are small",
         ("color=green", "size=5"): "[size] green ones are small",
         ("shape=flat", "lid=True"): "[lid] flat ones have none",
@@ -85,7 +85,7 @@ def test_an_impossible_pair_has_its_reason() -> None:
 
 def test_a_row_in_which_nothing_is_computed_proves_its_reason_alone() -> None:
     row = (3, 0, 0, 0, 0)
-    none = CONSTRAINED.numbers(row)[0]
+    none = CONSTRAINED.value_ids(row)[0]
     assert {none in pair for pair in CONSTRAINED.covered(row)} == {True}
     assert len(CONSTRAINED.covered(row)) == 4
     assert len(CONSTRAINED.covered((0, 0, 0, 0, 0))) == 10
@@ -95,7 +95,7 @@ def test_pairs_that_no_living_row_holds_are_told() -> None:
     """Nothing is computed where a lid meets three feet, though no value alone is the reason."""
     space = Space(AXES[1:], free, lambda row: not (row[2] == 1 and row[3] == 1), even)
     array = covering_array(space)
-    lifeless = {(space.words(a), space.words(b)) for a, b in array.idle_pairs}
+    lifeless = {(space.describe(a), space.describe(b)) for a, b in array.idle_pairs}
     assert lifeless == {("lid=True", "feet=3")}
     assert array.missing() == ()
 

@@ -10,7 +10,12 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, Proof, cases_for, check_proofs, machine_kind, pairings
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
-from modular_kernel.testing.verify.ledger import KINDS, parse_ledger, read_ledger, unmet_entries
+from modular_kernel.testing.verify.ledger import (
+    MACHINE_KINDS,
+    parse_ledger,
+    read_ledger,
+    unmet_entries,
+)
 
 LEDGER = read_ledger(Path(__file__).parents[1] / "must_run.txt")
 PACKAGES = frozenset({"triton", "ml_dtypes"})
@@ -39,14 +44,14 @@ def proof(machine: Machine, *, passed: bool = True) -> Proof:
     return Proof(Case(*PAIR, BASE), machine, 0.0, 0.0, failures, 0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_promises_are_kept(kind: str) -> None:
     """Whoever runs these cases proves them, for a case that fails is an error of its own."""
     assert unmet_entries(LEDGER, counts_on(MACHINES[kind]), kind) == ()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_promises_over_ranks_are_kept(kind: str, world_size: int) -> None:
     machine = MACHINES[kind]
     over_ranks = machine_kind(machine, world_size)
@@ -59,7 +64,7 @@ def test_promises_are_kept_on_this_machine(machine: Machine) -> None:
     assert unmet_entries(LEDGER, counts_on(machine), machine_kind(machine)) == ()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_kinds_of_machine(kind: str) -> None:
     assert machine_kind(MACHINES[kind]) == kind
     assert any(promise.machine == kind for promise in LEDGER)

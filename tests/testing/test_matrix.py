@@ -49,12 +49,12 @@ def test_every_two_values_meet(
     array, cases = draw(*pairing, MACHINE)
     assert array.missing() == ()
     assert array.idle_pairs == frozenset()
-    assert len(array.met) + len(array.impossible) == len(list(array.space.pairs()))
+    assert len(array.covered_pairs) + len(array.impossible) == len(list(array.space.pairs()))
     assert len(set(cases)) == len(cases)
     assert len(cases) <= 420  # three minutes on two processors
     record_property("cases", len(cases))
-    record_property("pairs met", len(array.met))
-    words = array.space.words
+    record_property("pairs met", len(array.covered_pairs))
+    words = array.space.describe
     for (a, b), reason in array.impossible.items():
         record_property(f"impossible: {words(a)}, {words(b)}", reason)
 
@@ -75,7 +75,9 @@ BLIND = (
 def test_no_blind_cell(cell: tuple[str, str]) -> None:
     """Pairs in which defects have passed before."""
     array, _ = draw("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
-    assert cell in {(array.space.words(a), array.space.words(b)) for a, b in array.met}
+    assert cell in {
+        (array.space.describe(a), array.space.describe(b)) for a, b in array.covered_pairs
+    }
 
 
 def test_every_other_pairing_is_refused_with_a_reason(machine: Machine) -> None:

@@ -52,15 +52,15 @@ def scope(one: Mutant, tests: tuple[str, ...]) -> object:
 def test_a_mutant_dies_before_the_test_that_notices_it() -> None:
     wider = mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
     fate = tool.run_mutant(wider, scope(wider, (DOES_NOT, NOTICES)))
-    assert (fate.how, fate.by, fate.ran) == ("killed", f"test: {NOTICES}", 2)
+    assert (fate.status, fate.finding, fate.num_cases) == ("killed", f"test: {NOTICES}", 2)
     fate = tool.run_mutant(wider, scope(wider, (DOES_NOT,)))
-    assert (fate.how, fate.ran) == ("survived", 1)
+    assert (fate.status, fate.num_cases) == ("survived", 1)
 
 
 def test_what_cannot_be_imported_is_dead() -> None:
     broken = mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
     fate = tool.run_mutant(broken, scope(broken, ("tests/layers/test_adapters.py::no_such_test",)))
-    assert (fate.how, fate.by) == ("killed", "import: pytest ended with 4")
+    assert (fate.status, fate.finding) == ("killed", "import: pytest ended with 4")
 
 
 def test_scopes_name_modules_and_tests_that_are_there() -> None:

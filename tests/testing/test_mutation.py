@@ -17,12 +17,12 @@ from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, mutants_of
-from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, draw_problems
 from modular_kernel.testing.mutation.code_equivalence import same_code
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage
 from modular_kernel.testing.mutation.reviewed_equivalents import (
-    EQUIVALENT,
-    LEAST_PROBLEMS,
+    EQUIVALENTS,
+    MIN_PROBLEMS,
     find_equivalent,
 )
 from modular_kernel.testing.mutation.scope import modules_of
@@ -113,14 +113,14 @@ def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) 
 
 def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> None:
     parts = {part.name for part in load_catalog().parts}
-    for ident, why in EQUIVALENT.items():
+    for ident, why in EQUIVALENTS.items():
         assert len(ident) == 8
         assert len(why.reason) > 20
-        assert why.forms if why.proof == "code" else why.problems >= LEAST_PROBLEMS
+        assert why.forms if why.proof == "code" else why.problems >= MIN_PROBLEMS
         assert set(why.parts) <= parts
         for part in why.parts or ("TorchExperts",):
             assert find_equivalent(ident, part) is why
-    limited = next(iter(i for i, why in EQUIVALENT.items() if why.parts), None)
+    limited = next(iter(i for i, why in EQUIVALENTS.items() if why.parts), None)
     if limited is not None:
         assert find_equivalent(limited, "DeepEPHTPrepareAndFinalize") is None
     assert find_equivalent("no such", "TorchExperts") is None
@@ -135,7 +135,7 @@ def test_every_equivalent_is_a_mutant_of_today_and_of_its_parts() -> None:
         for module, path in modules_of(part, catalog).items():
             of.setdefault(module, set()).add(part)
             paths[module] = path
-    left = dict(EQUIVALENT)
+    left = dict(EQUIVALENTS)
     for module, path in paths.items():
         for mutant in mutants_of(module, path):
             why = left.pop(mutant.ident, None)
@@ -187,7 +187,7 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
     machine = this_machine()
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine, "smoke").cases
     covered = [CaseCoverage(case, float(i), "", {}) for i, case in enumerate(cases)]
-    drawn_twice = [drawn_problems([covered, covered[:2]], 40) for _ in range(2)]
+    drawn_twice = [draw_problems([covered, covered[:2]], 40) for _ in range(2)]
     assert drawn_twice[0] == drawn_twice[1]
     problems = drawn_twice[0]
     assert len({case for case, _ in problems}) == len(problems)

@@ -80,10 +80,10 @@ def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
         for case, seconds, each in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
     ]
     killers = KillHistory()
-    assert [c.seconds for c in killers.ordered(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
+    assert [c.seconds for c in killers.order(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
     for _ in range(3):
-        killers.note(mutant, covered[3].case)
-    assert [c.seconds for c in killers.ordered(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
+        killers.add(mutant, covered[3].case)
+    assert [c.seconds for c in killers.order(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
 
 
 def test_who_died_before_a_case_of_two_parts_is_run_once(
@@ -106,10 +106,10 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
     monkeypatch.setattr("modular_kernel.testing.mutation.score.run_mutant", kill)
     known: dict[str, MutantOutcome] = {}
     scores = [
-        mutation_score(part(name, case), known=known)
+        mutation_score(part(name, case), known_outcomes=known)
         for name, case in (("One", first), ("Two", first), ("Three", second))
     ]
-    assert [fate.shared for score in scores for fate in score.fates] == ["", "One", ""]
+    assert [fate.shared for score in scores for fate in score.outcomes] == ["", "One", ""]
     assert len(ran) == 2
     records = [record_of(score) for score in scores]
     assert [record["shared"] for record in records] == [0, 1, 0]
@@ -117,10 +117,10 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
     # A later run goes on from a record of the same cases.
     assert recorded_kills(records[0], part("One", first)) == records[0]["died"]
     assert recorded_kills(records[0], part("Two", first)) == {}
-    again = mutation_score(part("One", first), dead=records[0]["died"])
+    again = mutation_score(part("One", first), recorded=records[0]["died"])
     assert record_of(again)["killed_by"] == {"numeric": 1}
     assert len(ran) == 2
-    assert MutantOutcome.before(mutant, "hang").killed
+    assert MutantOutcome.from_record(mutant, "hang").killed
 
 
 def test_a_run_that_is_stopped_leaves_what_it_knew(
@@ -136,10 +136,10 @@ def test_a_run_that_is_stopped_leaves_what_it_knew(
         "modular_kernel.testing.mutation.score.run_mutant",
         lambda mutant, *_, **__: MutantOutcome(mutant, "killed", "numeric: far off", case),
     )
-    order = [fate.mutant for fate in mutation_score(found, count=3).fates]
+    order = [fate.mutant for fate in mutation_score(found, count=3).outcomes]
     told: list[Score] = []
-    mutation_score(found, count=3, dead={order[-1].ident: "hang"}, told=told.append)
-    assert [[fate.mutant for fate in score.fates] for score in told] == [
+    mutation_score(found, count=3, recorded={order[-1].ident: "hang"}, on_progress=told.append)
+    assert [[fate.mutant for fate in score.outcomes] for score in told] == [
         [order[2]],
         [order[2], order[0]],
         [order[2], order[0], order[1]],

@@ -9,12 +9,12 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation import draw_sample, mutants_of
 from modular_kernel.testing.mutation.cpu_undetectable import (
-    DEVICE,
-    OFFSETS,
-    RELEASES,
+    DEVICE_REASON,
+    OFFSETS_REASON,
+    RELEASE_REASON,
     undetectable_reason,
 )
-from modular_kernel.testing.mutation.patched_module import texts_of
+from modular_kernel.testing.mutation.patched_module import changed_texts
 from modular_kernel.testing.mutation.scope import modules_of
 
 
@@ -113,10 +113,10 @@ def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path)
 
 def test_offsets_of_32_bits_are_listed_apart(tmp_path: Path) -> None:
     found = mutants_in(tmp_path, KERNEL)
-    assert undetectable_reason(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS
+    assert undetectable_reason(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS_REASON
     assert undetectable_reason(found["clamp", "total = (total)"]) is None
     released = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
-    assert {undetectable_reason(mutant) for mutant in released.values()} == {RELEASES}
+    assert {undetectable_reason(mutant) for mutant in released.values()} == {RELEASE_REASON}
 
 
 ASSEMBLER = """
@@ -139,7 +139,7 @@ def test_what_writes_assembler_is_listed_apart(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(ASSEMBLER, encoding="utf-8")
     found = {mutant.first: undetectable_reason(mutant) for mutant in mutants_of("module", path)}
-    assert found == {6: DEVICE, 12: None}
+    assert found == {6: DEVICE_REASON, 12: None}
 
 
 def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Pat
         found["clamp", "total = (total)"],
         found["compare", "mask = (offsets <= columns) & (row >= 0)"],
     )
-    ((_, text),) = texts_of((clamp, order)).values()
+    ((_, text),) = changed_texts((clamp, order)).values()
     assert "total = (total)" in text
     assert "mask = (offsets <= columns) & (row >= 0)" in text
-    assert texts_of((clamp,))["module"][1] == clamp.text()
+    assert changed_texts((clamp,))["module"][1] == clamp.text()
     with pytest.raises(ConfigurationError, match="two at the same place"):
-        texts_of((clamp, clamp))
+        changed_texts((clamp, clamp))

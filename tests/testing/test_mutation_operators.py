@@ -9,7 +9,7 @@ from mutation_samples import KERNEL, mutants_in
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.testing.mutation.coverage import CaseCoverage
-from modular_kernel.testing.mutation.cpu_undetectable import DEVICE, undetectable_reason
+from modular_kernel.testing.mutation.cpu_undetectable import DEVICE_REASON, undetectable_reason
 from modular_kernel.testing.mutation.run_mutant import KillHistory, axes
 
 
@@ -54,7 +54,7 @@ def test_what_asks_for_a_gpu_is_listed_apart(tmp_path: Path) -> None:
     text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
     found = mutants_in(tmp_path, text).values()
     told = {mutant.first: undetectable_reason(mutant) for mutant in found}
-    assert told == {2: DEVICE, 3: None}
+    assert told == {2: DEVICE_REASON, 3: None}
 
 
 def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path
         CaseCoverage(each, seconds, "", lines)
         for each, seconds in ((case, 1.0), (replace(case, seed=1), 2.0), (large, 9.0))
     ]
-    assert [c.seconds for c in KillHistory().ordered(mutant, covered)] == [1.0, 9.0, 2.0]
+    assert [c.seconds for c in KillHistory().order(mutant, covered)] == [1.0, 9.0, 2.0]
     assert axes(case) == axes(replace(case, seed=1))
     pairs = large.problem.tokens * large.problem.top_k
     assert axes(large) > {("routing", case.routing), ("pairs", str(pairs.bit_length()))}

@@ -19,7 +19,7 @@ from modular_kernel.testing.mutation import (
     run_mutant,
     survey,
 )
-from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, draw_problems
 from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
@@ -39,7 +39,7 @@ WHERE = OverRanks(2)
 def coverage() -> Coverage:
     """What three smoke cases execute: one without a rest, one that is quantized among them."""
     found = WHERE.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
-    assert found.ended == ""
+    assert found.error == ""
     assert len(found.cases) == 13
     return replace(found, cases=(*found.cases[:2], found.cases[-1]))
 
@@ -55,14 +55,14 @@ def changed(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
 
 def fate(old: str, new: str, coverage: Coverage, folder: Path) -> MutantOutcome:
     """What becomes of that change of the part."""
-    return run_mutant(changed(old, new, folder), coverage, (PAIR,), "smoke", where=WHERE)
+    return run_mutant(changed(old, new, folder), coverage, (PAIR,), "smoke", backend=WHERE)
 
 
 def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
     found = fate("for rank in range(world):", "for rank in range(world - 1):", coverage, tmp_path)
-    assert found.how == "killed"
-    assert found.by.startswith("numeric: ")
-    assert "(rank " in found.by
+    assert found.status == "killed"
+    assert found.finding.startswith("numeric: ")
+    assert "(rank " in found.finding
 
 
 def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
@@ -71,15 +71,15 @@ def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
     found = fate(
         "        if max_tokens:\n", "        if max_tokens and manager.rank:\n", coverage, tmp_path
     )
-    assert found.how == "hang", found
+    assert found.status == "hang", found
     assert found.seconds < 25
 
 
 def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
     ends = "        if manager.rank:\n            import os\n            os._exit(3)\n"
     found = fate("        if max_tokens:\n", f"{ends}        if max_tokens:\n", coverage, tmp_path)
-    assert found.how == "crash", found
-    assert "exit code 3" in found.by
+    assert found.status == "crash", found
+    assert "exit code 3" in found.finding
 
 
 def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
@@ -101,11 +101,11 @@ def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: 
         coverage,
         tmp_path,
     )
-    assert (found.how, found.ran, found.differing) == ("survived", 3, 0)
+    assert (found.status, found.num_cases, found.differing) == ("survived", 3, 0)
     mutant = changed(
         "max_tokens = max(agreement.tokens_W)", "max_tokens = max(*agreement.tokens_W)", tmp_path
     )
-    assert compare_bits([mutant], coverage, 4, where=WHERE).problems >= 4
+    assert compare_bits([mutant], coverage, 4, backend=WHERE).problems >= 4
     where = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, WHERE)
     assert "--world-size 2 --pf-type" in reproducer(found, where)
 
@@ -113,7 +113,7 @@ def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: 
 def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: Path) -> None:
     old = "            out.copy_(sum_TH)"
     mutant = changed(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
-    bits = compare_bits([mutant], coverage, 4, where=WHERE)
+    bits = compare_bits([mutant], coverage, 4, backend=WHERE)
     assert isinstance(bits.differing, RankCase)
 
 
@@ -177,7 +177,7 @@ def test_scenes_tell_a_part_that_errs_of(
 
 def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
     busy, half_idle, _ = coverage.cases
-    drawn = [case for case, _ in drawn_problems([[busy], [half_idle]], 20)]
+    drawn = [case for case, _ in draw_problems([[busy], [half_idle]], 20)]
     tokens = {case.tokens for case in drawn if isinstance(case, RankCase)}
     assert len(tokens) > 10
     assert {case.problem.tokens for case in drawn} <= {max(each) for each in tokens}
@@ -188,8 +188,8 @@ def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
 def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:
     told = "replace(CONTIGUOUS, "
     found = fate(told, f"{told}world_sizes=(3, None), ", coverage, tmp_path)
-    assert found.how == "refused"
-    assert found.by.startswith("3 valid cases, first AllGatherReduceScatter")
+    assert found.status == "refused"
+    assert found.finding.startswith("3 valid cases, first AllGatherReduceScatter")
 
 
 @pytest.mark.parametrize(
@@ -203,4 +203,4 @@ def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Pat
 def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
     where = OneProcess() if world_size == 1 else OverRanks(world_size)
     with pytest.raises(ConfigurationError, match=need):
-        survey(part, level="smoke", where=where)
+        survey(part, level="smoke", backend=where)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from public_calls import Call, named, replaced, steps_of, takes_tensors
+from public_calls import Call, public_callables, replaced, steps_of, takes_tensors
 from public_recipes import EXEMPT, RECIPES
 from torch.autograd import forward_ad
 
@@ -15,7 +15,7 @@ JUNK = (3, "evil", None, object(), [1.0], {"a": 1})
 
 
 def test_every_public_function_has_a_recipe() -> None:
-    taking = {name for name, function in named().items() if takes_tensors(function)}
+    taking = {name for name, function in public_callables().items() if takes_tensors(function)}
     recipes = {name.partition(" (")[0] for name in RECIPES}
     assert not taking - recipes - EXEMPT.keys(), "a public function without a recipe"
     assert not (recipes | EXEMPT.keys()) - taking, "a recipe of what is not public"

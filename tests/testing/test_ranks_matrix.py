@@ -119,7 +119,7 @@ def test_a_choosy_part_gets_cases_of_its_own_shapes(rank_pool: Pool) -> None:
 def test_what_another_shape_stands_for_is_told() -> None:
     found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
     assert all(not verdict.ok for _, verdict in found.refused)
-    fitted = dict(found.instead)
+    fitted = dict(found.replacements)
     first, _ = found.refused[0]
     assert difference(first.problem, fitted[first].problem) == (
         "hidden 48 -> 256, experts 5 -> 6, dtype torch.float32 -> torch.bfloat16"
@@ -132,7 +132,7 @@ def test_what_another_shape_stands_for_is_told() -> None:
 
 def test_other_reasons_are_not_mended() -> None:
     one = rank_cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE, 2)
-    assert (one.cases, one.instead) == ((), ())
+    assert (one.cases, one.replacements) == ((), ())
 
 
 def test_a_part_that_forgets_the_other_ranks_is_found_on_each(rank_pool: Pool) -> None:

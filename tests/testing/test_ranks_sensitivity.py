@@ -124,31 +124,31 @@ class Outer(Handle):
 def test_an_effect_is_what_somebody_reads() -> None:
     given = Outer(Inner((1, 2), 7), torch.arange(3))
     again = replace(given, inner=replace(given.inner), rows_TK=given.rows_TK.clone())
-    effect.note("defect", Effect.NONE)
-    assert effect.watched_handle("defect", given, again) is given
-    assert effect.take("defect") is Effect.NONE
+    effect.record_effect("defect", Effect.NONE)
+    assert effect.with_recorded_reads("defect", given, again) is given
+    assert effect.pop_effect("defect") is Effect.NONE
 
-    told: Any = effect.watched_handle(
+    told: Any = effect.with_recorded_reads(
         "defect", given, replace(given, inner=Inner((2, 1), 7), rows_TK=given.rows_TK.roll(1))
     )
     assert isinstance(told, Outer)
     assert (told.inner.step, type(told.inner).__name__) == (7, "Inner")
-    assert effect.take("defect") is Effect.UNREAD
+    assert effect.pop_effect("defect") is Effect.UNREAD
     assert told.inner.counts_W == (2, 1)
-    assert effect.take("defect") is Effect.USED
+    assert effect.pop_effect("defect") is Effect.USED
     assert told.rows_TK.tolist() == [2, 0, 1]
-    assert effect.take("defect") is Effect.USED
-    assert effect.take("unheard of") is Effect.USED  # such as of a rank that was lost
+    assert effect.pop_effect("defect") is Effect.USED
+    assert effect.pop_effect("unheard of") is Effect.USED  # such as of a rank that was lost
 
 
 def test_what_fails_with_a_defect_that_changes_nothing_fails_without_it() -> None:
     case = CASES[0]
-    kill = Kill.judged("defect", case, None, "numeric: far off", Effect.NONE)
+    kill = Kill.from_effect("defect", case, None, "numeric: far off", Effect.NONE)
     assert (kill.ok, kill.killed_by, kill.unsound) == (False, None, "numeric: far off")
-    assert str(Kill.judged("defect", case, None, None, Effect.NONE)).endswith(
+    assert str(Kill.from_effect("defect", case, None, None, Effect.NONE)).endswith(
         "no effect: the tensors it changes are absent"
     )
-    assert not Kill.judged("defect", case, None, None, Effect.USED).ok
+    assert not Kill.from_effect("defect", case, None, None, Effect.USED).ok
 
 
 def test_defects_occur_exactly_where_they_can() -> None:

@@ -116,14 +116,14 @@ def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[SoakInpu
     sizes = []
     for _ in range(50):
         first, second = (each.draw_inputs() for each in scenes)
-        assert torch.equal(first.world.x_TH, second.world.x_TH)
+        assert torch.equal(first.global_inputs.x_TH, second.global_inputs.x_TH)
         assert first.tokens_W == second.tokens_W
-        assert torch.equal(torch.cat([first.x_TH, second.x_TH]), first.world.x_TH)
+        assert torch.equal(torch.cat([first.x_TH, second.x_TH]), first.global_inputs.x_TH)
         sizes += first.tokens_W
         again, _ = (each.draw_inputs(first.tokens_W) for each in scenes)
         assert again.tokens_W == first.tokens_W
         first.refill(again)
-        assert torch.equal(first.x_TH, again.world.x_TH[again.mine])
+        assert torch.equal(first.x_TH, again.global_inputs.x_TH[again.local_tokens])
     assert set(sizes) == set(range(9))
     assert any(int((scene.routing.topk_ids_TK == -1).sum()) for scene in _many(scenes[0]))
 
@@ -137,7 +137,7 @@ def test_what_is_judged_wrong(scenes: list[SoakInputSource]) -> None:
 
     problem = scenes[0].problem
     scene = scenes[0].draw_inputs((5, 3))
-    good = recipe_over_ranks(scene.world, problem)[:5].to(problem.dtype)
+    good = recipe_over_ranks(scene.global_inputs, problem)[:5].to(problem.dtype)
     share, wrong = compare_with_oracle(scene, good, problem)
     assert (share < 0.6, wrong) == (True, "")
     for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
@@ -150,7 +150,7 @@ def test_what_is_judged_wrong(scenes: list[SoakInputSource]) -> None:
         many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
     )
     scene_of_many = source.draw_inputs((64, 0))
-    out = recipe_over_ranks(scene_of_many.world, many).to(many.dtype)
+    out = recipe_over_ranks(scene_of_many.global_inputs, many).to(many.dtype)
     assert compare_with_oracle(scene_of_many, out, many)[1] == ""
     out[9] *= 1.04  # a small part of all
     assert compare_with_oracle(scene_of_many, out, many)[1].endswith("1 rows far off")

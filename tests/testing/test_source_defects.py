@@ -20,7 +20,7 @@ LIST = ROOT / "tools/source_defects.json"
 def test_every_defect_can_be_put_in() -> None:
     """A change of the source that takes a defect's place away has to take the defect along."""
     defects = read_defects(LIST, ROOT)
-    assert len({defect.what for defect in defects}) == len(defects) >= 75
+    assert len({defect.description for defect in defects}) == len(defects) >= 75
     for defect in defects:
         ast.parse(defect.mutant.text())
         assert defect.mutant.first <= defect.mutant.last
@@ -79,9 +79,9 @@ def test_a_kill_of_an_earlier_run_is_no_result_of_this_one(
     nothing = Coverage({}, (), "")
     monkeypatch.setattr(tool, "cover", lambda *_: nothing)
     monkeypatch.setattr(tool, "run_mutant", lambda mutant, *_: MutantOutcome(mutant, "survived"))
-    record = {defect.what: {"smoke": "survived", "full": "killed by x in P x E"}}
-    tool.before_cases([defect], record, "full", names)
-    assert record[defect.what] == {"smoke": "survived", "full": ends}
+    record = {defect.description: {"smoke": "survived", "full": "killed by x in P x E"}}
+    tool.run_cases([defect], record, "full", names)
+    assert record[defect.description] == {"smoke": "survived", "full": ends}
 
 
 def test_tests_that_fail_without_a_defect_notice_none(
@@ -91,8 +91,8 @@ def test_tests_that_fail_without_a_defect_notice_none(
     first, second = read_defects(LIST, ROOT)[:2]
     monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
     record = {
-        first.what: {"full": "survived"},
-        second.what: {"full": "killed by x", "tests": "survived"},
+        first.description: {"full": "survived"},
+        second.description: {"full": "killed by x", "tests": "survived"},
     }
     seen = []
 
@@ -100,12 +100,12 @@ def test_tests_that_fail_without_a_defect_notice_none(
         seen.append(mutant)
         return "killed by tests/ops/test_ops_x.py::test_y"
 
-    monkeypatch.setattr(tool, "by_tests", by_tests)
+    monkeypatch.setattr(tool, "test_outcome", by_tests)
     with pytest.raises(RuntimeError, match="without a defect: killed by tests/ops/test_ops_x"):
-        tool.before_tests([first, second], record)
+        tool.run_tests([first, second], record)
     sound = {None: "survived"}
-    monkeypatch.setattr(tool, "by_tests", lambda mutant: sound.get(mutant, by_tests(mutant)))
-    tool.before_tests([first, second], record)
+    monkeypatch.setattr(tool, "test_outcome", lambda mutant: sound.get(mutant, by_tests(mutant)))
+    tool.run_tests([first, second], record)
     kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert kept[first.what]["tests"].startswith("killed by tests/ops/test_ops_x")
-    assert "tests" not in kept[second.what]
+    assert kept[first.description]["tests"].startswith("killed by tests/ops/test_ops_x")
+    assert "tests" not in kept[second.description]

@@ -7,8 +7,8 @@ python tools/hf_suites packers --site DIR... --sources DIR    import of packed c
 
 --checkout: src, tests and utils of a commit of transformers. --site: folders installed by pip, with
 packers or with the dependencies of upstream's tests. --sources: unpacked source distributions.
---models: models for upstream. --lines: a folder that keeps the outcomes of upstream's cases; models
-in it are not run again. Nothing of these projects is copied here.
+--models: models for upstream. --lines: a folder for the outcomes of upstream's cases; models
+already in it are not run again. Nothing of these projects is copied here.
 
 Exits with 1 if a result of ours is wrong or a call ends with a raw exception.
 """
@@ -31,15 +31,19 @@ from hf_suites import upstream
 from hf_suites.outcomes import Case, summary
 
 # Keep GPTQModel from compiling an extension and its layers, and others from accessing the hub.
-QUIET = {"GPTQMODEL_DISABLE_PACK_EXT": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-AT_ONCE = 4  # number of models whose tests run in one process
+QUIET_ENVIRONMENT = {
+    "GPTQMODEL_DISABLE_PACK_EXT": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+MODELS_PER_PROCESS = 4  # number of models whose tests run in one process
 _PACKAGES = (
     *("torch", "triton", "transformers", "auto_gptq", "gptqmodel", "auto_round", "autoawq"),
     *("compressed_tensors", "torchao", "nvidia_modelopt"),
 )
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run a suite, print the outcomes of its cases, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("suite", choices=("classes", "upstream", "packers"))
@@ -49,60 +53,60 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--write", type=Path)
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     sys.path += map(str, args.site)
     run = {"classes": _classes, "upstream": _upstream, "packers": _packers}[args.suite]
     counts = summary(run(args))
     print(json.dumps(counts, indent=1, ensure_ascii=False))
     if args.write is not None:
-        _keep(args, counts)
+        _write_record(args, counts)
     return int(bool(counts["bad"]))
 
 
-def _classes(asked: argparse.Namespace) -> Iterator[Case]:
+def _classes(_args: argparse.Namespace) -> Iterator[Case]:
     from hf_suites import classes  # noqa: PLC0415 (needs transformers)
 
     return classes.cases()
 
 
-def _packers(asked: argparse.Namespace) -> Iterator[Case]:
-    os.environ |= QUIET  # noqa: TID251 (packers read it when they are imported)
-    sys.path += map(str, asked.source_tensors.glob("gptqmodel-*"))
+def _packers(args: argparse.Namespace) -> Iterator[Case]:
+    os.environ |= QUIET_ENVIRONMENT  # noqa: TID251 (packers read it when they are imported)
+    sys.path += map(str, args.sources.glob("gptqmodel-*"))
     from hf_suites import pack_floats, pack_integers, packed  # noqa: PLC0415 (read those)
 
-    yield from packed.cases(pack_integers.packers(asked.source_tensors))
+    yield from packed.cases(pack_integers.packers(args.sources))
     yield from packed.cases(pack_floats.packers())
 
 
-def _upstream(asked: argparse.Namespace) -> Iterator[Case]:
-    files = upstream.models(asked.checkout)
-    if asked.models:
-        files = [file for file in files if file.split("/")[2] in asked.models]
-    (site,) = asked.site
+def _upstream(args: argparse.Namespace) -> Iterator[Case]:
+    files = upstream.models(args.checkout)
+    if args.models:
+        files = [file for file in files if file.split("/")[2] in args.models]
+    (site,) = args.site
     with tempfile.TemporaryDirectory() as folder:
-        lines = upstream.Lines(asked.lines or Path(folder))
+        lines = upstream.ResultFolder(args.lines or Path(folder))
         remaining = [file for file in files if file not in lines.files]
-        for start in range(0, len(remaining), AT_ONCE):
-            batch = remaining[start : start + AT_ONCE]
-            run = partial(upstream.run, asked.checkout, site, batch)
+        for start in range(0, len(remaining), MODELS_PER_PROCESS):
+            batch = remaining[start : start + MODELS_PER_PROCESS]
+            run_batch = partial(upstream.run, args.checkout, site, batch)
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(run, upstream.SIDES, map(lines.of, upstream.SIDES)))
+                list(pool.map(run_batch, upstream.SIDES, map(lines.path_of, upstream.SIDES)))
             lines.finish(batch)
-        for case in lines.judged():
-            yield upstream.reevaluate(case, asked.checkout, site)
+        for case in lines.outcomes():
+            yield upstream.reevaluate(case, args.checkout, site)
 
 
-def _keep(asked: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write_record(args: argparse.Namespace, counts: dict[str, Any]) -> None:
     """Write the suite's counts into the record; those of other suites are kept."""
-    record = json.loads(asked.write.read_text()) if asked.write.exists() else {}
+    record = json.loads(args.write.read_text()) if args.write.exists() else {}
     versions = record.setdefault("versions", {})
     for name in _PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    record[asked.suite] = found
-    asked.write.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    record[args.suite] = counts
+    args.write.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

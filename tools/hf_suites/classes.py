@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_suites.outcomes import Case, Outcome, judged, reason
+from hf_suites.outcomes import Case, Outcome, judge_errors, reason
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.integrations.transformers import register, registration
 
@@ -58,7 +58,7 @@ class Config:
         raise AttributeError(name)
 
 
-def decorated() -> dict[str, str]:
+def find_classes() -> dict[str, str]:
     """Return the module of every decorated class by class name, without importing any."""
     modules = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
@@ -69,7 +69,7 @@ def decorated() -> dict[str, str]:
 
 def import_classes() -> list[type[torch.nn.Module]]:
     """Import and return every decorated class, sorted by model."""
-    return [getattr(import_module(module), name) for name, module in decorated().items()]
+    return [getattr(import_module(module), name) for name, module in find_classes().items()]
 
 
 def make_experts(cls: type[torch.nn.Module]) -> Any:
@@ -105,7 +105,7 @@ class Call:
 
 def calls(parts: tuple[str, ...] = PARTS) -> list[Call]:
     """Return all calls to make with a class."""
-    return [Call(*each) for each in product(parts, BOUNDS, TOKENS, MODES)]
+    return [Call(*options) for options in product(parts, BOUNDS, TOKENS, MODES)]
 
 
 def cases(parts: tuple[str, ...] = PARTS) -> Iterator[Case]:
@@ -118,21 +118,21 @@ def cases(parts: tuple[str, ...] = PARTS) -> Iterator[Case]:
             yield case(cls, call, names[call.part])
 
 
-def case(cls: type[torch.nn.Module], call: Call, ours: str) -> Case:
+def case(cls: type[torch.nn.Module], call: Call, our_name: str) -> Case:
     """Run one call of a class on both sides."""
     name = f"{cls.__name__}, {call}"
     try:
         return Case(
-            f"transformers' experts classes, {call.part}", name, *_compared(cls, call, ours)
+            f"transformers' experts classes, {call.part}", name, *_compare(cls, call, our_name)
         )
     except (InputError, IncompatibleError) as error:
-        outcome, why = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
+        outcome, detail = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
     except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
-        outcome, why = Outcome.RAW, reason(error)
-    return Case(f"transformers' experts classes, {call.part}", name, outcome, why)
+        outcome, detail = Outcome.RAW, reason(error)
+    return Case(f"transformers' experts classes, {call.part}", name, outcome, detail)
 
 
-def _compared(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcome, str]:
+def _compare(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcome, str]:
     experts = make_experts(cls).to(call.dtype).requires_grad_(call.mode == "grad, trainable")
     generator = torch.Generator().manual_seed(call.tokens)
     x = torch.randn(call.tokens, H, generator=generator).to(call.dtype)
@@ -146,19 +146,19 @@ def _compared(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcom
         with torch.set_grad_enabled(call.mode != "no_grad"):
             results[side] = _run(experts, side, x, ids, scores)
     registered = registration(ours)
-    ran = experts in registered.layers
+    was_used = experts in registered.layers
     errors = {
         side: float((y.detach().double() - expected).norm() / expected.norm())
         for side, y in results.items()
     }
-    outcome, why = judged(errors[ours], errors["eager"], BOUNDS[call.dtype])
+    outcome, detail = judge_errors(errors[ours], errors["eager"], BOUNDS[call.dtype])
     if results[ours].dtype is not call.dtype or results[ours].shape != x.shape:
         return Outcome.OURS, f"{results[ours].dtype} {tuple(results[ours].shape)}"
     if outcome is Outcome.AGREE and call.mode == "grad, trainable":
-        outcome, why = _same_gradients(experts, results[ours], results["eager"], call.dtype)
-    if outcome is Outcome.AGREE and not ran:
-        return Outcome.NOT_REACHED, why
-    return outcome, why
+        outcome, detail = _compare_gradients(experts, results[ours], results["eager"], call.dtype)
+    if outcome is Outcome.AGREE and not was_used:
+        return Outcome.NOT_REACHED, detail
+    return outcome, detail
 
 
 def _run(experts: Any, side: str, *call: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _run(experts: Any, side: str, *call: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _same_gradients(
+def _compare_gradients(
     experts: Any, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype
 ) -> tuple[Outcome, str]:
     """Compare gradients of the weights; both sides compute them with transformers' own code."""

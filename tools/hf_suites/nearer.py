@@ -40,14 +40,14 @@ def errors(case: str) -> dict[str, float]:
         for side in ("eager", "batched_mm", register()):
             result = _run(common, model, side, prepared)
             error = float((result.double() - expected).norm() / expected.norm())
-            note(maxima, side, error)
+            update_maximum(maxima, side, error)
     return maxima
 
 
-def note(found: dict[str, float], side: str, error: float) -> None:
+def update_maximum(maxima: dict[str, float], side: str, error: float) -> None:
     """Update a side's maximum error; NaN counts as the largest value."""
-    previous = found.get(side, 0.0)
-    found[side] = previous if math.isnan(previous) or error <= previous else error
+    previous = maxima.get(side, 0.0)
+    maxima[side] = previous if math.isnan(previous) or error <= previous else error
 
 
 def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """Outcome of a case."""
+    """Outcome of a case: agreement, or why and on which side there is none."""
 
     AGREE = "agree"
     REFUSED = "refused with a typed error"
@@ -19,8 +19,10 @@ class Outcome(StrEnum):
     NOT_USABLE = "skipped, or fails without ours"
 
 
-BAD = frozenset({Outcome.OURS, Outcome.RAW})
-LISTED = frozenset({Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE})  # listed with reasons
+FAILURES = frozenset({Outcome.OURS, Outcome.RAW})
+LISTED_OUTCOMES = frozenset(
+    {Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE}
+)  # listed with reasons
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,16 @@ class Case:
         return f"{self.suite}: {self.name}: {self.outcome}{self.why and ': '}{self.why}"
 
 
-def judged(ours: float, theirs: float, bound: float) -> tuple[Outcome, str]:
+def judge_errors(ours: float, theirs: float, bound: float) -> tuple[Outcome, str]:
     """Return the outcome of a case, and a description if a side exceeds the bound.
 
     ours, theirs: errors against float64; NaN exceeds every bound.
     """
-    seen = f"error {ours:.2e}, theirs {theirs:.2e}, bound {bound:.0e}"
+    detail = f"error {ours:.2e}, theirs {theirs:.2e}, bound {bound:.0e}"
     if not ours <= bound:
-        return Outcome.OURS, seen
+        return Outcome.OURS, detail
     if not theirs <= bound:
-        return Outcome.THEIRS, seen
+        return Outcome.THEIRS, detail
     return Outcome.AGREE, ""
 
 
@@ -63,21 +65,23 @@ def summary(cases: Iterable[Case]) -> dict[str, Any]:
     all_cases = list(cases)
     suites: dict[str, dict[str, int]] = {}
     for suite in dict.fromkeys(case.suite for case in all_cases):
-        counted = Counter(case.outcome for case in all_cases if case.suite == suite)
-        suites[suite] = {str(end): counted[end] for end in Outcome}
+        counts_by_outcome = Counter(case.outcome for case in all_cases if case.suite == suite)
+        suites[suite] = {str(outcome): counts_by_outcome[outcome] for outcome in Outcome}
         suites[suite]["total"] = sum(case.suite == suite for case in all_cases)
-        if sum(counted[end] for end in Outcome) != suites[suite]["total"]:
+        if sum(counts_by_outcome[outcome] for outcome in Outcome) != suites[suite]["total"]:
             raise AssertionError(f"{suite}: cases were lost")
     reasons = Counter(
-        (case.suite, str(case.outcome), case.why) for case in all_cases if case.outcome in LISTED
+        (case.suite, str(case.outcome), case.why)
+        for case in all_cases
+        if case.outcome in LISTED_OUTCOMES
     )
     listed = [
-        {"suite": suite, "outcome": end, "why": why, "cases": count}
-        for (suite, end, why), count in sorted(reasons.items())
+        {"suite": suite, "outcome": outcome, "why": detail, "cases": count}
+        for (suite, outcome, detail), count in sorted(reasons.items())
     ]
-    bad = [str(case) for case in all_cases if case.outcome in BAD]
+    bad = [str(case) for case in all_cases if case.outcome in FAILURES]
     for suite, counts in suites.items():
         if counts[Outcome.NOT_USABLE] == counts["total"]:
-            why = next(case.why for case in all_cases if case.suite == suite)
-            bad.append(f"{suite}: no case could be used: {why}")
+            detail = next(case.why for case in all_cases if case.suite == suite)
+            bad.append(f"{suite}: no case could be used: {detail}")
     return {"suites": suites, "reasons": listed, "bad": bad}

@@ -33,40 +33,46 @@ def e8m0(scale: torch.Tensor) -> torch.Tensor:
     return torch.pow(2.0, scale.view(torch.uint8).double() - 127)
 
 
-def expand_tiles(tiles: torch.Tensor, rows: int, depth: int, high: int, wide: int) -> torch.Tensor:
+def expand_tiles(
+    tiles: torch.Tensor, rows: int, depth: int, tile_rows: int, tile_columns: int
+) -> torch.Tensor:
     """Expand one scale per (high, wide) tile to (rows, depth)."""
-    return tiles.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :depth]
+    return tiles.repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(tile_columns, 1)[
+        :, :depth
+    ]
 
 
 # ------------------------------------------------------------------ compressed-tensors
 
 
-def _whole(
+def _compressed_8bit(
     scheme: Any, dtype: torch.dtype, static: bool, weight: torch.Tensor, g: torch.Generator
 ) -> Packed:
     """Pack in 8 bits by tensor, channel or block, with scales by compressed-tensors' formula."""
-    args, (rows, depth) = scheme.weights, weight.shape
-    tile = {"tensor": (rows, depth), "channel": (1, depth)}.get(args.strategy)
-    high, wide = tile or tuple(args.block_structure)
+    weight_args, (rows, depth) = scheme.weights, weight.shape
+    tile = {"tensor": (rows, depth), "channel": (1, depth)}.get(weight_args.strategy)
+    high, wide = tile or tuple(weight_args.block_structure)
     tile_rows, tile_columns = -(-rows // high), -(-depth // wide)
     padded = torch.zeros(tile_rows * high, tile_columns * wide)
     padded[:rows, :depth] = weight
     tiles = padded.reshape(tile_rows, high, tile_columns, wide)
     helpers = import_packer("compressed_tensors.quantization.utils")
-    scale, _ = helpers.calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
-    scale = scale.to(dtype).reshape(()) if args.strategy == "tensor" else scale.to(dtype)
-    name = "IntQuantizationCompressor" if args.type == "int" else "FloatQuantizationCompressor"
+    scale, _ = helpers.calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), weight_args)
+    scale = scale.to(dtype).reshape(()) if weight_args.strategy == "tensor" else scale.to(dtype)
+    name = (
+        "IntQuantizationCompressor" if weight_args.type == "int" else "FloatQuantizationCompressor"
+    )
     compressor = getattr(import_packer("compressed_tensors.compressors"), name)
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    theirs = compressor.decompress(tensors, scheme)["weight"]
+    their_values = compressor.decompress(tensors, scheme)["weight"]
     scales = expand_tiles(scale.double().reshape(tile_rows, tile_columns), rows, depth, high, wide)
     tensors = {n: t for n, t in tensors.items() if n != "weight_zero_point"}
     if static:
         tensors["input_scale"] = torch.rand(1, generator=g) / 20 + 0.2  # large enough not to clip
-    return Packed(tensors, tensors["weight"].double() * scales, theirs, weight)
+    return Packed(tensors, tensors["weight"].double() * scales, their_values, weight)
 
 
-def _whole_packers() -> Iterator[Packer]:
+def _8bit_packers() -> Iterator[Packer]:
     kinds: dict[str, dict[str, Any]] = {
         "tensor": {"strategy": "tensor"},
         "channel": {"strategy": "channel"},
@@ -85,13 +91,13 @@ def _whole_packers() -> Iterator[Packer]:
         scheme = scheme_of({"num_bits": 8, "type": "float", **kinds[kind]}, inputs)
         name = f"fp8 by {kind}, {dtype}, {'inputs too' if activations else 'weights alone'}"
         config = compressed_config(scheme, "float-quantized")
-        make = partial(_whole, scheme, dtype, activations and kind == "tensor")
+        make = partial(_compressed_8bit, scheme, dtype, activations and kind == "tensor")
         yield Packer("compressed-tensors, floats", name, config, make)
     for dtype in DTYPES:
         inputs = {"num_bits": 8, "type": "int", **token}
         scheme = scheme_of({"num_bits": 8, "type": "int", "strategy": "channel"}, inputs)
         config = compressed_config(scheme, "int-quantized")
-        make = partial(_whole, scheme, dtype, False)
+        make = partial(_compressed_8bit, scheme, dtype, False)
         yield Packer("compressed-tensors, integers", f"w8a8 by channel, {dtype}", config, make)
 
 
@@ -105,12 +111,12 @@ def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     compressor = import_packer("compressed_tensors.compressors").NVFP4PackedCompressor
     inputs = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale}
     tensors = compressor.compress(inputs, scheme)
-    theirs = compressor.decompress(tensors, scheme)["weight"]
+    their_values = compressor.decompress(tensors, scheme)["weight"]
     scales = tensors["weight_scale"].double().repeat_interleave(16, 1)
     truth = e2m1(tensors["weight_packed"]) * scales / global_scale.double()
     if scheme.input_activations is not None:
         tensors["input_global_scale"] = torch.rand(1, generator=g) * 100 + 100
-    return Packed(tensors, truth, theirs, weight, rounds=True)
+    return Packed(tensors, truth, their_values, weight, is_rounded=True)
 
 
 def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
@@ -119,12 +125,12 @@ def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
     compressor = import_packer("compressed_tensors.compressors").MXFP4PackedCompressor
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    theirs = compressor.decompress(tensors, scheme)["weight"]
+    their_values = compressor.decompress(tensors, scheme)["weight"]
     scales = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
-    return Packed(tensors, e2m1(tensors["weight_packed"]) * scales, theirs, weight)
+    return Packed(tensors, e2m1(tensors["weight_packed"]) * scales, their_values, weight)
 
 
-def _four_bits() -> Iterator[Packer]:
+def _4bit_packers() -> Iterator[Packer]:
     float4 = {"num_bits": 4, "type": "float", "symmetric": True}
     group16 = float4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": FP8}
     for inputs in (None, group16 | {"dynamic": "local"}):
@@ -146,27 +152,30 @@ MXFP4 = {"quant_method": "mxfp4"}
 def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
     """Pack with torchao; transformers' reader of gpt-oss checkpoints is a second dequantizer."""
     module = import_packer("torchao.prototype.mx_formats.mx_tensor")
-    cast = weight.to(dtype)
+    weight_cast = weight.to(dtype)
     packed = module.MXTensor.to_mx(
-        cast, torch.float4_e2m1fn_x2, 32, scaling_mode=getattr(module.ScaleCalculationMode, mode)
+        weight_cast,
+        torch.float4_e2m1fn_x2,
+        32,
+        scaling_mode=getattr(module.ScaleCalculationMode, mode),
     )
     rows, depth = weight.shape
     codes, scale = packed.qdata.view(torch.uint8), packed.scale.view(torch.uint8).reshape(rows, -1)
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
-    theirs = packed.dequantize(torch.float32)
+    their_values = packed.dequantize(torch.float32)
     blocks = codes.reshape(rows, depth // 32, 16)
-    read = import_packer("transformers.integrations.mxfp4").convert_moe_packed_tensors
-    read_back = read(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
+    convert = import_packer("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    read_back = convert(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
     if not torch.equal(read_back.double(), truth):
-        theirs = read_back
-    return Packed({"blocks": blocks, "scales": scale}, truth, theirs, cast)
+        their_values = read_back
+    return Packed({"blocks": blocks, "scales": scale}, truth, their_values, weight_cast)
 
 
 def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     module = import_packer("torchao.prototype.mx_formats.nvfp4_tensor")
-    cast = weight.to(dtype)
-    global_scale = module.per_tensor_amax_to_scale(cast.abs().amax())
-    packed = module.NVFP4Tensor.to_nvfp4(cast, per_tensor_scale=global_scale)
+    weight_cast = weight.to(dtype)
+    global_scale = module.per_tensor_amax_to_scale(weight_cast.abs().amax())
+    packed = module.NVFP4Tensor.to_nvfp4(weight_cast, per_tensor_scale=global_scale)
     codes, scale = packed.qdata.view(torch.uint8), packed.scale.reshape(weight.shape[0], -1)
     truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
     tensors = {
@@ -174,16 +183,16 @@ def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) ->
         "weight_scale": scale.view(FP8),
         "weight_scale_2": global_scale.float(),
     }
-    return Packed(tensors, truth, packed.dequantize(torch.float32), cast, rounds=True)
+    return Packed(tensors, truth, packed.dequantize(torch.float32), weight_cast, is_rounded=True)
 
 
 def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").NVFP4QTensor
-    cast = weight.to(dtype)
-    packed, scale, global_scale = cls.quantize(cast, 16)
+    weight_cast = weight.to(dtype)
+    packed, scale, global_scale = cls.quantize(weight_cast, 16)
     codes = packed._quantized_data
     truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
-    theirs = packed.dequantize(
+    their_values = packed.dequantize(
         dtype=torch.float32, scale=scale, double_scale=global_scale, block_sizes={-1: 16}
     )
     tensors = {
@@ -191,29 +200,31 @@ def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
         "weight_scale": scale,
         "weight_scale_2": global_scale.float().reshape(()),
     }
-    return Packed(tensors, truth, theirs, cast, rounds=True)
+    return Packed(tensors, truth, their_values, weight_cast, is_rounded=True)
 
 
 def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").MXFP4QTensor
-    cast, (rows, depth) = weight.to(dtype), weight.shape
-    packed, scale = cls.quantize(cast, 32)
+    weight_cast, (rows, depth) = weight.to(dtype), weight.shape
+    packed, scale = cls.quantize(weight_cast, 32)
     codes, scale = packed._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
-    theirs = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
+    their_values = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
     tensors = {"blocks": codes.reshape(rows, depth // 32, 16), "scales": scale}
-    return Packed(tensors, truth, theirs.reshape(rows, depth), cast)
+    return Packed(tensors, truth, their_values.reshape(rows, depth), weight_cast)
 
 
 def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").FP8QTensor
-    cast = weight.to(dtype)
-    packed, scale = cls.quantize(cast)
-    theirs = packed.dequantize(dtype=torch.float32, scale=scale)
+    weight_cast = weight.to(dtype)
+    packed, scale = cls.quantize(weight_cast)
+    their_values = packed.dequantize(dtype=torch.float32, scale=scale)
     codes = packed._quantized_data
     tensors = {"weight": codes, "weight_scale": scale.float().reshape(())}
     tensors["input_scale"] = torch.rand((), generator=g) / 20 + 0.2  # large enough not to clip
-    return Packed(tensors, codes.double() * tensors["weight_scale"].double(), theirs, cast)
+    return Packed(
+        tensors, codes.double() * tensors["weight_scale"].double(), their_values, weight_cast
+    )
 
 
 def _transformers_fp8(
@@ -225,15 +236,15 @@ def _transformers_fp8(
     tensors = packer.convert({"weight": weight})
     (scale,) = (tensor for name, tensor in tensors.items() if "scale" in name)
     packed = {"weight": tensors["weight"], "weight_scale_inv": scale}
-    (theirs,) = packer.reverse_op.convert(dict(packed)).values()
+    (their_values,) = packer.reverse_op.convert(dict(packed)).values()
     scales = expand_tiles(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
-    return Packed(packed, packed["weight"].double() * scales, theirs, weight)
+    return Packed(packed, packed["weight"].double() * scales, their_values, weight)
 
 
 def packers(_sources: object = None) -> Iterator[Packer]:
     """Yield every packer of floating-point codes."""
-    yield from _whole_packers()
-    yield from _four_bits()
+    yield from _8bit_packers()
+    yield from _4bit_packers()
     for dtype in DTYPES:
         for mode in ("FLOOR", "RCEIL", "CEIL", "EVEN"):
             make = partial(_torchao_mx, dtype, mode)

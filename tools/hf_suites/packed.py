@@ -31,23 +31,23 @@ SHAPES = ((64, 128), (128, 64), (128, 256), (256, 128))
 # Relative error of a float32 layer's output, without and with activations rounded to 8 bits.
 LAYER_BOUND, ROUNDED_BOUND = 1e-5, 8e-2
 # Maximum relative distance of a packer's codes from its input weights.
-NEAR = 0.35
+MAX_DISTANCE = 0.35
 
 
 @dataclass(frozen=True)
 class Packed:
     """A packed matrix.
 
-    tensors: by their names in files. truth: the exact values, (N, K) float64. theirs: the result of
-    the packer's dequantizer. given: the input of the packer. rounds: our result may differ from the
-    truth in the last bits of float32, because it divides by a stored number.
+    tensors: by their names in files. expected: the exact values, (N, K) float64. their_values: the
+    result of the packer's dequantizer. source: the input of the packer. is_rounded: our result may
+    differ from the exact values in the last bits of float32, because it divides by a stored number.
     """
 
     tensors: Tensors
-    truth: torch.Tensor
-    theirs: torch.Tensor
-    given: torch.Tensor
-    rounds: bool = False
+    expected: torch.Tensor
+    their_values: torch.Tensor
+    source: torch.Tensor
+    is_rounded: bool = False
 
 
 Make = Callable[[torch.Tensor, torch.Generator], Packed]
@@ -68,7 +68,7 @@ class Packer:
     layer: bool = True
 
 
-def library(name: str, folder: Path) -> None:
+def register_package(name: str, folder: Path) -> None:
     """Make a package's modules importable without running its __init__."""
     module = ModuleType(name)
     module.__path__ = [str(folder)]
@@ -83,42 +83,46 @@ def import_packer(name: str) -> Any:
 def cases(packers: Iterator[Packer]) -> Iterator[Case]:
     """Yield a case for every packer and shape."""
     for packer in packers:
-        for number, (width, hidden) in enumerate(SHAPES):
-            name = f"{packer.name}, I={width}, H={hidden}"
+        for seed, (intermediate, hidden) in enumerate(SHAPES):
+            name = f"{packer.name}, I={intermediate}, H={hidden}"
             try:
-                outcome, why = _run(packer, width, hidden, number)
+                outcome, detail = _run(packer, intermediate, hidden, seed)
             except (InputError, IncompatibleError) as error:
-                outcome, why = Outcome.REFUSED, _short(error)
+                outcome, detail = Outcome.REFUSED, _format_error(error)
             except TheirError as error:
-                outcome, why = Outcome.NOT_USABLE, str(error)
+                outcome, detail = Outcome.NOT_USABLE, str(error)
             except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
-                outcome, why = Outcome.RAW, reason(error)
-            yield Case(packer.suite, name, outcome, why)
+                outcome, detail = Outcome.RAW, reason(error)
+            yield Case(packer.suite, name, outcome, detail)
 
 
 class TheirError(Exception):
     """The packer itself failed."""
 
 
-def _short(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
-def _run(packer: Packer, width: int, hidden: int, seed: int) -> tuple[Outcome, str]:
+def _run(packer: Packer, intermediate: int, hidden: int, seed: int) -> tuple[Outcome, str]:
     g = torch.Generator().manual_seed(seed)
     matrices = []
     for _ in range(EXPERTS):
-        for rows, depth in ((width, hidden), (width, hidden), (hidden, width)):
+        for rows, depth in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):
             try:
                 matrices.append(packer.make(torch.randn(rows, depth, generator=g) / 8, g))
             except Exception as error:
                 raise TheirError(reason(error)) from error
-    format = format_of(packer.config, depth=max(width, hidden))
+    format = format_of(packer.config, depth=max(intermediate, hidden))
     for packed in matrices:
-        outcome, why = _same_matrix(format, packed)
+        outcome, detail = _same_matrix(format, packed)
         if outcome is not Outcome.AGREE:
-            return outcome, why
-    return _same_layer(packer, matrices, width, hidden, g) if packer.layer else (Outcome.AGREE, "")
+            return outcome, detail
+    return (
+        _same_layer(packer, matrices, intermediate, hidden, g)
+        if packer.layer
+        else (Outcome.AGREE, "")
+    )
 
 
 def values(format: Format, matrix: Matrix) -> torch.Tensor:
@@ -134,27 +138,29 @@ def values(format: Format, matrix: Matrix) -> torch.Tensor:
 def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
     """Compare our values with the truth bitwise, and the packer's in its own precision."""
     ours = values(format, merge(format, [packed.tensors], torch.float32))
-    expected = packed.truth.float()
-    wrong = (ours != expected) if not packed.rounds else ~_close(ours, packed.truth, 2.0**-21)
+    expected = packed.expected.float()
+    wrong = (
+        (ours != expected) if not packed.is_rounded else ~_close(ours, packed.expected, 2.0**-21)
+    )
     if bool(wrong.any()):
         return Outcome.OURS, f"{int(wrong.sum())} of {wrong.numel()} values differ from float64"
-    theirs = packed.theirs
-    their_errors = ~_close(theirs, packed.truth, 2 * torch.finfo(theirs.dtype).eps)
+    their_values = packed.their_values
+    their_errors = ~_close(their_values, packed.expected, 2 * torch.finfo(their_values.dtype).eps)
     if bool(their_errors.any()):
-        return Outcome.THEIRS, f"its dequantizer is off in some values ({theirs.dtype})"
-    distance = float((packed.truth - packed.given).norm() / packed.given.double().norm())
-    if not distance < NEAR:
+        return Outcome.THEIRS, f"its dequantizer is off in some values ({their_values.dtype})"
+    distance = float((packed.expected - packed.source).norm() / packed.source.double().norm())
+    if not distance < MAX_DISTANCE:
         return Outcome.THEIRS, "what it packed is not what it was given"
     return Outcome.AGREE, ""
 
 
-def _close(found: torch.Tensor, want: torch.Tensor, eps: float) -> torch.Tensor:
+def _close(actual: torch.Tensor, expected: torch.Tensor, eps: float) -> torch.Tensor:
     """Return which values are within `eps` relative plus 2^-24, float16's smallest number."""
-    return (found.double() - want).abs() <= eps * want.abs() + 2.0**-24
+    return (actual.double() - expected).abs() <= eps * expected.abs() + 2.0**-24
 
 
 def _same_layer(
-    packer: Packer, matrices: list[Packed], width: int, hidden: int, g: torch.Generator
+    packer: Packer, matrices: list[Packed], intermediate: int, hidden: int, g: torch.Generator
 ) -> tuple[Outcome, str]:
     """Write the matrices as a Mixtral checkpoint, load and run it, and compare with float64."""
     tensors: Tensors = {}
@@ -163,7 +169,7 @@ def _same_layer(
         for name, tensor in packed.tensors.items():
             prefix = f"model.layers.0.block_sparse_moe.experts.{expert}.{('w1', 'w3', 'w2')[index]}"
             tensors[f"{prefix}.{name}"] = tensor.clone().contiguous()
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": EXPERTS}
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_local_experts": EXPERTS}
     config = {"model_type": "mixtral", "hidden_act": "silu", "num_experts_per_tok": TOP_K}
     x = torch.randn(5, hidden, generator=g)
     routing = mk.Routing(torch.rand(5, TOP_K, generator=g), torch.tensor([[0, 1]] * 4 + [[1, 0]]))
@@ -176,7 +182,7 @@ def _same_layer(
             "MoEPrepareAndFinalizeNoEP", "TorchExperts", loaded_experts.problem(tokens=5)
         )
         ours = kernel(x, loaded_experts.weights, routing)
-    expected = _layer([packed.truth for packed in matrices], x.double(), routing)
+    expected = _layer([packed.expected for packed in matrices], x.double(), routing)
     error = float((ours.double() - expected).norm() / expected.norm())
     rounds_activations = loaded_experts.format.scheme.quantizes_activations
     bound = ROUNDED_BOUND if rounds_activations else LAYER_BOUND

@@ -21,7 +21,7 @@ from modular_kernel import errors
 SUITE = "transformers' own tests"
 # Cases that run experts: forward passes, generation, batching, padding, implementations. Cases that
 # need a compiler or several processes, or that only read and write checkpoints, are left out.
-WANTED = (
+INCLUDED_WORDS = (
     *("eager_matches_batched", "generate", "batching_equivalence", "left_padding", "greedy"),
     *("sample", "beam", "assisted", "outputs_equivalence", "forward", "hidden_states_output"),
     *(
@@ -34,12 +34,12 @@ WANTED = (
     ),
     *("feed_forward_chunking", "expert", "cache", "continue"),
 )
-UNWANTED = (
+EXCLUDED_WORDS = (
     *("fsdp", "tp_", "ep_", "parallel", "deepspeed", "compile", "compilation", "sdpa", "flash"),
     *("export", "inherits", "integration"),
 )
 SIDES = ("theirs", "ours")
-LIBRARY = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def models(checkout: Path) -> list[str]:
@@ -55,18 +55,18 @@ def models(checkout: Path) -> list[str]:
 
 def environment(checkout: Path, site: Path) -> dict[str, str]:
     """Return the environment in which a checkout's tests import its source and this package."""
-    paths = [checkout / "src", checkout, site, LIBRARY, LIBRARY / "tools"]
-    more = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+    paths = [checkout / "src", checkout, site, CHECKOUT, CHECKOUT / "tools"]
+    extra = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     variables = os.environ  # noqa: TID251 (handed on)
-    return {**variables, **more, "CUDA_VISIBLE_DEVICES": ""}
+    return {**variables, **extra, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path) -> None:
-    """Run upstream's tests on one side, appending a line per case to the file `into`.
+def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file: Path) -> None:
+    """Run upstream's tests on one side, appending a line per case to the file `result_file`.
 
     Raises RuntimeError if pytest itself fails, because cases would then be missing on both sides.
     """
-    into.parent.mkdir(parents=True, exist_ok=True)
+    result_file.parent.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -77,7 +77,7 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path)
         "--continue-on-collection-errors",
     ]
     command += ["-p", "hf_suites.upstream_plugin", *files]
-    env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(into)}
+    env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(result_file)}
     code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
     # A crash by a signal is a result: its cases are missing on this side only.
     if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -85,12 +85,12 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path)
 
 
 @dataclass(frozen=True)
-class Lines:
+class ResultFolder:
     """A folder with the results of each side, one line per case, and the list of finished files."""
 
     folder: Path
 
-    def of(self, side: str) -> Path:
+    def path_of(self, side: str) -> Path:
         """Return the result file of a side."""
         return self.folder / f"{side}.jsonl"
 
@@ -105,27 +105,29 @@ class Lines:
         with (self.folder / "done.txt").open("a") as done:
             done.writelines(f"{file}\n" for file in files)
 
-    def judged(self) -> list[Case]:
+    def outcomes(self) -> list[Case]:
         """Return the outcomes of all cases; a test file without cases becomes a case itself."""
         theirs, ours = map(self._read, SIDES)
         return judge(theirs, ours, self.files)
 
     def _read(self, side: str) -> dict[str, dict[str, Any]]:
         """Return the results of a side by case, restricted to wanted cases of finished files."""
-        if not self.of(side).exists():
+        if not self.path_of(side).exists():
             return {}
-        lines = [json.loads(line) for line in self.of(side).read_text().splitlines()]
+        lines = [json.loads(line) for line in self.path_of(side).read_text().splitlines()]
         ran = {line["case"]: line for line in lines if _file(line["case"]) in self.files}
-        return {case: line for case, line in ran.items() if is_wanted(case.rpartition("::")[2])}
+        return {case: line for case, line in ran.items() if is_included(case.rpartition("::")[2])}
 
 
 def _file(case: str) -> str:
     return case.partition("::")[0]
 
 
-def is_wanted(test: str) -> bool:
+def is_included(test: str) -> bool:
     """Return whether a test runs experts, by its name; pytest's -k would also match file names."""
-    return any(word in test for word in WANTED) and not any(word in test for word in UNWANTED)
+    return any(word in test for word in INCLUDED_WORDS) and not any(
+        word in test for word in EXCLUDED_WORDS
+    )
 
 
 def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
@@ -145,10 +147,10 @@ def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
 def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
     """Attribute a mismatch: our error against float64 may exceed theirs by at most 25 %."""
     ours, theirs = errors["modular_kernel"], max(errors["eager"], errors["batched_mm"])
-    seen = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
+    detail = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
     if ours <= 1.25 * theirs:
-        return replace(case, outcome=Outcome.THEIRS, why=f"its tolerance of 1e-4: {seen}")
-    return replace(case, why=f"{case.why} {seen}")
+        return replace(case, outcome=Outcome.THEIRS, why=f"its tolerance of 1e-4: {detail}")
+    return replace(case, why=f"{case.why} {detail}")
 
 
 def judge(
@@ -160,28 +162,30 @@ def judge(
     names = dict.fromkeys((*theirs, *ours))
     cases = [_case(name, theirs.get(name), ours.get(name)) for name in names]
     without_cases = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
-    why = "its tests were not collected"
-    return cases + [Case(SUITE, _shown(file), Outcome.NOT_USABLE, why) for file in without_cases]
+    detail = "its tests were not collected"
+    return cases + [
+        Case(SUITE, _short_name(file), Outcome.NOT_USABLE, detail) for file in without_cases
+    ]
 
 
-def _shown(name: str) -> str:
+def _short_name(name: str) -> str:
     return name.removeprefix("tests/models/")
 
 
 def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> Case:
-    shown = _shown(name)
+    short_name = _short_name(name)
     if theirs is None or theirs["outcome"] != "passed":
-        why = "not run without ours" if theirs is None else theirs["outcome"]
-        return Case(SUITE, shown, Outcome.NOT_USABLE, why)
+        detail = "not run without ours" if theirs is None else theirs["outcome"]
+        return Case(SUITE, short_name, Outcome.NOT_USABLE, detail)
     if ours is None or ours["outcome"] == "lost":
-        return Case(SUITE, shown, Outcome.RAW, "no end with ours")
+        return Case(SUITE, short_name, Outcome.RAW, "no end with ours")
     if ours["outcome"] == "passed":
-        return Case(SUITE, shown, Outcome.AGREE if ours["ran"] else Outcome.NOT_REACHED)
+        return Case(SUITE, short_name, Outcome.AGREE if ours["ran"] else Outcome.NOT_REACHED)
     message = ours["why"].partition("modular_kernel.errors.")[2]
     error_type = getattr(errors, message.partition(":")[0], None)
     # Other errors of this package indicate defects, such as memory corruption or lost ranks.
     if error_type is not None and issubclass(
         error_type, (errors.InputError, errors.IncompatibleError)
     ):
-        return Case(SUITE, shown, Outcome.REFUSED, message)
-    return Case(SUITE, shown, Outcome.OURS, ours["why"])
+        return Case(SUITE, short_name, Outcome.REFUSED, message)
+    return Case(SUITE, short_name, Outcome.OURS, ours["why"])

@@ -22,7 +22,7 @@ class UnreadableError(Exception):
     """A grid or a function cannot be extracted from a file."""
 
 
-class Word(str):
+class EnumMember(str):
     """A stand-in for an enumeration member: its name, which is also its custom_op_name."""
 
     __slots__ = ()
@@ -33,19 +33,19 @@ class Word(str):
 
 
 class EnumStandIn:
-    """A stand-in for an enumeration in a grid: `Words().SILU` is "SILU"."""
+    """A stand-in for an enumeration in a grid: `EnumStandIn().SILU` is "SILU"."""
 
-    def __getattr__(self, word: str) -> Word:
+    def __getattr__(self, word: str) -> EnumMember:
         if word.startswith("__"):
             raise AttributeError(word)
-        return Word(word)
+        return EnumMember(word)
 
 
 def _param(*values: object, **_: object) -> object:
     return values[0] if len(values) == 1 else values
 
 
-class _Bare(ast.NodeTransformer):
+class _StripAnnotations(ast.NodeTransformer):
     """Remove decorators and annotations, which refer to names that are not available."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -66,23 +66,23 @@ class _Bare(ast.NodeTransformer):
 class Source:
     """A file of a checkout: its constants, and its functions on request.
 
-    given: additional names for the namespace. Raises UnreadableError if the file does not exist.
+    names: additional names in the namespace. Raises UnreadableError if the file does not exist.
     """
 
-    def __init__(self, root: Path, name: str, given: Mapping[str, object] | None = None) -> None:
+    def __init__(self, root: Path, name: str, names: Mapping[str, object] | None = None) -> None:
         self.name = name
         path = root / name
         if not path.is_file():
             raise UnreadableError(f"{path} is not there")
         self._tree = ast.parse(path.read_text(encoding="utf-8"))
-        known = {"torch": torch, "F": torch.nn.functional, "itertools": itertools, "math": math}
-        known |= {"pytest": SimpleNamespace(param=_param), "range": range}
-        self.space: dict[str, object] = {**known, **(given or {})}
-        self._constants(self._tree.body, self.space)
+        defaults = {"torch": torch, "F": torch.nn.functional, "itertools": itertools, "math": math}
+        defaults |= {"pytest": SimpleNamespace(param=_param), "range": range}
+        self.namespace: dict[str, object] = {**defaults, **(names or {})}
+        self._constants(self._tree.body, self.namespace)
 
-    def _constants(self, body: list[ast.stmt], space: dict[str, object]) -> None:
+    def _constants(self, body: list[ast.stmt], namespace: dict[str, object]) -> None:
         """Evaluate constants; those that need unavailable names are skipped."""
-        defined = set(space)
+        defined = set(namespace)
         for node in body:
             if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):
                 continue
@@ -91,32 +91,32 @@ class Source:
             if stored & defined or any(name.id == "__name__" for name in names):
                 continue
             with contextlib.suppress(NameError, AttributeError, TypeError, KeyError):
-                self._run([node], space)
+                self._run([node], namespace)
 
-    def _run(self, body: list[ast.stmt], space: dict[str, object]) -> None:
-        module = ast.Module([_Bare().visit(node) for node in body], type_ignores=[])
+    def _run(self, body: list[ast.stmt], namespace: dict[str, object]) -> None:
+        module = ast.Module([_StripAnnotations().visit(node) for node in body], type_ignores=[])
         code = compile(ast.fix_missing_locations(module), self.name, "exec")
-        exec(code, space)
+        exec(code, namespace)
 
-    def take(self, *names: str) -> None:
+    def define(self, *names: str) -> None:
         """Define functions of the file in its namespace."""
         for name in names:
-            self._run([self._find(self._tree.body, name, ast.FunctionDef)], self.space)
+            self._run([self._find(self._tree.body, name, ast.FunctionDef)], self.namespace)
 
     def function(self, name: str) -> object:
         """Return a function of the file, defining it if necessary."""
-        if name not in self.space:
-            self.take(name)
-        return self.space[name]
+        if name not in self.namespace:
+            self.define(name)
+        return self.namespace[name]
 
     def method(self, owner: str, name: str) -> object:
         """Return a method as a plain function that takes `self` as its first argument."""
         class_node = self._find(self._tree.body, owner, ast.ClassDef)
         assert isinstance(class_node, ast.ClassDef)
         node = self._find(class_node.body, name, ast.FunctionDef)
-        space = dict(self.space)
-        self._run([node], space)
-        return space[name]
+        namespace = dict(self.namespace)
+        self._run([node], namespace)
+        return namespace[name]
 
     def _find(self, body: list[ast.stmt], name: str, kind: type) -> ast.stmt:
         for node in ast.walk(ast.Module(body, [])):
@@ -124,11 +124,11 @@ class Source:
                 return node  # type: ignore[return-value]
         raise UnreadableError(f"{self.name} has no {name}")
 
-    def value(self, expression: ast.expr, space: dict[str, object]) -> object:
+    def value(self, expression: ast.expr, namespace: dict[str, object]) -> object:
         """Evaluate an expression of the file."""
         code = compile(ast.Expression(expression), self.name, "eval")
         try:
-            return eval(code, space)
+            return eval(code, namespace)
         except (NameError, AttributeError, TypeError, KeyError) as error:
             raise UnreadableError(f"{self.name}: {ast.unparse(expression)[:60]}: {error}") from None
 
@@ -139,11 +139,13 @@ class Source:
         axes = []
         for mark in node.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("parametrize"):
-                names = self.value(mark.args[0], self.space)
-                split = names.split(",") if isinstance(names, str) else list(names)
-                single = isinstance(names, str) and len(split) == 1
-                values = self.value(mark.args[1], self.space)
-                axes.append(_axis([name.strip() for name in split], values, alone=single))
+                names = self.value(mark.args[0], self.namespace)
+                parameters = names.split(",") if isinstance(names, str) else list(names)
+                is_single = isinstance(names, str) and len(parameters) == 1
+                values = self.value(mark.args[1], self.namespace)
+                axes.append(
+                    _axis([name.strip() for name in parameters], values, is_single=is_single)
+                )
         if not axes:
             raise UnreadableError(f"{self.name}::{test} has no grid")
         for choice in itertools.product(*axes):
@@ -153,22 +155,22 @@ class Source:
         """Yield the product of the named lists in a `unittest` class or in its methods."""
         node = self._find(self._tree.body, owner, ast.ClassDef)
         assert isinstance(node, ast.ClassDef)
-        space = dict(self.space)
+        namespace = dict(self.namespace)
         for item in names:
-            space.pop(item, None)
-        self._constants(node.body, space)
+            namespace.pop(item, None)
+        self._constants(node.body, namespace)
         for item in ast.walk(node):  # lists inside methods
             target = item.targets[0] if isinstance(item, ast.Assign) else None
-            if isinstance(target, ast.Name) and target.id in names and target.id not in space:
-                space[target.id] = self.value(item.value, space)
-        lacking = [name for name in names if name not in space]
-        if lacking:
-            raise UnreadableError(f"{self.name}::{owner} has no {', '.join(lacking)}")
-        for choice in itertools.product(*(space[name] for name in names)):
+            if isinstance(target, ast.Name) and target.id in names and target.id not in namespace:
+                namespace[target.id] = self.value(item.value, namespace)
+        missing = [name for name in names if name not in namespace]
+        if missing:
+            raise UnreadableError(f"{self.name}::{owner} has no {', '.join(missing)}")
+        for choice in itertools.product(*(namespace[name] for name in names)):
             yield dict(zip(names, choice, strict=True))
 
 
-def _axis(names: list[str], values: object, *, alone: bool) -> list[Params]:
-    if alone:
+def _axis(names: list[str], values: object, *, is_single: bool) -> list[Params]:
+    if is_single:
         return [{names[0]: value} for value in values]
     return [dict(zip(names, value, strict=True)) for value in values]

@@ -23,7 +23,7 @@ REPEATED = "the same after shrinking"
 SKIPPED = "skipped by their test"
 LEFT_OUT = "left out of the sample"
 FAILURES = OURS, RAW
-ENDINGS = (
+OUTCOMES = (
     AGREE,
     REFUSED,
     MISSING,
@@ -36,7 +36,7 @@ ENDINGS = (
     OURS,
     RAW,
 )
-_WORST = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
+_BY_SEVERITY = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
 
 
 # Errors that our parts raise before anything runs; other errors of ours are defects.
@@ -59,8 +59,8 @@ class TheirError(Exception):
 class CaseOutcome:
     """Outcome of a case.
 
-    why: reason, in words that many cases share. shrunk: sizes that were reduced. key: identity of
-    the case after shrinking; None if it is unique.
+    why: reason, worded so that many cases share it. shrunk: sizes that were reduced. key: identity
+    of the case after shrinking; None if it is unique.
     """
 
     outcome: str
@@ -106,28 +106,28 @@ class Tally:
         return any(self.outcomes[end] for end in FAILURES)
 
 
-def run_suite(suite: Suite, most: int) -> Tally:
-    """Run the cases of a suite, or a random sample of `most` of them, and count all outcomes.
+def run_suite(suite: Suite, max_cases: int) -> Tally:
+    """Run the cases of a suite, or a random sample of `max_cases` of them, and count all outcomes.
 
     The sample is the same for the same suite and grid; the other cases count as left out.
     """
     tally = Tally(f"{suite.group} {suite.name}")
     cases = list(suite.cases())
     sampled = set(range(len(cases)))
-    if len(cases) > most:
-        sampled = set(Random(suite.name).sample(range(len(cases)), most))
-    seen: set[object] = set()
-    for number, params in enumerate(cases):
-        ending = _attempt(suite, params) if number in sampled else CaseOutcome(LEFT_OUT)
-        repeated = ending.key is not None and ending.key in seen
-        if repeated and ending.outcome not in FAILURES:  # failures are never counted as repeated
+    if len(cases) > max_cases:
+        sampled = set(Random(suite.name).sample(range(len(cases)), max_cases))
+    keys: set[object] = set()
+    for index, params in enumerate(cases):
+        ending = _run_case(suite, params) if index in sampled else CaseOutcome(LEFT_OUT)
+        is_repeated = ending.key is not None and ending.key in keys
+        if is_repeated and ending.outcome not in FAILURES:  # failures are never counted as repeated
             ending = CaseOutcome(REPEATED, shrunk=ending.shrunk)
-        seen.add(ending.key)
+        keys.add(ending.key)
         tally.add(ending)
     return tally
 
 
-def _attempt(suite: Suite, params: Params) -> CaseOutcome:
+def _run_case(suite: Suite, params: Params) -> CaseOutcome:
     try:
         with torch.no_grad():
             return suite.check(params)
@@ -138,22 +138,24 @@ def _attempt(suite: Suite, params: Params) -> CaseOutcome:
     except TheirError as error:
         return CaseOutcome(NO_REFERENCE, str(error))
     except Refusal as error:
-        return refused(error)
+        return refusal_outcome(error)
     except Exception as error:  # noqa: BLE001  (any raw exception is a finding)
-        return CaseOutcome(RAW, f"{type(error).__name__}: {error} at {_shown(params)}"[:300])
+        return CaseOutcome(
+            RAW, f"{type(error).__name__}: {error} at {_format_params(params)}"[:300]
+        )
 
 
-def _short(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """Format a refusal as one line; for an incompatible pairing with its first reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[min(1, len(lines) - 1)]}"[:160]
 
 
-def _shown(params: Mapping[str, object]) -> str:
+def _format_params(params: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in params.items())
 
 
-def theirs(reference: Callable[..., object], *args: object, **kwargs: object) -> object:
+def call_reference(reference: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Call another project's reference; raise TheirError for any exception in it."""
     try:
         return reference(*args, **kwargs)
@@ -161,19 +163,21 @@ def theirs(reference: Callable[..., object], *args: object, **kwargs: object) ->
         raise TheirError(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def refused(error: Exception) -> CaseOutcome:
+def refusal_outcome(error: Exception) -> CaseOutcome:
     """Return the outcome of a part that refuses with a typed error."""
-    return CaseOutcome(REFUSED, _short(error))
+    return CaseOutcome(REFUSED, _format_error(error))
 
 
-def worst(endings: Mapping[str, CaseOutcome], shrunk: str = "", key: object = None) -> CaseOutcome:
+def worst_outcome(
+    outcomes: Mapping[str, CaseOutcome], shrunk: str = "", key: object = None
+) -> CaseOutcome:
     """Combine the outcomes of the parts into that of the case, the worst of them.
 
     The case counts as refused only if no part returned a result.
     """
-    compared = tuple(name for name, end in endings.items() if end.outcome != REFUSED)
-    for outcome in _WORST:
-        matching = {name: end for name, end in endings.items() if end.outcome == outcome}
+    compared = tuple(name for name, end in outcomes.items() if end.outcome != REFUSED)
+    for outcome in _BY_SEVERITY:
+        matching = {name: end for name, end in outcomes.items() if end.outcome == outcome}
         if matching and (outcome != REFUSED or not compared):
             name, end = next(iter(matching.items()))
             reason = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
@@ -192,7 +196,7 @@ class Tolerance:
     rtol: float = 0.0
     mean: float | None = None
 
-    def holds(self, ours: torch.Tensor, other: torch.Tensor) -> bool:
+    def accepts(self, ours: torch.Tensor, other: torch.Tensor) -> bool:
         """Return whether `ours` is close enough to `other` for their test."""
         a, b = ours.double(), other.double()
         if a.shape != b.shape:
@@ -202,15 +206,15 @@ class Tolerance:
         return bool(((a - b).abs() <= self.atol + self.rtol * b.abs()).all())
 
 
-def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the relative error in norm; infinite for NaN and for another shape."""
-    if found.shape != exact.shape:
+    if actual.shape != exact.shape:
         return float("inf")
-    error = float((found.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    error = float((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30))
     return error if error == error else float("inf")
 
 
-def judged(
+def compare_with_exact(
     ours: torch.Tensor, other: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance, limit: float
 ) -> CaseOutcome:
     """Compare our result with theirs, and both with float64.
@@ -218,18 +222,18 @@ def judged(
     limit: bound on our relative error in norm from roundings alone. It is checked in addition to
     their tolerance, which may be wider than the values, or narrower than the rounding errors.
     """
-    our_error, their_error = error_of(ours, exact), error_of(other, exact)
-    text = f"error to float64: ours {_round(our_error)}, theirs {_round(their_error)}"
+    our_error, their_error = relative_error(ours, exact), relative_error(other, exact)
+    text = f"error to float64: ours {_round_up(our_error)}, theirs {_round_up(their_error)}"
     if not our_error <= limit:
         return CaseOutcome(OURS, f"{text}; limit {limit:.2g}")
-    if tolerance.holds(ours, other):
+    if tolerance.accepts(ours, other):
         return CaseOutcome(AGREE)
     if their_error >= our_error:
         return CaseOutcome(THEIRS, f"their error is larger; {text}")
     return CaseOutcome(ROUNDED, f"plain torch rounds as much; {text}")
 
 
-def _round(error: float) -> str:
+def _round_up(error: float) -> str:
     """Round an error up to a power of two, so that many cases share the same reason."""
     if not 0 < error < float("inf"):
         return str(error)

@@ -20,12 +20,12 @@ from peer_suites_lib.endings import (
     SkippedError,
     Suite,
     Tolerance,
-    theirs,
+    call_reference,
 )
 from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
-from peer_suites_lib.routers import TWIN_TOKENS, Chosen, Router, check_router, spec_of
+from peer_suites_lib.routers import REFERENCE_TOKENS, Router, Selection, check_router, spec_of
 
-_GIVEN: dict[str, object] = {
+_NAMESPACE: dict[str, object] = {
     "ActivationType": EnumStandIn(), "RoutingMethodType": EnumStandIn(), "zlib": zlib,
     "DEFAULT_SITU_BETA": 4.0, "DEFAULT_SITU_LINEAR_BETA": 25.0, "FP8_DTYPE": torch.float8_e4m3fn,
 }  # fmt: skip
@@ -36,16 +36,18 @@ def suites(root: Path) -> list[Suite]:
     return [*_layers(root), *_routers(root)]
 
 
-def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *apart: str) -> Suite:
+def _suite(
+    source: Source, test: str, check: Callable[[Params], CaseOutcome], *ignored: str
+) -> Suite:
     """Return the suite of a test. apart: parameters to ignore; cases equal without them merge."""
 
     def cases() -> Iterator[Params]:
-        seen = set()
+        seen_cases = set()
         for params in source.grid(test):
-            kept = {key: value for key, value in params.items() if key not in apart}
-            if str(kept) not in seen:
-                seen.add(str(kept))
-                yield kept
+            remaining = {key: value for key, value in params.items() if key not in ignored}
+            if str(remaining) not in seen_cases:
+                seen_cases.add(str(remaining))
+                yield remaining
 
     return Suite("FlashInfer", f"{source.name}::{test}", cases, check)
 
@@ -56,37 +58,37 @@ def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *a
 def _layers(root: Path) -> list[Suite]:
     name = "tests/moe/test_trtllm_cutlass_fused_moe.py"
     enums = Source(root, "flashinfer/tllm_enums.py")
-    betas = {key: enums.space[key] for key in ("DEFAULT_SITU_BETA", "DEFAULT_SITU_LINEAR_BETA")
-             if key in enums.space}  # fmt: skip
-    cutlass = Source(root, name, _GIVEN | betas)
-    cutlass.take("compute_with_experts", "compute_with_experts_gelu_tanh")
+    betas = {key: enums.namespace[key] for key in ("DEFAULT_SITU_BETA", "DEFAULT_SITU_LINEAR_BETA")
+             if key in enums.namespace}  # fmt: skip
+    cutlass = Source(root, name, _NAMESPACE | betas)
+    cutlass.define("compute_with_experts", "compute_with_experts_gelu_tanh")
     mono = Source(root, "tests/moe/test_monomoe.py")
-    mono.take("_quant_act_block_wise", "_block_wise_gemm", "_python_reference_fp8")
+    mono.define("_quant_act_block_wise", "_block_wise_gemm", "_python_reference_fp8")
     mx = _Cutlass(cutlass, "mxfp4_w4a16", torch.bfloat16, Tolerance(1e-1, 1e-1))
     plain = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2))
     gelu = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2), gelu=True)
     fp8 = _Cutlass(cutlass, "fp8_w8a8_tensor", torch.float16, Tolerance(1e-1, 1e-1))
     monomoe = LayerCheck(_mono_reference(mono), Tolerance(mean=0.2))
-    mxfp8, fp4 = partial(_missing, "mxfp8 activations"), "nvfp4 whose groups reach 4 or 6"
-    int4 = partial(_missing, "int4 weights with fp8 activations")
+    mxfp8, fp4 = partial(_raise_missing, "mxfp8 activations"), "nvfp4 whose groups reach 4 or 6"
+    int4 = partial(_raise_missing, "int4 weights with fp8 activations")
     return [
         _suite(cutlass, "test_moe", plain),
         _suite(cutlass, "test_moe_gelu_tanh", gelu),
-        _suite(cutlass, "test_moe_expert_parallel", partial(_shared, cutlass)),
+        _suite(cutlass, "test_moe_expert_parallel", partial(_check_expert_parallel, cutlass)),
         _suite(cutlass, "test_moe_fp8", fp8),
         _suite(cutlass, "test_moe_bf16_mxfp4", mx),
         _suite(cutlass, "test_moe_bf16_mxfp4_hopper_correctness", mx),
         _suite(cutlass, "test_moe_bf16_mxfp4_hopper_coverage", mx),
         _suite(cutlass, "test_moe_bf16_mxfp4_hopper_activations", mx),
-        _suite(cutlass, "test_moe_nvfp4", partial(_missing, fp4)),
+        _suite(cutlass, "test_moe_nvfp4", partial(_raise_missing, fp4)),
         _suite(cutlass, "test_moe_mxfp8_mxfp4", mxfp8, "use_autotune"),
         _suite(cutlass, "test_moe_mxfp8_mxfp8", mxfp8, "use_autotune"),
         _suite(cutlass, "test_moe_w4a8", int4, "use_autotune"),
-        _suite(mono, "test_monomoe_accuracy", partial(_mono, monomoe)),
+        _suite(mono, "test_monomoe_accuracy", partial(_check_mono, monomoe)),
     ]
 
 
-def _missing(what: str, p: Any) -> CaseOutcome:
+def _raise_missing(what: str, p: Any) -> CaseOutcome:
     raise MissingError(what)
 
 
@@ -144,16 +146,16 @@ def _activation(p: Any) -> tuple[str, dict[str, object]]:
 
 
 def _experts(
-    source: Source, options: dict[str, object], layer: Layer, given: LayerInputs
+    source: Source, options: dict[str, object], layer: Layer, inputs: LayerInputs
 ) -> torch.Tensor:
-    w1, w2 = _up_first(_plain(given, "w1")), _plain(given, "w2")
+    w1, w2 = _up_first(_plain(inputs, "w1")), _plain(inputs, "w2")
     name = "compute_with_experts"
     if layer.activation.startswith("gelu_tanh"):
         name = "compute_with_experts_gelu_tanh"
-    function: Any = source.space[name]
+    function: Any = source.namespace[name]
     output: torch.Tensor = function(
-        layer.experts, given.x, w1, w2, given.routing.topk_ids_TK.long(),
-        given.routing.topk_weights_TK.to(given.x.dtype), **options,
+        layer.experts, inputs.x, w1, w2, inputs.routing.topk_ids_TK.long(),
+        inputs.routing.topk_weights_TK.to(inputs.x.dtype), **options,
     )  # fmt: skip
     return output
 
@@ -164,26 +166,26 @@ def _up_first(w1: torch.Tensor) -> torch.Tensor:
     return torch.cat([up, gate], 1)
 
 
-def _plain(given: LayerInputs, name: str) -> torch.Tensor:
+def _plain(inputs: LayerInputs, name: str) -> torch.Tensor:
     """Return the dequantized weights in the dtype of x."""
-    if given.problem.quant == "none":
-        stored: torch.Tensor = getattr(given.weights, name)
+    if inputs.problem.quant == "none":
+        stored: torch.Tensor = getattr(inputs.weights, name)
         return stored
-    return dequantized_weights(given.weights, name, given.problem).to(given.x.dtype)
+    return dequantized_weights(inputs.weights, name, inputs.problem).to(inputs.x.dtype)
 
 
-def _shared(source: Source, p: Any) -> CaseOutcome:
+def _check_expert_parallel(source: Source, p: Any) -> CaseOutcome:
     layer = Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["num_experts"],
                   p["top_k"], torch.float16, activation="silu", ep_size=2,
                   renormalize=True, scale=(0.2, 0.2, 0.2))  # fmt: skip
 
-    def reference(layer: Layer, given: LayerInputs) -> torch.Tensor:
-        assert given.weights.expert_map is not None
-        ids = given.weights.expert_map[given.routing.topk_ids_TK.long()]
-        function: Any = source.space["compute_with_experts"]
+    def reference(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
+        assert inputs.weights.expert_map is not None
+        ids = inputs.weights.expert_map[inputs.routing.topk_ids_TK.long()]
+        function: Any = source.namespace["compute_with_experts"]
         output: torch.Tensor = function(
-            given.problem.e, given.x, _up_first(given.weights.w1), given.weights.w2, ids,
-            given.routing.topk_weights_TK.to(given.x.dtype),
+            inputs.problem.e, inputs.x, _up_first(inputs.weights.w1), inputs.weights.w2, ids,
+            inputs.routing.topk_weights_TK.to(inputs.x.dtype),
         )  # fmt: skip
         return output
 
@@ -191,12 +193,12 @@ def _shared(source: Source, p: Any) -> CaseOutcome:
 
 
 def _mono_reference(source: Source) -> Callable[[Layer, LayerInputs], torch.Tensor]:
-    function: Any = source.space["_python_reference_fp8"]
+    function: Any = source.namespace["_python_reference_fp8"]
 
-    def reference(layer: Layer, given: LayerInputs) -> torch.Tensor:
-        w, routing = given.weights, given.routing
+    def reference(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
+        w, routing = inputs.weights, inputs.routing
         output: torch.Tensor = function(
-            given.x, w.w1, w.w1_scale, w.w2, w.w2_scale, routing.topk_weights_TK,
+            inputs.x, w.w1, w.w1_scale, w.w2, w.w2_scale, routing.topk_weights_TK,
             routing.topk_ids_TK, layer.intermediate, layer.hidden,
         )  # fmt: skip
         return output
@@ -204,7 +206,7 @@ def _mono_reference(source: Source) -> Callable[[Layer, LayerInputs], torch.Tens
     return reference
 
 
-def _mono(check: LayerCheck, p: Any) -> CaseOutcome:
+def _check_mono(check: LayerCheck, p: Any) -> CaseOutcome:
     return check(Layer(p["m"], 2048, 512, 256, p["top_k"], quant="fp8_w8a8_block:block=128x128",
                        renormalize=True, multiple=128, scale=(1.0, 0.1, 0.1)))  # fmt: skip
 
@@ -213,22 +215,22 @@ def _mono(check: LayerCheck, p: Any) -> CaseOutcome:
 
 
 def _routers(root: Path) -> list[Suite]:
-    utils = Source(root, "tests/moe/trtllm_gen_fused_moe_utils.py", _GIVEN)
-    utils.take("routing_reference", "noaux_tc_ref")
+    utils = Source(root, "tests/moe/trtllm_gen_fused_moe_utils.py", _NAMESPACE)
+    utils.define("routing_reference", "noaux_tc_ref")
     names = ["default", "renormalize", "renormalize_naive", "topk", "sigmoid_renorm", "minimax2"]
     names = [f"routing_reference_{name}" for name in names]
-    utils.take(*names)
-    known = {name: utils.space[name] for name in names}
-    routing = Source(root, "tests/moe/test_trtllm_gen_routing.py", _GIVEN | known)
-    dsv3 = Source(root, "tests/model_optimizations/test_dsv3_fused_routing.py", _GIVEN)
-    tables = Source(root, "tests/moe/test_hash_topk.py", _GIVEN)
+    utils.define(*names)
+    known = {name: utils.namespace[name] for name in names}
+    routing = Source(root, "tests/moe/test_trtllm_gen_routing.py", _NAMESPACE | known)
+    dsv3 = Source(root, "tests/model_optimizations/test_dsv3_fused_routing.py", _NAMESPACE)
+    tables = Source(root, "tests/moe/test_hash_topk.py", _NAMESPACE)
     hashed = tables.function("_ref_hash_topk")
-    noaux = utils.space["noaux_tc_ref"]
+    noaux = utils.namespace["noaux_tc_ref"]
     return [
         _suite(routing, "test_custom_routing_methods", _custom, "tile_tokens_dim"),
         _suite(routing, "test_deepseekv3_routing", partial(_deepseek, noaux), "tile_tokens_dim"),
         _suite(routing, "test_minimax2_routing",
-               partial(_minimax, utils.space["routing_reference_minimax2"]), "tile_tokens_dim"),
+               partial(_minimax, utils.namespace["routing_reference_minimax2"]), "tile_tokens_dim"),
         _suite(dsv3, "test_dsv3_fused_routing_op", partial(_dsv3, noaux)),
         _suite(tables, "test_hash_topk", partial(_hashed, hashed), "launch_with_pdl"),
     ]  # fmt: skip
@@ -249,7 +251,7 @@ def _custom(p: Any) -> CaseOutcome:
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], atol=1e-2, rtol=2e-2,
                   boosted=p["hot_expert"])  # fmt: skip
 
-    def reference(x: torch.Tensor, _: object) -> Chosen:
+    def reference(x: torch.Tensor, _: object) -> Selection:
         info, scores = p["reference"](x, p["top_k"], p["num_experts"], 8)
         ids = info["topKIndices"].long()
         return scores.float().gather(1, ids), ids
@@ -257,9 +259,9 @@ def _custom(p: Any) -> CaseOutcome:
     return check_router(case, reference)
 
 
-def _noaux(noaux: Any, groups: int, best: int, top_k: int, factor: float) -> Any:
-    def reference(x: torch.Tensor, bias: torch.Tensor | None) -> Chosen:
-        scores = noaux(x.float(), bias, groups, best, top_k, factor)
+def _noaux(noaux: Any, groups: int, topk_groups: int, top_k: int, factor: float) -> Any:
+    def reference(x: torch.Tensor, bias: torch.Tensor | None) -> Selection:
+        scores = noaux(x.float(), bias, groups, topk_groups, top_k, factor)
         weights, ids = scores.topk(top_k, 1)
         return weights, ids
 
@@ -281,53 +283,53 @@ def _minimax(reference: Any, p: Any) -> CaseOutcome:
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], torch.bfloat16,
                   atol=1e-2, rtol=2e-2)  # fmt: skip
 
-    def chosen(x: torch.Tensor, bias: torch.Tensor | None) -> Chosen:
+    def reference_choice(x: torch.Tensor, bias: torch.Tensor | None) -> Selection:
         _, scores = reference(x, bias, p["top_k"], p["num_experts"], 8, 1.0)
         weights, ids = scores.float().topk(p["top_k"], 1)
         return weights, ids
 
-    return check_router(case, chosen)
+    return check_router(case, reference_choice)
 
 
 def _dsv3(noaux: Any, p: Any) -> CaseOutcome:
-    groups, best, top_k, experts = p["n_group"], p["topk_group"], p["topk"], p["num_experts"]
-    if best * groups < top_k or best > groups:
+    groups, topk_groups, top_k, experts = p["n_group"], p["topk_group"], p["topk"], p["num_experts"]
+    if topk_groups * groups < top_k or topk_groups > groups:
         raise SkippedError("topk_group * n_group < topk or topk_group > n_group")
     size = experts / groups
-    if groups > 1 and (size > 32 or size * best > 128):
+    if groups > 1 and (size > 32 or size * topk_groups > 128):
         raise SkippedError("limits of their kernel")
-    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=best, selection_bias=True,
-                   renormalize=True, eps=1e-20)  # fmt: skip
+    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=topk_groups,
+                   selection_bias=True, renormalize=True, eps=1e-20)  # fmt: skip
     tolerance = {torch.bfloat16: 0.1, torch.float16: 0.05, torch.float32: 0.01}[p["data_type"]]
     case = Router(spec, experts, p["num_tokens"], p["data_type"], p["bias_type"], 1.0, tolerance,
                   tolerance)  # fmt: skip
-    return check_router(case, _noaux(noaux, groups, best, top_k, 1.0))
+    return check_router(case, _noaux(noaux, groups, topk_groups, top_k, 1.0))
 
 
 def _hashed(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
         raise MissingError("router: shared experts as routed ones")
-    tokens, experts, top_k = min(p["num_tokens"], TWIN_TOKENS), p["num_experts"], p["topk"]
-    g = torch.Generator().manual_seed(tokens)
-    logits = torch.randn(tokens, experts, generator=g)
-    words = torch.randint(0, 1024, (tokens,), generator=g)
-    table = torch.rand(1024, experts, generator=g).topk(top_k)[1].int()
-    other = theirs(reference, logits, words, table, 0, 1.0)
-    assert isinstance(other, tuple)
+    tokens, experts, top_k = min(p["num_tokens"], REFERENCE_TOKENS), p["num_experts"], p["topk"]
+    generator = torch.Generator().manual_seed(tokens)
+    logits = torch.randn(tokens, experts, generator=generator)
+    token_ids = torch.randint(0, 1024, (tokens,), generator=generator)
+    table = torch.rand(1024, experts, generator=generator).topk(top_k)[1].int()
+    their_result = call_reference(reference, logits, token_ids, table, 0, 1.0)
+    assert isinstance(their_result, tuple)
     spec = spec_of(top_k, score="sqrtsoftplus", table=True, renormalize=True)
     kernel_rows = slice(0, 8)
     routing = route(
-        logits[kernel_rows], spec, RouterTensors(None, table), token_ids_T=words[kernel_rows]
+        logits[kernel_rows], spec, RouterTensors(None, table), token_ids_T=token_ids[kernel_rows]
     ).routing
-    score = torch.log1p(torch.exp(logits.double())).sqrt().gather(1, table[words].long())
+    score = torch.log1p(torch.exp(logits.double())).sqrt().gather(1, table[token_ids].long())
     exact = score / score.sum(1, keepdim=True)
-    done = f"tokens to {TWIN_TOKENS}" if tokens < p["num_tokens"] else ""
-    if not torch.equal(routing.topk_ids_TK, table[words[kernel_rows]]):
-        return CaseOutcome(OURS, "other experts than the table's", done)
+    shrunk = f"tokens to {REFERENCE_TOKENS}" if tokens < p["num_tokens"] else ""
+    if not torch.equal(routing.topk_ids_TK, table[token_ids[kernel_rows]]):
+        return CaseOutcome(OURS, "other experts than the table's", shrunk)
     if not float((routing.topk_weights_TK.double() - exact[kernel_rows]).abs().max()) <= 1e-5:
-        return CaseOutcome(OURS, "weights", done)
-    agrees = float((other[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
-        other[1], table[words]
+        return CaseOutcome(OURS, "weights", shrunk)
+    agrees = float((their_result[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
+        their_result[1], table[token_ids]
     )
     outcome, why = (AGREE, "") if agrees else (THEIRS, "weights or ids")
-    return CaseOutcome(outcome, why, done, ("router's kernel",), (tokens, experts, top_k))
+    return CaseOutcome(outcome, why, shrunk, ("router's kernel",), (tokens, experts, top_k))

@@ -15,11 +15,11 @@ from peer_suites_lib.endings import (
     CaseOutcome,
     Refusal,
     Tolerance,
-    error_of,
-    judged,
-    refused,
-    theirs,
-    worst,
+    call_reference,
+    compare_with_exact,
+    refusal_outcome,
+    relative_error,
+    worst_outcome,
 )
 
 _LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -34,19 +34,19 @@ TRITON = (
 
 
 @dataclass(frozen=True)
-class Size:
+class SizeLimits:
     """Limits for shrinking a layer.
 
-    weights: maximum number of weight values. tokens: maximum number of tokens. least: minimum of
-    hidden and intermediate size.
+    max_weights: number of weight values. max_tokens: number of tokens. min_size: of hidden and
+    intermediate size.
     """
 
-    weights: int
-    tokens: int
-    least: int
+    max_weights: int
+    max_tokens: int
+    min_size: int
 
 
-WHOLE, INTERPRETED = Size(1 << 22, 32, 128), Size(1 << 17, 4, 64)
+TORCH_LIMITS, TRITON_LIMITS = SizeLimits(1 << 22, 32, 128), SizeLimits(1 << 17, 4, 64)
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class Layer:
     scale: tuple[float, float, float] = (0.1, 0.1, 0.1)
     representable: bool = False
 
-    def shrunk(self, size: Size) -> "Layer":
-        """Return the layer with tokens, hidden and intermediate size reduced to fit `size`."""
+    def shrunk(self, limits: SizeLimits) -> "Layer":
+        """Return the layer with tokens, hidden and intermediate size reduced to fit `limits`."""
         hidden, inner = self.hidden, self.intermediate
         local = max(1, self.experts // self.ep_size)
-        while local * 3 * hidden * inner > size.weights:
+        while local * 3 * hidden * inner > limits.max_weights:
             larger = max(hidden, inner)
             half = larger // 2
-            if half < size.least or half % self.multiple:
+            if half < limits.min_size or half % self.multiple:
                 break
             hidden, inner = (half, inner) if hidden == larger else (hidden, half)
-        tokens = min(self.tokens, size.tokens)
+        tokens = min(self.tokens, limits.max_tokens)
         return replace(self, tokens=tokens, hidden=hidden, intermediate=inner)
 
     @property
@@ -154,10 +154,10 @@ def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
         weights = _codes(problem, weights, g)
     elif layer.quant != "none":
         weights = quantize_weights(weights, problem)
-    share, ids = score.float().softmax(-1).topk(layer.top_k)
+    weights_TK, ids = score.float().softmax(-1).topk(layer.top_k)
     if layer.renormalize:
-        share = share / share.sum(-1, keepdim=True)
-    return LayerInputs(problem, x, weights, Routing(share, ids.int()), score)
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    return LayerInputs(problem, x, weights, Routing(weights_TK, ids.int()), score)
 
 
 def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
@@ -182,38 +182,40 @@ class LayerCheck:
         self, reference: Reference, tolerance: Tolerance, stored: Weights | None = None
     ) -> None:
         self._reference, self._tolerance, self._stored = reference, tolerance, stored
-        self._known: dict[Layer, dict[str, CaseOutcome]] = {}
+        self._outcomes: dict[Layer, dict[str, CaseOutcome]] = {}
 
     def __call__(self, layer: Layer) -> CaseOutcome:
         """Return the worst outcome of all parts on a layer."""
-        whole, small = layer.shrunk(WHOLE), layer.shrunk(INTERPRETED)
-        endings = self._parts(whole, TORCH) | self._parts(small, TRITON)
+        torch_layer, triton_layer = layer.shrunk(TORCH_LIMITS), layer.shrunk(TRITON_LIMITS)
+        endings = self._parts(torch_layer, TORCH) | self._parts(triton_layer, TRITON)
         shrunk = ""
-        if whole != layer:
-            shrunk = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
-        return worst(endings, shrunk, whole)
+        if torch_layer != layer:
+            tokens, values = TORCH_LIMITS.max_tokens, TORCH_LIMITS.max_weights
+            shrunk = f"tokens to {tokens}, weights to {values} by halving a side"
+        return worst_outcome(endings, shrunk, torch_layer)
 
     def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, CaseOutcome]:
-        known = self._known.setdefault(layer, {})
-        todo = [pair for pair in pairs if pair[1] not in known]
-        if todo:
-            given = make(layer, self._stored)
-            other = theirs(self._reference, layer, given)
-            assert isinstance(other, torch.Tensor)
-            exact = oracle(given.x, given.weights, given.routing, given.problem)
-            rounded = recipe(given.x, given.weights, given.routing, given.problem)
-            limit = _ROUNDINGS * error_of(rounded, exact) + 1e-6
-            for pair in todo:
-                known[pair[1]] = self._part(pair, given, other, exact, limit)
-        return {name: known[name] for _, name in pairs}
+        outcomes = self._outcomes.setdefault(layer, {})
+        pending = [pair for pair in pairs if pair[1] not in outcomes]
+        if pending:
+            inputs = make(layer, self._stored)
+            their_output = call_reference(self._reference, layer, inputs)
+            assert isinstance(their_output, torch.Tensor)
+            exact = oracle(inputs.x, inputs.weights, inputs.routing, inputs.problem)
+            rounded = recipe(inputs.x, inputs.weights, inputs.routing, inputs.problem)
+            limit = _ROUNDINGS * relative_error(rounded, exact) + 1e-6
+            for pair in pending:
+                outcomes[pair[1]] = self._part(pair, inputs, their_output, exact, limit)
+        return {name: outcomes[name] for _, name in pairs}
 
     def _part(
-        self, pair: tuple[str, str], given: LayerInputs, other: torch.Tensor, exact: torch.Tensor,
+        self, pair: tuple[str, str], inputs: LayerInputs, their_output: torch.Tensor,
+        exact: torch.Tensor,
         limit: float,
     ) -> CaseOutcome:  # fmt: skip
         try:
-            kernel = make_kernel(*pair, given.problem)
-            ours = kernel(given.x, given.weights, given.routing)
+            kernel = make_kernel(*pair, inputs.problem)
+            our_output = kernel(inputs.x, inputs.weights, inputs.routing)
         except Refusal as error:
-            return refused(error)
-        return judged(ours, other, exact, self._tolerance, limit)
+            return refusal_outcome(error)
+        return compare_with_exact(our_output, their_output, exact, self._tolerance, limit)

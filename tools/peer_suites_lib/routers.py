@@ -8,11 +8,19 @@ import torch
 from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
 from modular_kernel.spec.router import MAX_TOP_K, RouterSpec
 from modular_kernel.tensors import Routing
-from peer_suites_lib.endings import AGREE, OURS, THEIRS, CaseOutcome, MissingError, theirs, worst
+from peer_suites_lib.endings import (
+    AGREE,
+    OURS,
+    THEIRS,
+    CaseOutcome,
+    MissingError,
+    call_reference,
+    worst_outcome,
+)
 
 # Maximum numbers of tokens for the interpreted kernel and for the torch reference.
-KERNEL_TOKENS, TWIN_TOKENS = 4, 256
-Chosen = tuple[torch.Tensor, torch.Tensor]  # weights and ids, (T, K)
+KERNEL_TOKENS, REFERENCE_TOKENS = 4, 256
+Selection = tuple[torch.Tensor, torch.Tensor]  # weights and ids, (T, K)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Router:
     boosted: int | None = None
 
 
-Reference = Callable[[torch.Tensor, torch.Tensor | None], Chosen]
+Reference = Callable[[torch.Tensor, torch.Tensor | None], Selection]
 
 
 def spec_of(top_k: int, **fields: object) -> RouterSpec:
@@ -47,54 +55,62 @@ def spec_of(top_k: int, **fields: object) -> RouterSpec:
 
 def check_router(case: Router, reference: Reference) -> CaseOutcome:
     """Compare the torch reference on many tokens, and the kernel on a few, with `reference`."""
-    tokens = min(case.tokens, TWIN_TOKENS)
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(tokens, case.experts, generator=g).to(case.dtype)
+    tokens = min(case.tokens, REFERENCE_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, case.experts, generator=generator).to(case.dtype)
     if case.boosted is not None:
         logits[:, case.boosted] += 8
     bias = None
     if case.spec.selection_bias:
-        bias = torch.randn(case.experts, generator=g).to(case.bias_dtype)
-    other = theirs(reference, logits.clone(), bias)
-    assert isinstance(other, tuple)
-    shrunk = f"tokens to {TWIN_TOKENS}" if tokens < case.tokens else ""
+        bias = torch.randn(case.experts, generator=generator).to(case.bias_dtype)
+    their_choice = call_reference(reference, logits.clone(), bias)
+    assert isinstance(their_choice, tuple)
+    shrunk = f"tokens to {REFERENCE_TOKENS}" if tokens < case.tokens else ""
     exact = Exact(logits, bias, case.spec)
     tensors = RouterTensors(bias)
     weights = torch.empty(tokens, case.spec.top_k)
     ids = torch.empty(tokens, case.spec.top_k, dtype=torch.int32)
-    twin = Routed(Routing(weights, ids))
+    reference_result = Routed(Routing(weights, ids))
     case.spec.columns(case.experts)
-    route_ref(logits, case.spec, tensors, None, twin)
+    route_ref(logits, case.spec, tensors, None, reference_result)
     kernel_rows = slice(0, KERNEL_TOKENS)
     kernel = route(logits[kernel_rows], case.spec, tensors)
-    endings = {"router's twin": _judged(twin.routing, other, case, exact, slice(None))}
-    endings["router's kernel"] = _judged(kernel.routing, other, case, exact, kernel_rows)
-    return worst(endings, shrunk, replace(case, tokens=tokens))
+    endings = {
+        "router's twin": _compare_choices(
+            reference_result.routing, their_choice, case, exact, slice(None)
+        )
+    }
+    endings["router's kernel"] = _compare_choices(
+        kernel.routing, their_choice, case, exact, kernel_rows
+    )
+    return worst_outcome(endings, shrunk, replace(case, tokens=tokens))
 
 
-def _judged(
-    routing: Routing, other: Chosen, case: Router, exact: "Exact", rows: slice
+def _compare_choices(
+    routing: Routing, their_raw: Selection, case: Router, exact: "Exact", rows: slice
 ) -> CaseOutcome:
     our_choice = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
-    their_choice = _by_id(other[0][rows].float(), other[1][rows])
-    bad = exact.wrong(*our_choice, rows, case.scaling)
-    if bad:
-        return CaseOutcome(OURS, f"against float64: {bad}")
-    same = torch.equal(our_choice[1], their_choice[1])
-    close = (our_choice[0] - their_choice[0]).abs() <= case.atol + case.rtol * their_choice[0].abs()
-    if same and bool(close.all()):
+    their_choice = _by_id(their_raw[0][rows].float(), their_raw[1][rows])
+    our_error = exact.wrong(*our_choice, rows, case.scaling)
+    if our_error:
+        return CaseOutcome(OURS, f"against float64: {our_error}")
+    same_ids = torch.equal(our_choice[1], their_choice[1])
+    is_close = (our_choice[0] - their_choice[0]).abs() <= case.atol + case.rtol * their_choice[
+        0
+    ].abs()
+    if same_ids and bool(is_close.all()):
         return CaseOutcome(AGREE)
-    blame = exact.wrong(*their_choice, rows, case.scaling, case.atol + case.rtol)
-    if not same and not blame:  # a tie between experts
+    their_error = exact.wrong(*their_choice, rows, case.scaling, case.atol + case.rtol)
+    if not same_ids and not their_error:  # a tie between experts
         return CaseOutcome(AGREE, "ids differ where two scores are equal")
     return CaseOutcome(
-        THEIRS, f"against float64 theirs: {blame or 'weights outside their tolerance'}"
+        THEIRS, f"against float64 theirs: {their_error or 'weights outside their tolerance'}"
     )
 
 
-def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> Chosen:
-    ordered, place = ids.long().sort(dim=1)
-    return weights.gather(1, place), ordered
+def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> Selection:
+    ordered, order = ids.long().sort(dim=1)
+    return weights.gather(1, order), ordered
 
 
 class Exact:

@@ -17,9 +17,9 @@ from peer_suites_lib.endings import (
     THEIRS,
     CaseOutcome,
     Tolerance,
-    judged,
-    theirs,
-    worst,
+    call_reference,
+    compare_with_exact,
+    worst_outcome,
 )
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
@@ -36,7 +36,7 @@ def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, s
     return *shrunk, description
 
 
-def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def normal_rows(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Return standard normal numbers, the same for the same sizes."""
     g = torch.Generator().manual_seed(rows * 7919 + columns)
     return torch.randn(rows, columns, generator=g).to(dtype)
@@ -51,20 +51,20 @@ def check_quantizer(
     """
     scheme = QuantScheme.parse(quant)
     endings = {}
-    for name, part in (("quantizer's twin", x), ("quantizer's kernel", x[:KERNEL_ROWS])):
-        other = theirs(reference, part.clone())
-        assert isinstance(other, tuple)
+    for name, rows in (("quantizer's twin", x), ("quantizer's kernel", x[:KERNEL_ROWS])):
+        their_result = call_reference(reference, rows.clone())
+        assert isinstance(their_result, tuple)
         if name.endswith("twin"):
-            q, scale = quantize_values(part.float(), scheme)
+            q, scale = quantize_values(rows.float(), scheme)
         else:
-            out = _room(part, scheme)
-            quantize_rows(part, scheme, out=out)
+            out = _empty_quantized(rows, scheme)
+            quantize_rows(rows, scheme, out=out)
             q, scale = out.q_RK, out.scale
-        endings[name] = _codes(part, (q, scale), other, scheme, rtol)
-    return worst(endings, shrunk, (x.shape, x.dtype, quant))
+        endings[name] = _codes(rows, (q, scale), their_result, scheme, rtol)
+    return worst_outcome(endings, shrunk, (x.shape, x.dtype, quant))
 
 
-def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
+def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
     q, scale = quantize_values(x.float(), scheme)
     per_tensor = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if per_tensor else None
@@ -73,12 +73,12 @@ def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
 
 def _codes(
     x: torch.Tensor,
-    mine: tuple[torch.Tensor, torch.Tensor],
-    other: tuple[torch.Tensor, torch.Tensor],
+    our_result: tuple[torch.Tensor, torch.Tensor],
+    their_result: tuple[torch.Tensor, torch.Tensor],
     scheme: QuantScheme,
     rtol: float,
 ) -> CaseOutcome:
-    (q, scale), (their_q, their_scale) = mine, other
+    (q, scale), (their_q, their_scale) = our_result, their_result
     their_scale = their_scale.float().view_as(scale)
     exact = x.double()
     scales_close = bool(((scale - their_scale).abs() <= rtol * their_scale.abs()).all())
@@ -86,7 +86,7 @@ def _codes(
     step = torch.ones(()) if q.dtype is torch.int8 else (codes.abs() / 8).clamp(min=2.0**-9)
     distance = (codes - their_codes).abs()
     codes_close = bool((distance <= step * 1.01).all())
-    worst_step = _error(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
+    worst_step = _error_in_steps(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
     if not worst_step <= 0.501:
         return CaseOutcome(OURS, f"{worst_step:.3f} steps from the value")
     expected_scale = _scale(exact, scale.shape, scheme)
@@ -95,7 +95,7 @@ def _codes(
     ):  # errors in steps do not compare
         return CaseOutcome(OURS, "another scale than the largest value's")
     their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
-    their_step = _error(their_numbers, exact, their_scale, q.dtype)
+    their_step = _error_in_steps(their_numbers, exact, their_scale, q.dtype)
     if scales_close and codes_close:
         cause = "ties" if their_step < 0.501 else "truncation of theirs"
         return CaseOutcome(AGREE, f"codes one apart: {cause}" if bool(distance.any()) else "")
@@ -119,22 +119,24 @@ def _scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch
     return (amax / LARGEST[scheme.activation]).clamp(min=MIN_SCALE)
 
 
-def _error(
-    found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+def _error_in_steps(
+    actual: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> float:
     """Return the maximum error in units of the distance between adjacent codes."""
-    per = scale.double()
-    if per.dim() == 2 and per.shape[1] > 1:
-        per = per.repeat_interleave(-(-exact.shape[1] // per.shape[1]), 1)[:, : exact.shape[1]]
+    scale_per_value = scale.double()
+    if scale_per_value.dim() == 2 and scale_per_value.shape[1] > 1:
+        scale_per_value = scale_per_value.repeat_interleave(
+            -(-exact.shape[1] // scale_per_value.shape[1]), 1
+        )[:, : exact.shape[1]]
     if dtype is torch.int8:
-        step = per.expand_as(exact)
+        step = scale_per_value.expand_as(exact)
     else:
-        code = (exact / per).abs().clamp(min=2.0**-6, max=447.9)
-        step = per * torch.exp2(code.log2().floor() - 3)
+        code = (exact / scale_per_value).abs().clamp(min=2.0**-6, max=447.9)
+        step = scale_per_value * torch.exp2(code.log2().floor() - 3)
     if not exact.numel():
         return 0.0
     slack = 1e-5 * exact.abs()
-    return float((((found.double() - exact).abs() - slack).clamp(min=0) / step).max())
+    return float((((actual.double() - exact).abs() - slack).clamp(min=0) / step).max())
 
 
 def check_activation(
@@ -147,17 +149,17 @@ def check_activation(
     """Compare an activation of (R, N) rows: torch reference on all rows, kernel on a few."""
     endings = {}
     limit = _ROUNDING[x.dtype]
-    for name, part in (("activation's twin", x), ("activation's kernel", x[:KERNEL_ROWS])):
-        other = theirs(reference, part.clone())
-        assert isinstance(other, torch.Tensor)
-        exact = exact_activation(part.double(), spec)
+    for name, rows in (("activation's twin", x), ("activation's kernel", x[:KERNEL_ROWS])):
+        their_output = call_reference(reference, rows.clone())
+        assert isinstance(their_output, torch.Tensor)
+        exact = exact_activation(rows.double(), spec)
         if name.endswith("twin"):
-            ours = gated_activation_ref(_ordered(part, spec), spec).to(x.dtype)
+            ours = gated_activation_ref(_ordered(rows, spec), spec).to(x.dtype)
         else:
             ours = torch.empty(exact.shape, dtype=x.dtype)
-            gated_activation(_ordered(part, spec), spec, ours)
-        endings[name] = judged(ours, other, exact, tolerance, limit)
-    return worst(endings, shrunk, (x.shape, x.dtype, spec))
+            gated_activation(_ordered(rows, spec), spec, ours)
+        endings[name] = compare_with_exact(ours, their_output, exact, tolerance, limit)
+    return worst_outcome(endings, shrunk, (x.shape, x.dtype, spec))
 
 
 def _ordered(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
@@ -181,19 +183,21 @@ def check_align(
 ) -> CaseOutcome:
     """Compare the pairs in the blocks of each expert; their order within an expert is free."""
     ours = moe_align_block_size(ids, block, experts, expert_map=expert_map, ignore_invalid=True)
-    other = theirs(reference, ids.clone())
-    assert isinstance(other, tuple)
+    their_result = call_reference(reference, ids.clone())
+    assert isinstance(their_result, tuple)
     expected: dict[int, list[int]] = {}
     for pair, expert in enumerate(ids.flatten().tolist()):
         local = expert if expert_map is None else int(expert_map[expert])
         if local >= 0:
             expected.setdefault(local, []).append(pair)
-    our_blocks, their_blocks = (_blocks(aligned, block, ids.numel()) for aligned in (ours, other))
+    our_blocks, their_blocks = (
+        _blocks(aligned, block, ids.numel()) for aligned in (ours, their_result)
+    )
     if our_blocks != expected:
         return CaseOutcome(OURS, "pairs in other blocks than those of their experts")
     if their_blocks != expected:
         return CaseOutcome(THEIRS, "pairs in other blocks than those of their experts")
-    if int(ours[2]) != int(other[2]):
+    if int(ours[2]) != int(their_result[2]):
         padded = sum(-(-len(pairs) // block) * block for pairs in expected.values())
         return CaseOutcome(OURS if int(ours[2]) != padded else THEIRS, "another padded length")
     key = (ids.shape, block, experts, expert_map is None)

@@ -13,7 +13,7 @@ from peer_suites_lib.checkout import Params, Source
 from peer_suites_lib.endings import CaseOutcome, MissingError, Suite, Tolerance
 from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.routers import Router, check_router, spec_of
-from peer_suites_lib.rows import check_activation, check_quantizer, numbers, shrink_rows
+from peer_suites_lib.rows import check_activation, check_quantizer, normal_rows, shrink_rows
 
 _FP8 = torch.float8_e4m3fn
 
@@ -48,12 +48,12 @@ def _silu(root: Path) -> Any:
 
 def _layers(root: Path) -> list[Suite]:
     blocks = Source(root, "python/sglang/test/test_block_fp8.py", {"SiluAndMul": _silu(root)})
-    blocks.take("native_per_token_group_quant_fp8", "native_w8a8_block_fp8_matmul",
+    blocks.define("native_per_token_group_quant_fp8", "native_w8a8_block_fp8_matmul",
                 "torch_w8a8_block_fp8_moe")  # fmt: skip
     stubs = {"set_global_server_args_for_scheduler": lambda _: None,
                "ServerArgs": lambda **_: None, "SiluAndMul": _silu(root)}  # fmt: skip
     integers = Source(root, "test/registered/quant/test_block_int8.py", stubs)
-    integers.take("native_per_token_group_quant_int8", "native_w8a8_block_int8_matmul",
+    integers.define("native_per_token_group_quant_int8", "native_w8a8_block_int8_matmul",
                   "torch_w8a8_block_int8_moe")  # fmt: skip
     rows_of = Source(root, "sgl-kernel/tests/test_per_token_quant_fp8.py",
                      {"is_hip": lambda: False})  # fmt: skip
@@ -65,8 +65,8 @@ def _layers(root: Path) -> list[Suite]:
 
     channels = Source(root, "test/registered/moe/test_triton_moe_channel_fp8_kernel.py",
                       stubs | {"scaled_fp8_quant": by_row})  # fmt: skip
-    channels.take("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
-    channels.space["fp8_mask"] = lambda a, mask: (
+    channels.define("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
+    channels.namespace["fp8_mask"] = lambda a, mask: (
         a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
     )
 
@@ -77,22 +77,30 @@ def _layers(root: Path) -> list[Suite]:
 
     kernel = Source(root, "test/registered/quant/test_int8_kernel.py",
                     stubs | {"per_token_quant_int8": int8_by_row})  # fmt: skip
-    kernel.take("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
+    kernel.define("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     cpu = Source(root, "test/srt/cpu/utils.py")
-    cpu.take("SiluAndMul")
+    cpu.define("SiluAndMul")
+    fp8_block = LayerCheck(
+        _reference(blocks, "torch_w8a8_block_fp8_moe", _blocks), Tolerance(mean=0.02)
+    )
+    int8_block = LayerCheck(
+        _reference(integers, "torch_w8a8_block_int8_moe", _chosen), Tolerance(mean=0.02)
+    )
+    fp8_channel = LayerCheck(
+        _reference(channels, "torch_w8a8_per_column_moe", _scores), Tolerance(mean=0.05)
+    )
+    int8_channel = LayerCheck(
+        _reference(kernel, "torch_w8a8_per_column_moe", _scores), Tolerance(mean=0.05)
+    )
     return [
         _suite(blocks, "TestW8A8BlockFP8FusedMoE",
-               partial(_block, LayerCheck(_of(blocks, "torch_w8a8_block_fp8_moe", _blocks),
-                                          Tolerance(mean=0.02)), "fp8_w8a8_block"), *_NAMES),
+               partial(_block, fp8_block, "fp8_w8a8_block"), *_NAMES),
         _suite(integers, "TestW8A8BlockINT8FusedMoE",
-               partial(_block, LayerCheck(_of(integers, "torch_w8a8_block_int8_moe", _chosen),
-                                          Tolerance(mean=0.02)), "int8_w8a8_block"), *_NAMES),
+               partial(_block, int8_block, "int8_w8a8_block"), *_NAMES),
         _suite(channels, "TestW8A8FP8FusedMoE",
-               partial(_channel, LayerCheck(_of(channels, "torch_w8a8_per_column_moe", _scores),
-                                            Tolerance(mean=0.05)), "fp8_w8a8_channel"), *_NAMES),
+               partial(_channel, fp8_channel, "fp8_w8a8_channel"), *_NAMES),
         _suite(kernel, "TestW8A8Int8FusedMoE",
-               partial(_channel, LayerCheck(_of(kernel, "torch_w8a8_per_column_moe", _scores),
-                                            Tolerance(mean=0.05)), "int8_w8a8_channel"), *_NAMES),
+               partial(_channel, int8_channel, "int8_w8a8_channel"), *_NAMES),
         *_cpu(root, cpu),
         _naive(root, stubs),
     ]  # fmt: skip
@@ -102,35 +110,35 @@ _NAMES = ("M", "N", "K", "E", "TOP_KS", "BLOCK_SIZE", "DTYPES")
 _Arguments = Callable[[Layer, LayerInputs], tuple[object, ...]]
 
 
-def _of(
+def _reference(
     source: Source, name: str, arguments: _Arguments
 ) -> Callable[[Layer, LayerInputs], torch.Tensor]:
-    def reference(layer: Layer, given: LayerInputs) -> torch.Tensor:
-        w = given.weights
+    def reference(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
+        w = inputs.weights
         function: Any = source.function(name)
-        output: torch.Tensor = function(given.x, w.w1, w.w2, w.w1_scale, w.w2_scale,
-                                       *arguments(layer, given))  # fmt: skip
+        output: torch.Tensor = function(inputs.x, w.w1, w.w2, w.w1_scale, w.w2_scale,
+                                       *arguments(layer, inputs))  # fmt: skip
         return output
 
     return reference
 
 
-def _side(layer: Layer) -> list[int]:
+def _block_shape(layer: Layer) -> list[int]:
     return [int(side) for side in layer.quant.partition("=")[2].split("x")]
 
 
-def _blocks(layer: Layer, given: LayerInputs) -> tuple[object, ...]:
-    return given.score, layer.top_k, _side(layer)
+def _blocks(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
+    return inputs.score, layer.top_k, _block_shape(layer)
 
 
-def _chosen(layer: Layer, given: LayerInputs) -> tuple[object, ...]:
-    routing = given.routing
+def _chosen(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
+    routing = inputs.routing
     chosen = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
-    return chosen, layer.top_k, _side(layer)
+    return chosen, layer.top_k, _block_shape(layer)
 
 
-def _scores(layer: Layer, given: LayerInputs) -> tuple[object, ...]:
-    return given.score, layer.top_k
+def _scores(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
+    return inputs.score, layer.top_k
 
 
 def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
@@ -148,12 +156,12 @@ def _channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
 
 
 def _cpu(root: Path, utils: Source) -> list[Suite]:
-    utils.take("torch_naive_fused_moe")
-    naive: Any = utils.space["torch_naive_fused_moe"]
+    utils.define("torch_naive_fused_moe")
+    naive: Any = utils.namespace["torch_naive_fused_moe"]
     source = Source(root, "test/srt/cpu/test_moe.py")
     tolerance = Tolerance(1e-2, 1e-2)
     check = LayerCheck(
-        lambda layer, given: naive(given.x, given.weights.w1, given.weights.w2, given.score,
+        lambda layer, inputs: naive(inputs.x, inputs.weights.w1, inputs.weights.w2, inputs.score,
                                    layer.top_k, layer.renormalize),
         tolerance,
     )  # fmt: skip
@@ -165,17 +173,17 @@ def _cpu(root: Path, utils: Source) -> list[Suite]:
     return [_suite(source, "TestFusedExperts", case, *names)]
 
 
-def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
+def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
     """Return the suite of TestFusedMOE, whose axes are lists of the class and of a method."""
-    silu = nothing["SiluAndMul"]().forward_native
+    silu = stubs["SiluAndMul"]().forward_native
     source = Source(root, "test/registered/moe/test_fused_moe.py",
-                    nothing | {"SiluAndMul": lambda: silu})  # fmt: skip
+                    stubs | {"SiluAndMul": lambda: silu})  # fmt: skip
     naive: Any = source.method("TestFusedMOE", "torch_naive_moe")
     tolerances: Any = source.method("TestFusedMOE", "get_tolerance")
 
-    def plain(layer: Layer, given: LayerInputs) -> torch.Tensor:
-        output: torch.Tensor = naive(None, given.x, given.weights.w1, given.weights.w2, given.score,
-                                    layer.top_k)  # fmt: skip
+    def plain(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
+        output: torch.Tensor = naive(None, inputs.x, inputs.weights.w1, inputs.weights.w2,
+                                    inputs.score, layer.top_k)  # fmt: skip
         return output
 
     checks = {}
@@ -204,12 +212,12 @@ def _routers(root: Path) -> list[Suite]:
         "topk_ids_logical_to_physical": lambda ids, _: ids,
         "_mask_topk_ids_padded_region": lambda *_: None,
     })  # fmt: skip
-    topk.take("fused_topk_torch_native", "biased_grouped_topk_impl", "kimi_k2_biased_topk_impl")
+    topk.define("fused_topk_torch_native", "biased_grouped_topk_impl", "kimi_k2_biased_topk_impl")
     softmax = Source(root, "sgl-kernel/tests/test_moe_topk_softmax.py")
     sigmoid = Source(root, "sgl-kernel/tests/test_moe_topk_sigmoid.py")
     gate = Source(root, "sgl-kernel/tests/test_moe_fused_gate.py")
     kimi = Source(root, "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py")
-    native = topk.space["fused_topk_torch_native"]
+    native = topk.namespace["fused_topk_torch_native"]
     plain = partial(_plain, native, "softmax")
     logistic = partial(_plain, native, "sigmoid")
     return [
@@ -223,9 +231,9 @@ def _routers(root: Path) -> list[Suite]:
         _suite(sigmoid, "test_topk_sigmoid_renormalize_correction_bias",
                partial(logistic, renormalize=True, bias=True)),
         _suite(gate, "test_moe_fused_gate_combined",
-               partial(_gate, topk.space["biased_grouped_topk_impl"])),
+               partial(_gate, topk.namespace["biased_grouped_topk_impl"])),
         _suite(kimi, "test_kimi_k2_moe_fused_gate",
-               partial(_kimi, topk.space["kimi_k2_biased_topk_impl"])),
+               partial(_kimi, topk.namespace["kimi_k2_biased_topk_impl"])),
     ]  # fmt: skip
 
 
@@ -241,15 +249,15 @@ def _plain(
 def _gate(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
         raise MissingError("router: shared experts as routed ones")
-    experts, groups, best, top_k = p["params"]
+    experts, groups, topk_groups, top_k = p["params"]
     factor = 2.5 if p["apply_routed_scaling_factor_on_output"] else 1.0
-    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=best, selection_bias=True,
-                   renormalize=True)  # fmt: skip
+    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=topk_groups,
+                   selection_bias=True, renormalize=True)  # fmt: skip
     case = Router(spec, experts, p["seq_length"], scaling=factor, atol=1e-3)
     return check_router(
         case,
         lambda x, b: reference(
-            x, x, b, top_k, True, groups, best, routed_scaling_factor=2.5,
+            x, x, b, top_k, True, groups, topk_groups, routed_scaling_factor=2.5,
             apply_routed_scaling_factor_on_output=p["apply_routed_scaling_factor_on_output"],
         ),
     )  # fmt: skip
@@ -272,7 +280,7 @@ def _kimi(reference: Any, p: Any) -> CaseOutcome:
 
 def _rows(root: Path) -> list[Suite]:
     blocks = Source(root, "python/sglang/test/test_block_fp8.py")
-    blocks.take("native_per_token_group_quant_fp8")
+    blocks.define("native_per_token_group_quant_fp8")
     rows = Source(root, "sgl-kernel/tests/test_per_token_quant_fp8.py", {"is_hip": lambda: False})
     acts = Source(root, "python/sglang/srt/layers/activation.py")
     gated = Source(root, "sgl-kernel/tests/test_activation.py")
@@ -282,7 +290,7 @@ def _rows(root: Path) -> list[Suite]:
     erf, tanh = (SimpleNamespace(approximate=kind) for kind in ("none", "tanh"))
     return [
         _suite(blocks, "TestPerTokenGroupQuantFP8",
-               partial(_by_group, blocks.space["native_per_token_group_quant_fp8"]),
+               partial(_by_group, blocks.namespace["native_per_token_group_quant_fp8"]),
                "NUM_TOKENS", "D", "DTYPES", "GROUP_SIZE"),
         _suite(rows, "test_per_token_quant_compare_implementations",
                partial(_by_row, rows.function("torch_per_token_quant_fp8"))),
@@ -299,7 +307,7 @@ def _rows(root: Path) -> list[Suite]:
 def _by_group(reference: Any, p: Any) -> CaseOutcome:
     group = p["GROUP_SIZE"]
     rows, columns, shrunk = shrink_rows(p["NUM_TOKENS"], p["D"], group)
-    x = numbers(rows, columns, p["DTYPES"])
+    x = normal_rows(rows, columns, p["DTYPES"])
     quant = f"fp8_w8a8_block:block={group}x{group}"
     return check_quantizer(x, quant, lambda part: reference(part, group), shrunk)
 
@@ -307,7 +315,7 @@ def _by_group(reference: Any, p: Any) -> CaseOutcome:
 def _by_row(reference: Any, p: Any) -> CaseOutcome:
     """Compare row quantization; the scale for their reference is computed as in their kernel."""
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_dim"])
-    x = numbers(rows, columns, torch.float16)
+    x = normal_rows(rows, columns, torch.float16)
 
     def quantize(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = part.float().abs().amax(1, keepdim=True) / 448
@@ -321,7 +329,7 @@ def _act(reference: Any, kind: str, p: Any) -> CaseOutcome:
     dtype = p.get("DTYPES", torch.float16)
     rows, inner, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
     tolerance = Tolerance(1e-2, 1e-2) if dtype is torch.bfloat16 else Tolerance(1e-3, 1e-3)
-    x = numbers(rows, 2 * inner, dtype)
+    x = normal_rows(rows, 2 * inner, dtype)
     return check_activation(x, ActivationSpec(kind), reference, tolerance, shrunk)
 
 

@@ -32,39 +32,41 @@ class VllmReferences:
             "current_platform": platform, "get_fp8_min_max": lambda: _FP8_LIMITS,
             "is_deep_gemm_e8m0_used": lambda: False,
         })  # fmt: skip
-        self._quant.take(
+        self._quant.define(
             "as_float32_tensor", "ref_dynamic_per_token_quant", "ref_dynamic_per_tensor_fp8_quant",
             "native_w8a8_block_matmul", "native_per_token_group_quant_fp8",
             "native_per_token_group_quant_int8",
         )  # fmt: skip
         silu = _Layer(self.activations["silu_and_mul"])
-        given: dict[str, object] = {
+        namespace: dict[str, object] = {
             "SiluAndMul": lambda: silu, "MoEActivation": EnumStandIn(),
             "current_platform": platform,
-            "op_registry": {"SILU": lambda: silu}, "moe_kernel_quantize_input": self._input,
-            "native_w8a8_block_matmul": self._of("native_w8a8_block_matmul"),
-            "native_per_token_group_quant_int8": self._of("native_per_token_group_quant_int8"),
+            "op_registry": {"SILU": lambda: silu},
+            "moe_kernel_quantize_input": self._quantize_input,
+            "native_w8a8_block_matmul": self._function("native_w8a8_block_matmul"),
+            "native_per_token_group_quant_int8": self._function(
+                "native_per_token_group_quant_int8"),
             "per_token_group_quant_fp8": lambda x, group, dtype: self.fp8_groups(x, group),
             "per_token_quant_int8": self.int8_rows,
             "ops": SimpleNamespace(scaled_fp8_quant=lambda x, **_: self.fp8_rows(x)),
         }  # fmt: skip
         kernels = "tests/kernels/"
-        self._utils = Source(root, f"{kernels}utils.py", given)
-        self._utils.take("torch_experts", "torch_moe")
-        self._block8 = Source(root, f"{kernels}moe/test_block_fp8.py", given)
-        self._blocki = Source(root, f"{kernels}moe/test_block_int8.py", given)
-        self._rows8 = Source(root, f"{kernels}moe/test_triton_moe_ptpc_fp8.py", given)
-        self._rows8.take("native_w8a8_per_token_matmul", "fp8_mask")
-        self._rowsi = Source(root, f"{kernels}quantization/test_int8_kernel.py", given)
-        self._rowsi.take("native_w8a8_per_token_matmul")
+        self._utils = Source(root, f"{kernels}utils.py", namespace)
+        self._utils.define("torch_experts", "torch_moe")
+        self._fp8_block = Source(root, f"{kernels}moe/test_block_fp8.py", namespace)
+        self._int8_block = Source(root, f"{kernels}moe/test_block_int8.py", namespace)
+        self._fp8_channel = Source(root, f"{kernels}moe/test_triton_moe_ptpc_fp8.py", namespace)
+        self._fp8_channel.define("native_w8a8_per_token_matmul", "fp8_mask")
+        self._int8_channel = Source(root, f"{kernels}quantization/test_int8_kernel.py", namespace)
+        self._int8_channel.define("native_w8a8_per_token_matmul")
         self._packing = Source(
             root, "vllm/model_executor/layers/quantization/utils/quant_utils.py",
             {"scalar_types": EnumStandIn()},
         )  # fmt: skip
-        self._packing.take("quantize_weights")
+        self._packing.define("quantize_weights")
 
-    def _of(self, name: str) -> Any:
-        return self._quant.space[name]
+    def _function(self, name: str) -> Any:
+        return self._quant.namespace[name]
 
     def _activations(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         def bound(owner: str, **fields: object) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -92,26 +94,26 @@ class VllmReferences:
 
     def fp8_rows(self, x: torch.Tensor) -> Any:
         """Quantize to fp8 by rows."""
-        return self._of("ref_dynamic_per_token_quant")(x, _FP8)
+        return self._function("ref_dynamic_per_token_quant")(x, _FP8)
 
     def int8_rows(self, x: torch.Tensor) -> Any:
         """Quantize to int8 by rows."""
-        return self._of("ref_dynamic_per_token_quant")(x, torch.int8)
+        return self._function("ref_dynamic_per_token_quant")(x, torch.int8)
 
-    def fp8_whole(self, x: torch.Tensor) -> Any:
+    def fp8_tensor(self, x: torch.Tensor) -> Any:
         """Quantize to fp8 with one scale for the tensor."""
-        return self._of("ref_dynamic_per_tensor_fp8_quant")(x)
+        return self._function("ref_dynamic_per_tensor_fp8_quant")(x)
 
     def fp8_groups(self, x: torch.Tensor, group: int) -> Any:
         """Quantize to fp8 by groups of columns."""
-        return self._of("native_per_token_group_quant_fp8")(x.contiguous(), group)
+        return self._function("native_per_token_group_quant_fp8")(x.contiguous(), group)
 
     def int8_groups(self, x: torch.Tensor, group: int) -> Any:
         """Quantize to int8 by groups of columns, truncating as their kernel does."""
-        native = self._of("native_per_token_group_quant_int8")
+        native = self._function("native_per_token_group_quant_int8")
         return native(x.contiguous(), group, round_to_nearest=False)
 
-    def _input(
+    def _quantize_input(
         self, a: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None,
         by_row: bool, block: list[int] | None = None,
     ) -> Pair:  # fmt: skip
@@ -126,20 +128,20 @@ class VllmReferences:
         elif by_row:
             q, s = self.fp8_rows(a)
         else:
-            q, s = self.fp8_whole(a)
+            q, s = self.fp8_tensor(a)
         return q.float(), s
 
     # -------------------------------------------------------------------------------- layers
 
-    def torch_moe(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
+    def torch_moe(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer with the weights that their quantizer dequantized."""
         w1, w2 = self._dequantized[layer]
-        return self._call(self._utils, "torch_moe", given.x, w1, w2, given.score, layer.top_k,
-                          expert_map=given.weights.expert_map)  # fmt: skip
+        return self._call(self._utils, "torch_moe", inputs.x, w1, w2, inputs.score, layer.top_k,
+                          expert_map=inputs.weights.expert_map)  # fmt: skip
 
-    def torch_experts(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
+    def torch_experts(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer with activations quantized in the layer's scheme."""
-        w, unquantized = given.weights, layer.quant == "none"
+        w, unquantized = inputs.weights, layer.quant == "none"
         scales = {}
         block = [128, 128] if "block" in layer.quant else None
         by_row = "channel" in layer.quant
@@ -150,39 +152,39 @@ class VllmReferences:
             if by_row:
                 scales = {name: scale[..., None] for name, scale in scales.items()}
         return self._call(
-            self._utils, "torch_experts", given.x, w.w1, w.w2, given.routing.topk_weights_TK,
-            given.routing.topk_ids_TK.long(), quant_dtype=None if unquantized else _FP8,
+            self._utils, "torch_experts", inputs.x, w.w1, w.w2, inputs.routing.topk_weights_TK,
+            inputs.routing.topk_ids_TK.long(), quant_dtype=None if unquantized else _FP8,
             per_act_token_quant=by_row, block_shape=block, **scales,
         )  # fmt: skip
 
-    def fp8_block(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
+    def fp8_block(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer in fp8 with block scales."""
-        w, block = given.weights, _block(layer)
-        return self._call(self._block8, "torch_w8a8_block_fp8_moe", given.x, w.w1, w.w2,
-                          w.w1_scale, w.w2_scale, given.routing.topk_weights_TK,
-                          given.routing.topk_ids_TK, block)  # fmt: skip
+        w, block = inputs.weights, _block(layer)
+        return self._call(self._fp8_block, "torch_w8a8_block_fp8_moe", inputs.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, inputs.routing.topk_weights_TK,
+                          inputs.routing.topk_ids_TK, block)  # fmt: skip
 
-    def int8_block(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
+    def int8_block(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer in int8 with block scales."""
-        w, block = given.weights, _block(layer)
-        return self._call(self._blocki, "torch_w8a8_block_int8_moe", given.x, w.w1, w.w2,
-                          w.w1_scale, w.w2_scale, given.score, layer.top_k, block)  # fmt: skip
+        w, block = inputs.weights, _block(layer)
+        return self._call(self._int8_block, "torch_w8a8_block_int8_moe", inputs.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, inputs.score, layer.top_k, block)  # fmt: skip
 
-    def fp8_channel(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
+    def fp8_channel(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer in fp8 with channel scales."""
-        w = given.weights
-        self._rows8.space["fp8_mask"] = lambda a, mask: (
+        w = inputs.weights
+        self._fp8_channel.namespace["fp8_mask"] = lambda a, mask: (
             a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
         )
-        return self._call(self._rows8, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,
-                          w.w1_scale, w.w2_scale, given.score, layer.top_k)  # fmt: skip
+        return self._call(self._fp8_channel, "torch_w8a8_per_column_moe", inputs.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, inputs.score, layer.top_k)  # fmt: skip
 
-    def int8_channel(self, layer: Layer, given: LayerInputs) -> torch.Tensor:
+    def int8_channel(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer in int8 with channel scales."""
-        w = given.weights
-        return self._call(self._rowsi, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,
-                          w.w1_scale, w.w2_scale, layer.top_k, given.routing.topk_weights_TK,
-                          given.routing.topk_ids_TK)  # fmt: skip
+        w = inputs.weights
+        return self._call(self._int8_channel, "torch_w8a8_per_column_moe", inputs.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, layer.top_k, inputs.routing.topk_weights_TK,
+                          inputs.routing.topk_ids_TK)  # fmt: skip
 
     def _call(self, source: Source, name: str, *args: object, **kwargs: object) -> torch.Tensor:
         function: Any = source.function(name)
@@ -195,28 +197,28 @@ class VllmReferences:
 
     def store_groups(self, layer: Layer, weights: ExpertWeights) -> ExpertWeights:
         """Quantize and pack weights as their test does for their kernel."""
-        four, zero_points = layer.quant.startswith("int4"), "zero_points" in layer.quant
-        kind = _Integers(4 if four else 8, signed=not zero_points)
-        quantize: Any = self._packing.space["quantize_weights"]
+        is_int4, zero_points = layer.quant.startswith("int4"), "zero_points" in layer.quant
+        scalar_type = _Integers(4 if is_int4 else 8, signed=not zero_points)
+        quantize: Any = self._packing.namespace["quantize_weights"]
         fields: dict[str, torch.Tensor] = {}
         dequantized = []
         for name in ("w1", "w2"):
             values_e = getattr(weights, name)
             e, rows, _ = values_e.shape
 
-            def of_experts(values: torch.Tensor, e: int = e, rows: int = rows) -> torch.Tensor:
+            def split_experts(values: torch.Tensor, e: int = e, rows: int = rows) -> torch.Tensor:
                 return values.T.reshape(e, rows, -1).contiguous()
 
             # Columns are quantized independently, so all experts are quantized together.
             w, q, s, z = quantize(
-                values_e.flatten(0, 1).T, kind, layer.multiple, zero_points, False
+                values_e.flatten(0, 1).T, scalar_type, layer.multiple, zero_points, False
             )
-            q = of_experts(q).to(torch.uint8)
-            z = of_experts(z).to(torch.uint8) if zero_points else q
-            if four:
+            q = split_experts(q).to(torch.uint8)
+            z = split_experts(z).to(torch.uint8) if zero_points else q
+            if is_int4:
                 q, z = q[:, :, 1::2] * 16 + q[:, :, ::2], z[:, 1::2] * 16 + z[:, ::2]
-            dequantized.append(of_experts(w).to(layer.dtype))
-            fields |= {name: q.contiguous(), f"{name}_scale": of_experts(s).to(layer.dtype)}
+            dequantized.append(split_experts(w).to(layer.dtype))
+            fields |= {name: q.contiguous(), f"{name}_scale": split_experts(s).to(layer.dtype)}
             if zero_points:
                 fields[f"{name}_zero_point"] = z.contiguous()
         self._dequantized.clear()

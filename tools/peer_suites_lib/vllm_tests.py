@@ -18,7 +18,7 @@ from peer_suites_lib.rows import (
     check_activation,
     check_align,
     check_quantizer,
-    numbers,
+    normal_rows,
     shrink_rows,
 )
 from peer_suites_lib.vllm_dependencies import VllmReferences
@@ -37,25 +37,26 @@ def suites(root: Path) -> list[Suite]:
 class VllmTestFile:
     """A test file of vLLM with its grids."""
 
-    def __init__(self, root: Path, file: str, given: dict[str, object] | None = None) -> None:
+    def __init__(self, root: Path, file: str, names: dict[str, object] | None = None) -> None:
         platform = SimpleNamespace(is_fp8_fnuz=lambda: False, is_rocm=lambda: False)
-        known: dict[str, object] = {"MoEActivation": EnumStandIn(), "current_platform": platform}
+        defaults: dict[str, object] = {"MoEActivation": EnumStandIn(), "current_platform": platform}
         self.file = file
-        self.source = Source(root, _TESTS + file, known | (given or {}))
+        self.source = Source(root, _TESTS + file, defaults | (names or {}))
 
-    def suite(self, test: str, check: Check, without: tuple[str, ...] = ()) -> Suite:
+    def suite(self, test: str, check: Check, ignored: tuple[str, ...] = ()) -> Suite:
         """Return the suite of a test.
 
-        without: parameters to ignore, such as kernel options; cases equal without them are merged.
+        ignored: parameters to ignore, such as kernel options; cases that differ only in them are
+        merged.
         """
 
         def cases() -> Iterator[Params]:
-            seen = set()
+            seen_cases = set()
             for params in self.source.grid(test):
-                kept = {key: value for key, value in params.items() if key not in without}
-                if str(kept) not in seen:
-                    seen.add(str(kept))
-                    yield kept
+                remaining = {key: value for key, value in params.items() if key not in ignored}
+                if str(remaining) not in seen_cases:
+                    seen_cases.add(str(remaining))
+                    yield remaining
 
         return Suite("vLLM", f"{self.file}::{test}", cases, check)
 
@@ -65,13 +66,13 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
         VllmTestFile(root, "moe/test_moe.py"),
         VllmTestFile(root, "moe/test_cpu_fused_moe.py"),
     )
-    moe.source.take("iterative_moe")
-    cpu.source.space |= {"ACT": ["SILU", "SWIGLUOAI", "GELU", "GELU_TANH"]}
-    cpu.source.take("_ref_moe_activation", "ref_fused_moe")
+    moe.source.define("iterative_moe")
+    cpu.source.namespace |= {"ACT": ["SILU", "SWIGLUOAI", "GELU", "GELU_TANH"]}
+    cpu.source.define("_ref_moe_activation", "ref_fused_moe")
     plain = LayerCheck(
-        lambda layer, given: moe.source.space["iterative_moe"](  # type: ignore[operator]
-            given.x, given.weights.w1.contiguous(), given.weights.w2.contiguous(), given.score,
-            layer.top_k, layer.experts, given.weights.expert_map, False,
+        lambda layer, inputs: moe.source.namespace["iterative_moe"](  # type: ignore[operator]
+            inputs.x, inputs.weights.w1.contiguous(), inputs.weights.w2.contiguous(), inputs.score,
+            layer.top_k, layer.experts, inputs.weights.expert_map, False,
         ),
         Tolerance(2e-2, 0),
     )  # fmt: skip
@@ -79,9 +80,9 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
     batched = LayerCheck(references.torch_experts, Tolerance(3e-2, 2e-2))
     # rtol is the default of torch.testing for bfloat16, here for all dtypes.
     with_bias = LayerCheck(
-        lambda layer, given: cpu.source.space["ref_fused_moe"](  # type: ignore[operator]
-            given.x, given.weights.w1, given.weights.w2, given.weights.b1, given.weights.b2,
-            given.routing.topk_weights_TK, given.routing.topk_ids_TK, _act(layer),
+        lambda layer, inputs: cpu.source.namespace["ref_fused_moe"](  # type: ignore[operator]
+            inputs.x, inputs.weights.w1, inputs.weights.w2, inputs.weights.b1, inputs.weights.b2,
+            inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, _act(layer),
         ),
         Tolerance(1e-3, 1.6e-2),
     )  # fmt: skip
@@ -133,13 +134,13 @@ def _groups(check: LayerCheck, p: Any) -> CaseOutcome:
 
 
 def _batched(check: LayerCheck, p: Any) -> CaseOutcome:
-    by_row, block, quantized = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
-    if (by_row or block) and not quantized:
+    per_token, block, quantized = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
+    if (per_token or block) and not quantized:
         raise SkippedError("a block or a row of what is not quantized")
-    if by_row and block:
+    if per_token and block:
         raise SkippedError("blocks and rows at once")
     quant = "fp8_w8a8_block:block=128x128" if block else "fp8_w8a8_channel"
-    if not by_row and not block:
+    if not per_token and not block:
         quant = "fp8_w8a8_tensor" if quantized else "none"
     return check(
         Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], quant=quant, multiple=128 if block else 1)
@@ -181,23 +182,23 @@ def _routers(root: Path) -> list[Suite]:
     )
     routing = VllmTestFile(root, "moe/test_routing.py")
     softplus = VllmTestFile(root, "moe/test_topk_softplus_sqrt.py")
-    fused.source.take("torch_topk")
-    grouped.source.take("_single_group_reference")
-    routing.source.space["Llama4MoE"] = SimpleNamespace(custom_routing_function="llama4")
+    fused.source.define("torch_topk")
+    grouped.source.define("_single_group_reference")
+    routing.source.namespace["Llama4MoE"] = SimpleNamespace(custom_routing_function="llama4")
     names = ("fused_topk", "fused_topk_bias", "grouped_topk", "custom_llama4")
-    routing.source.take(*(f"baseline_{name}" for name in names))
-    softplus.source.take("_torch_topk_softplus_sqrt")
-    refs = routing.source.space
+    routing.source.define(*(f"baseline_{name}" for name in names))
+    softplus.source.define("_torch_topk_softplus_sqrt")
+    refs = routing.source.namespace
     eplb = ("enable_eplb",)
     skip = ("hidden_size", "enable_eplb", "k", "n_hidden")
-    plain = partial(_topk, fused.source.space["torch_topk"])
+    plain = partial(_topk, fused.source.namespace["torch_topk"])
     return [
         fused.suite("test_fused_topk", partial(plain, bias=False), skip),
         fused.suite("test_fused_topk_bias", partial(plain, bias=True), skip),
         grouped.suite("test_grouped_topk", partial(_grouped, refs["baseline_grouped_topk"]), skip),
         grouped.suite(
             "test_grouped_topk_single_group_tiers",
-            partial(_single, grouped.source.space["_single_group_reference"]),
+            partial(_single_group, grouped.source.namespace["_single_group_reference"]),
         ),
         routing.suite("test_fused_topk", partial(_baseline, refs["baseline_fused_topk"]), eplb),
         routing.suite("test_fused_topk_bias", partial(_biased, refs["baseline_fused_topk_bias"]),
@@ -207,7 +208,7 @@ def _routers(root: Path) -> list[Suite]:
                       (*eplb, "renormalize")),
         softplus.suite(
             "test_fused_topk_softplus_sqrt",
-            partial(_root, softplus.source.space["_torch_topk_softplus_sqrt"]), skip,
+            partial(_softplus_sqrt, softplus.source.namespace["_torch_topk_softplus_sqrt"]), skip,
         ),
     ]  # fmt: skip
 
@@ -236,7 +237,7 @@ def _grouped(reference: Any, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _single(reference: Any, p: Any) -> CaseOutcome:
+def _single_group(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["topk"], score=p["scoring_func"], selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     case = Router(spec, p["num_experts"], 33, p["input_dtype"], p["bias_dtype"],
@@ -268,7 +269,7 @@ def _llama4(reference: Any, p: Any) -> CaseOutcome:
     return check_router(case, lambda x, _: reference(x, p["top_k"]))
 
 
-def _root(reference: Any, p: Any) -> CaseOutcome:
+def _softplus_sqrt(reference: Any, p: Any) -> CaseOutcome:
     spec = spec_of(p["topk"], score="sqrtsoftplus", selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     factor = p["routed_scaling_factor"]
@@ -284,25 +285,26 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
     group = VllmTestFile(root, "quantization/test_per_token_group_quant.py")
     align = VllmTestFile(root, "moe/test_moe_align_block_size.py",
                   {"round_up": lambda a, b: -(-a // b) * b})  # fmt: skip
-    align.source.take("torch_moe_align_block_size")
-    golden = align.source.space["torch_moe_align_block_size"]
+    align.source.define("torch_moe_align_block_size")
+    golden = align.source.namespace["torch_moe_align_block_size"]
     device = {"CUDA_DEVICES": ["cpu"], "FastGELU": "gelu_fast", "NewGELU": "gelu_new",
               "QuickGELU": "gelu_quick", "ReLUSquaredActivation": "relu_squared"}  # fmt: skip
     acts = VllmTestFile(root, "core/test_activation.py", device)
-    acts.source.space["torch"] = _TorchWithOps()
-    ref = references
+    acts.source.namespace["torch"] = _TorchWithOps()
+    refs = references
     return [
         fp8.suite("test_dynamic_per_token_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_channel", ref.fp8_rows), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_channel", refs.fp8_rows), ("seed",)),
         fp8.suite("test_dynamic_per_tensor_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_tensor", ref.fp8_whole), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_tensor", refs.fp8_tensor), ("seed",)),
         int8.suite("test_dynamic_scaled_int8_quant",
-                   partial(_quantizer, "int8_w8a8_channel", ref.int8_rows), ("seed",)),
-        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", ref.fp8_groups),
+                   partial(_quantizer, "int8_w8a8_channel", refs.int8_rows), ("seed",)),
+        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", refs.fp8_groups),
                     ("column_major", "tma_aligned")),
-        group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", ref.int8_groups)),
-        acts.suite("test_act_and_mul", partial(_gated, ref.activations), ("seed", "device")),
-        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, ref), ("seed", "device")),
+        group.suite("test_per_token_group_quant_int8",
+                    partial(_by_group, "int8", refs.int8_groups)),
+        acts.suite("test_act_and_mul", partial(_gated, refs.activations), ("seed", "device")),
+        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, refs), ("seed", "device")),
         align.suite("test_moe_align_block_size", partial(_aligned, golden), ("pad_sorted_ids",)),
         align.suite("test_moe_align_block_size_with_expert_map", partial(_mapped, golden),
                     ("mask_inactive_experts",)),
@@ -322,7 +324,7 @@ def _quantizer(quant: str, reference: Any, p: Any) -> CaseOutcome:
     if p.get("do_scale_ub"):
         raise MissingError("an upper bound of computed activation scales")
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_size"])
-    return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
+    return check_quantizer(normal_rows(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
 
 
 def _by_group(kind: str, reference: Any, p: Any) -> CaseOutcome:
@@ -330,7 +332,7 @@ def _by_group(kind: str, reference: Any, p: Any) -> CaseOutcome:
         raise MissingError("activation scales that are powers of two")
     group, (rows, columns) = p["group_size"], p["shape"]
     rows, columns, note = shrink_rows(rows, columns, group)
-    x = numbers(rows, columns, p["dtype"]) * 8
+    x = normal_rows(rows, columns, p["dtype"]) * 8
     quant = f"{kind}_w8a8_block:block={group}x{group}"
     return check_quantizer(x, quant, lambda part: reference(part, group), note)
 
@@ -357,7 +359,7 @@ def _gated(references: Any, p: Any) -> CaseOutcome:
     if name not in _GATED:
         raise MissingError(f"activation {name}")
     rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
-    x = numbers(rows, 2 * inner, p["dtype"])
+    x = normal_rows(rows, 2 * inner, p["dtype"])
     spec = ActivationSpec.parse(_GATED[name])
     return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), shrunk)
 
@@ -371,7 +373,7 @@ def _clamped(references: VllmReferences, p: Any) -> CaseOutcome:
     else:
         raise MissingError("swiglu_oai with another number than 1 added to up")
     rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
-    x = numbers(rows, 2 * inner, p["dtype"]) * 4
+    x = normal_rows(rows, 2 * inner, p["dtype"]) * 4
     return check_activation(x, spec, references.clamped(alpha, beta, limit),
                             _tolerance("", p["dtype"]), shrunk)  # fmt: skip
 

@@ -60,9 +60,9 @@ def record_races() -> Iterator[list[str]]:
     It stays empty unless kernels are interpreted.
     """
     if patch_interpreter():
-        from modular_kernel.interpreter.access_log import watch
+        from modular_kernel.interpreter.access_log import ACCESS_LOG
 
-        with watch.races() as races:
+        with ACCESS_LOG.races() as races:
             yield races
     else:
         yield []

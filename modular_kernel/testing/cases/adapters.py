@@ -1,8 +1,8 @@
 """Adapters of a case: the slots that its tokens use, and their matrices.
 
 Slots differ in scaling and in rank, from the problem's rank down to 1. An unused slot is full of
-NaN, because nothing may read it. The layer's rows have a standard deviation of about 1 and an
-adapter adds rows of about half of that, so that a wrong or missing adapter is visible.
+NaN, because nothing may read it. The layer's output has a standard deviation of about 1, and
+an adapter's contribution of about 0.5, so that a wrong or missing adapter is visible.
 """
 
 from typing import Literal
@@ -11,39 +11,39 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 
-# How the tokens of a call use the adapter slots.
-NAMED = (
+# Assignments of adapter slots to the tokens of a call.
+SLOT_PATTERNS = (
     "mixed",  # a random slot or none per token; with three or more slots the last one is unused
     "sequences",  # runs of five tokens, the first run without an adapter
     "nobody",  # all -1
     "without",  # the call passes adapters_T="none"
 )
-_RUN = 5
-_STD = 0.5
+_RUN_LENGTH = 5
+_ADAPTER_STD = 0.5
 
 
 def slots(
-    problem: Problem, named: str, generator: torch.Generator
+    problem: Problem, pattern: str, generator: torch.Generator
 ) -> torch.Tensor | Literal["none"] | None:
-    """Return `adapters_T` of a routing: (T,) int32, "none", or None if unsupported.
+    """Return `adapters_T` of a routing: (T,) int32, "none", or None.
 
     None means that the problem has no adapters, "none" that the call uses none.
     """
     spec, tokens = problem.adapters, problem.tokens
     if spec is None:
         return None
-    if named == "without":
+    if pattern == "without":
         return "none"
-    if named == "nobody":
+    if pattern == "nobody":
         return torch.full((tokens,), -1, dtype=torch.int32)
-    used = spec.adapters - (spec.adapters > 2)
-    if named == "sequences":
-        runs = torch.arange(tokens) // _RUN
-        return (runs % (used + 1) - 1).to(torch.int32)
-    drawn = torch.randint(-1, used, (tokens,), generator=generator)
+    num_used = spec.adapters - (spec.adapters > 2)
+    if pattern == "sequences":
+        runs = torch.arange(tokens) // _RUN_LENGTH
+        return (runs % (num_used + 1) - 1).to(torch.int32)
+    slots_T = torch.randint(-1, num_used, (tokens,), generator=generator)
     if tokens:
-        drawn[0] = used - 1  # at least one token has an adapter
-    return drawn.to(torch.int32)
+        slots_T[0] = num_used - 1  # at least one token has an adapter
+    return slots_T.to(torch.int32)
 
 
 def rank_of(slot: int, rank: int) -> int:
@@ -56,7 +56,7 @@ def adapters_of(
     slots_T: torch.Tensor | str | None,
     generator: torch.Generator,
     *,
-    spaced: bool,
+    with_gaps: bool,
 ) -> dict[str, torch.Tensor]:
     """Return the matrices of every slot, by their names in ExpertWeights; {} without adapters.
 
@@ -77,18 +77,18 @@ def adapters_of(
             halves *= halves.shape[-1] ** -0.5
         for b in (b13, b2):
             b[slot, :, :, rank:] = 0
-            b[slot] *= _STD * rank**-0.5 * (1 + slot % 2)
+            b[slot] *= _ADAPTER_STD * rank**-0.5 * (1 + slot % 2)
         if slot not in used_slots:
             for matrix in matrices.values():
                 matrix[slot] = torch.nan
     typed = {name: matrix.to(problem.dtype) for name, matrix in matrices.items()}
-    return {name: _with_gaps(m) if spaced else m for name, m in typed.items()}
+    return {name: _with_gaps(tensor) if with_gaps else tensor for name, tensor in typed.items()}
 
 
 def _with_gaps(matrix: torch.Tensor) -> torch.Tensor:
     """Return an equal view with a gap of one row and eight columns, filled with NaN."""
-    slots_, experts, rows, columns = matrix.shape
-    padded = matrix.new_full((slots_, experts, rows + 1, columns + 8), torch.nan)
+    num_slots, experts, rows, columns = matrix.shape
+    padded = matrix.new_full((num_slots, experts, rows + 1, columns + 8), torch.nan)
     view = padded[:, :, :rows, :columns]
     view.copy_(matrix)
     return view

@@ -11,8 +11,8 @@ from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 class Case:
     """One test case: a pairing by name, a problem, a kind of routing, and a seed.
 
-    manner: memory layout and values of the tensors. by_turns: calls of a second kernel, of another
-    problem, are interleaved with those of the first.
+    variation: memory layout and values of the tensors. interleaved_calls: whether calls of a second
+    kernel, for another problem, are interleaved with those of the first.
     """
 
     prepare_finalize: str
@@ -20,32 +20,33 @@ class Case:
     problem: Problem
     routing: str = "uniform"
     seed: int = 0
-    manner: InputVariation = ORDINARY
-    by_turns: bool = False
+    variation: InputVariation = ORDINARY
+    interleaved_calls: bool = False
 
     def __str__(self) -> str:
         seed = f"-seed{self.seed}" if self.seed else ""
         pairing = f"{self.prepare_finalize}+{self.experts}"
-        unusual = "".join(
-            f"-{name}" if value is True else f"-{value}" for name, value in self._unusual().items()
+        suffix = "".join(
+            f"-{name}" if value is True else f"-{value}"
+            for name, value in self._non_default_options().items()
         )
-        return f"{pairing}-{self.problem}-{self.routing}{unusual}{seed}"
+        return f"{pairing}-{self.problem}-{self.routing}{suffix}{seed}"
 
-    def _unusual(self) -> dict[str, object]:
-        """Return the options of `manner` and `by_turns` that differ from their defaults."""
+    def _non_default_options(self) -> dict[str, object]:
+        """Return the options with values other than the default."""
         options = {
-            "layout": (self.manner.layout, ORDINARY.layout),
-            "values": (self.manner.values, ORDINARY.values),
-            "named": (self.manner.named, ORDINARY.named),
-            "nan": (self.manner.nan, ORDINARY.nan),
-            "own-scales": (self.manner.own_scales, False),
-            "by-turns": (self.by_turns, False),
+            "layout": (self.variation.layout, ORDINARY.layout),
+            "values": (self.variation.values, ORDINARY.values),
+            "named": (self.variation.slot_pattern, ORDINARY.slot_pattern),
+            "nan": (self.variation.nan, ORDINARY.nan),
+            "own-scales": (self.variation.own_scales, False),
+            "by-turns": (self.interleaved_calls, False),
         }
         return {name: value for name, (value, default) in options.items() if value != default}
 
     def options(self) -> dict[str, object]:
         """Return the options of `mk test --one` that are not part of the problem."""
-        return {"routing": self.routing, "seed": self.seed, **self._unusual()}
+        return {"routing": self.routing, "seed": self.seed, **self._non_default_options()}
 
 
 def command(case: Case) -> str:
@@ -62,16 +63,16 @@ def command(case: Case) -> str:
         "dtype": dtype_name(problem.dtype),
         "quant": problem.quant,
         "activation": problem.act,
-        **_unusual(problem),
+        **_non_default_fields(problem),
         **case.options(),
     }
-    words = ["mk", "test", "--one"]
+    arguments = ["mk", "test", "--one"]
     for name, value in options.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join(words)
+        arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(arguments)
 
 
-def _unusual(problem: Problem) -> dict[str, object]:
+def _non_default_fields(problem: Problem) -> dict[str, object]:
     """Return the options of the less common fields that differ from their defaults."""
     ids_dtype = problem.ids_dtype
     options = {

@@ -1,6 +1,6 @@
 """Pairwise covering arrays: few rows in which every two values of two axes occur together.
 
-A `Space` defines which rows are refused and why, which compute anything, and what a row costs. Rows
+A `Space` defines which rows are invalid and why, which compute anything, and what a row costs. Rows
 are drawn greedily: of several candidates, each built value by value, the one that covers the most
 new pairs per cost is taken. Equal spaces give equal rows on every machine.
 """
@@ -14,10 +14,10 @@ from operator import add
 from typing import Any
 
 Row = tuple[int, ...]  # the index of one value for each axis
-Pair = tuple[int, int]  # value numbers of two axes, ascending (see Space.numbers)
+Pair = tuple[int, int]  # value ids of two axes, ascending (see Space.value_ids)
 
 _CANDIDATES = 8
-_TRIES = 8  # further attempts before falling back to the row that is known to hold a pair
+_TRIES = 8  # further attempts before falling back to the known row with the pair
 _STEPS = 6  # maximum number of changes to repair a refused row
 
 
@@ -25,37 +25,37 @@ _STEPS = 6  # maximum number of changes to repair a refused row
 class Axis:
     """One property that varies.
 
-    values: the default first. idle: values with which nothing is computed, so that a row with one
-    covers only pairs that include it. dear: whether the values differ in cost.
+    values: the default first. idle: values with which a row computes nothing; such a row covers
+    only pairs that include one of them. varies_cost: whether the values differ in cost.
     """
 
     name: str
     values: tuple[Any, ...]
     idle: frozenset[Any] = frozenset()
-    dear: bool = False
+    varies_cost: bool = False
 
 
 @dataclass(frozen=True)
 class Space:
     """Rows over `axes`.
 
-    refused: returns every reason why a row is invalid; empty if it is valid. live: whether a valid
-    row computes anything. cost: of running a row, positive, in any unit; also called on unfinished
-    rows.
+    rejections_of: returns every reason why a row is invalid, none if it is valid. computes: returns
+    whether a valid row computes anything. cost: returns the cost of running a row, positive, in any
+    unit; also called on partial rows.
     """
 
     axes: tuple[Axis, ...]
-    refused: Callable[[Row], Sequence[str]]
-    live: Callable[[Row], bool]
+    rejections_of: Callable[[Row], Sequence[str]]
+    computes: Callable[[Row], bool]
     cost: Callable[[Sequence[int]], float]
 
-    def numbers(self, row: Row) -> tuple[int, ...]:
-        """Return the number of each value of `row`, counted over all axes."""
+    def value_ids(self, row: Row) -> tuple[int, ...]:
+        """Return the id of each value of `row`: its index among the values of all axes."""
         return tuple(map(add, self.starts, row))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The number of each axis's first value."""
+        """The id of each axis's first value."""
         starts, total = [], 0
         for axis in self.axes:
             starts.append(total)
@@ -69,7 +69,7 @@ class Space:
 
     @cached_property
     def idle(self) -> frozenset[int]:
-        """The numbers of the values with which nothing is computed."""
+        """The ids of all idle values."""
         starts_and_axes = zip(self.starts, self.axes, strict=True)
         return frozenset(
             start + i
@@ -78,8 +78,8 @@ class Space:
             if value in axis.idle
         )
 
-    def words(self, number: int) -> str:
-        """Return the value with a number as "axis=value"."""
+    def describe(self, number: int) -> str:
+        """Return the value with this id as "axis=value"."""
         for axis, start in zip(self.axes, self.starts, strict=True):
             if start <= number < start + len(axis.values):
                 return f"{axis.name}={axis.values[number - start]}"
@@ -91,8 +91,8 @@ class Space:
             range(start, start + len(axis.values))
             for start, axis in zip(self.starts, self.axes, strict=True)
         ]
-        for one, other in combinations(bounds, 2):
-            yield from ((a, b) for a in one for b in other)
+        for first, second in combinations(bounds, 2):
+            yield from ((a, b) for a in first for b in second)
 
     def covered(self, row: Row) -> frozenset[Pair]:
         """Return the pairs that a valid row covers.
@@ -100,18 +100,18 @@ class Space:
         A row that computes something covers all its pairs. Otherwise it covers only the pairs that
         include one of its idle values.
         """
-        numbers = self.numbers(row)
-        if self.live(row):
-            return frozenset(combinations(numbers, 2))
-        reasons = self.idle.intersection(numbers)
-        return frozenset((a, b) if a < b else (b, a) for a in reasons for b in numbers if a != b)
+        ids = self.value_ids(row)
+        if self.computes(row):
+            return frozenset(combinations(ids, 2))
+        idle_ids = self.idle.intersection(ids)
+        return frozenset((a, b) if a < b else (b, a) for a in idle_ids for b in ids if a != b)
 
 
 @dataclass(frozen=True)
 class Array:
     """Rows that cover every possible pair of a space; impossible pairs are listed with the reason.
 
-    lifeless: pairs that occur in valid rows, none of which computes anything.
+    idle_pairs: pairs that occur in valid rows, but in none that computes anything.
     """
 
     space: Space
@@ -120,19 +120,19 @@ class Array:
     idle_pairs: frozenset[Pair]
 
     @cached_property
-    def met(self) -> frozenset[Pair]:
+    def covered_pairs(self) -> frozenset[Pair]:
         """The pairs that the rows cover."""
         return frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
 
     def missing(self) -> tuple[Pair, ...]:
         """Return the possible pairs that no row covers."""
-        out = self.met | self.impossible.keys() | self.idle_pairs
-        return tuple(pair for pair in self.space.pairs() if pair not in out)
+        excluded = self.covered_pairs | self.impossible.keys() | self.idle_pairs
+        return tuple(pair for pair in self.space.pairs() if pair not in excluded)
 
 
 def has_row(space: Space) -> bool:
     """Return whether `covering_array` finds any row."""
-    return _Builder(space, random.Random(0)).ordinary() is not None
+    return _Builder(space, random.Random(0)).default_row() is not None
 
 
 def covering_array(space: Space, seed: int = 0) -> Array:
@@ -141,129 +141,130 @@ def covering_array(space: Space, seed: int = 0) -> Array:
 
 
 class _Builder:
-    """Builds one covering array. holds[pair]: a valid row that has both values."""
+    """Builds one covering array. rows_by_pair: a valid row for each possible pair."""
 
-    def __init__(self, space: Space, dice: random.Random) -> None:
-        self.space, self.dice = space, dice
+    def __init__(self, space: Space, rng: random.Random) -> None:
+        self.space, self.rng = space, rng
         self.starts, self.count, self.idle = space.starts, len(space.axes), space.idle
         self.axis_of = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.verdicts: dict[Row, Sequence[str]] = {}
-        self.holds: dict[Pair, Row] = {}
-        # Per value, bit sets of other values: compatible, incompatible, not yet covered with it.
-        self.possible = [0] * space.size
-        self.barred = [-1] * space.size
-        self.open = [0] * space.size
+        self.rows_by_pair: dict[Pair, Row] = {}
+        # For each value id, a bit set of the ids that are compatible, incompatible, or not yet
+        # covered.
+        self.compatible = [0] * space.size
+        self.incompatible = [-1] * space.size
+        self.uncovered = [0] * space.size
 
     def draw(self) -> Array:
         space = self.space
         impossible = self._impossible()
-        waiting = dict.fromkeys(self.holds)  # ordered, unlike a set
-        for a, b in waiting:
-            for one, other in ((a, b), (b, a)):
-                self.possible[one] |= 1 << other
-                self.open[one] |= 1 << other
-        self.barred = [~bits for bits in self.possible]
+        remaining = dict.fromkeys(self.rows_by_pair)  # ordered, unlike a set
+        for a, b in remaining:
+            for first, second in ((a, b), (b, a)):
+                self.compatible[first] |= 1 << second
+                self.uncovered[first] |= 1 << second
+        self.incompatible = [~bits for bits in self.compatible]
         rows: list[Row] = []
-        lifeless = set[Pair]()
-        while waiting:
-            row = self._best(next(iter(waiting)))
-            met = [pair for pair in space.covered(row) if pair in waiting]
-            if not met:  # the row contains the pair but computes nothing
-                pair = next(iter(waiting))
-                lifeless.add(pair)
-                met = [pair]
+        idle_pairs = set[Pair]()
+        while remaining:
+            row = self._best_row(next(iter(remaining)))
+            newly_covered = [pair for pair in space.covered(row) if pair in remaining]
+            if not newly_covered:  # the row contains the pair but computes nothing
+                pair = next(iter(remaining))
+                idle_pairs.add(pair)
+                newly_covered = [pair]
             rows.append(row)
-            for a, b in met:
-                del waiting[a, b]
-                self.open[a] &= ~(1 << b)
-                self.open[b] &= ~(1 << a)
-        return Array(space, tuple(self._needed(rows)), impossible, frozenset(lifeless))
+            for a, b in newly_covered:
+                del remaining[a, b]
+                self.uncovered[a] &= ~(1 << b)
+                self.uncovered[b] &= ~(1 << a)
+        return Array(space, tuple(self._drop_redundant(rows)), impossible, frozenset(idle_pairs))
 
-    def _needed(self, rows: list[Row]) -> list[Row]:
+    def _drop_redundant(self, rows: list[Row]) -> list[Row]:
         """Drop rows, costly ones first, whose pairs are all covered by other rows."""
         covered = {row: self.space.covered(row) for row in rows}
-        times: dict[Pair, int] = {}
+        cover_counts: dict[Pair, int] = {}
         for pairs in covered.values():
             for pair in pairs:
-                times[pair] = times.get(pair, 0) + 1
-        kept = dict.fromkeys(rows)
-        for row in sorted(kept, key=self.space.cost, reverse=True):
-            if covered[row] and all(times[pair] > 1 for pair in covered[row]):
-                del kept[row]
+                cover_counts[pair] = cover_counts.get(pair, 0) + 1
+        needed = dict.fromkeys(rows)
+        for row in sorted(needed, key=self.space.cost, reverse=True):
+            if covered[row] and all(cover_counts[pair] > 1 for pair in covered[row]):
+                del needed[row]
                 for pair in covered[row]:
-                    times[pair] -= 1
-        return list(kept)
+                    cover_counts[pair] -= 1
+        return list(needed)
 
     # ------------------------------------------------------------------------ what is possible
 
     def _impossible(self) -> dict[Pair, str]:
         """Find a row for each pair; return the impossible pairs with their reasons."""
         space = self.space
-        ordinary = self.ordinary()
-        if ordinary is None:
-            return {pair: self._why((0,) * self.count) for pair in space.pairs()}
-        homes = self._homes(ordinary)
+        default_row = self.default_row()
+        if default_row is None:
+            return {pair: self._reason((0,) * self.count) for pair in space.pairs()}
+        rows_by_value = self._rows_by_value(default_row)
         impossible = {}
         for pair in space.pairs():
             axes = [self.axis_of[number] for number in pair]
             values = [number - self.starts[axis] for number, axis in zip(pair, axes, strict=True)]
-            single_rows = [homes.get(number) for number in pair]
+            single_rows = [rows_by_value.get(number) for number in pair]
             if None in single_rows:
-                bad = single_rows.index(None)
-                reason = self._why(_with(ordinary, axes[bad], values[bad]))
+                invalid = single_rows.index(None)
+                reason = self._reason(_with(default_row, axes[invalid], values[invalid]))
                 impossible[pair] = reason
                 continue
-            row_with_pair = self._holding(ordinary, single_rows, axes, values)
+            row_with_pair = self._row_with(default_row, single_rows, axes, values)
             if row_with_pair is None:
-                row = _with(_with(ordinary, axes[0], values[0]), axes[1], values[1])
-                impossible[pair] = self._why(row)
+                row = _with(_with(default_row, axes[0], values[0]), axes[1], values[1])
+                impossible[pair] = self._reason(row)
             else:
-                self.holds[pair] = row_with_pair
+                self.rows_by_pair[pair] = row_with_pair
         return impossible
 
-    def ordinary(self) -> Row | None:
+    def default_row(self) -> Row | None:
         """Return a valid row with as many default values as possible, or None."""
-        return self._mended((0,) * self.count, frozenset())
+        return self._repair((0,) * self.count, frozenset())
 
-    def _homes(self, ordinary: Row) -> dict[int, Row]:
-        """Return a valid row for each value that has one, as close to the default row as found."""
-        homes = {}
+    def _rows_by_value(self, default_row: Row) -> dict[int, Row]:
+        """Return a valid row, close to the default row, for each value that has one."""
+        rows = {}
         for axis, start in enumerate(self.starts):
             for value in range(len(self.space.axes[axis].values)):
-                row = self._mended(_with(ordinary, axis, value), frozenset({axis}))
+                row = self._repair(_with(default_row, axis, value), frozenset({axis}))
                 if row is not None:
-                    homes[start + value] = row
-        return homes
+                    rows[start + value] = row
+        return rows
 
-    def _holding(
-        self, ordinary: Row, homes: Sequence[Row | None], axes: list[int], values: list[int]
+    def _row_with(
+        self, default_row: Row, value_rows: Sequence[Row | None], axes: list[int], values: list[int]
     ) -> Row | None:
         """Return a valid row with two values, preferably one that computes something."""
         idle_row = None
-        for near in (ordinary, *homes):
-            assert near is not None
-            row = _with(_with(near, axes[0], values[0]), axes[1], values[1])
-            if not self._refused(row):
-                if self.space.live(row):
+        for start in (default_row, *value_rows):
+            assert start is not None
+            row = _with(_with(start, axes[0], values[0]), axes[1], values[1])
+            if not self._rejections(row):
+                if self.space.computes(row):
                     return row
                 idle_row = idle_row or row
         if idle_row is not None:
             return idle_row
-        for near in (ordinary, *homes):
-            assert near is not None
-            row = _with(_with(near, axes[0], values[0]), axes[1], values[1])
-            mended = self._mended(row, frozenset(axes))
-            if mended is not None:
-                return mended
+        for start in (default_row, *value_rows):
+            assert start is not None
+            row = _with(_with(start, axes[0], values[0]), axes[1], values[1])
+            repaired = self._repair(row, frozenset(axes))
+            if repaired is not None:
+                return repaired
         return None
 
-    def _mended(self, row: Row, fixed: frozenset[int]) -> Row | None:
-        """Return `row`, or a valid row near it with the same `fixed` axes; None if none is found.
+    def _repair(self, row: Row, fixed: frozenset[int]) -> Row | None:
+        """Return `row`, or a similar valid row with the same values of the `fixed` axes, or None.
 
-        Each step changes the value that leaves the fewest reasons against the row.
+        Each step makes the one change that leaves the fewest rejections.
         """
         for _ in range(_STEPS):
-            reasons = len(self._refused(row))
+            reasons = len(self._rejections(row))
             if not reasons:
                 return row
             best = row
@@ -271,48 +272,48 @@ class _Builder:
                 if axis in fixed:
                     continue
                 for value in range(len(self.space.axes[axis].values)):
-                    other = _with(row, axis, value)
-                    if len(self._refused(other)) < reasons:
-                        best, reasons = other, len(self._refused(other))
+                    changed = _with(row, axis, value)
+                    if len(self._rejections(changed)) < reasons:
+                        best, reasons = changed, len(self._rejections(changed))
             if best == row:
                 return None
             row = best
-        return None if self._refused(row) else row
+        return None if self._rejections(row) else row
 
-    def _refused(self, row: Row) -> Sequence[str]:
+    def _rejections(self, row: Row) -> Sequence[str]:
         verdict = self.verdicts.get(row)
         if verdict is None:
-            verdict = self.verdicts[row] = self.space.refused(row)
+            verdict = self.verdicts[row] = self.space.rejections_of(row)
         return verdict
 
-    def _why(self, row: Row) -> str:
-        return next(iter(self._refused(row)), "no valid row is known")
+    def _reason(self, row: Row) -> str:
+        return next(iter(self._rejections(row)), "no valid row is known")
 
     # ------------------------------------------------------------------------------ drawing rows
 
-    def _best(self, pair: Pair) -> Row:
-        """Return the candidate with `pair` that covers most per cost, else a known row."""
-        best, best_gain = self.holds[pair], 0.0
-        num_found = 0
+    def _best_row(self, pair: Pair) -> Row:
+        """Return the candidate with `pair` that covers most new pairs per cost, or a known row."""
+        best, best_gain = self.rows_by_pair[pair], 0.0
+        num_candidates = 0
         for _ in range(_CANDIDATES + _TRIES):
             row = self._candidate(pair)
             gain = self._gain(row) / self.space.cost(row)
-            if gain <= best_gain or self._refused(row) or not self._proves(row, pair):
+            if gain <= best_gain or self._rejections(row) or not self._covers(row, pair):
                 continue
-            best, best_gain, num_found = row, gain, num_found + 1
-            if num_found == _CANDIDATES:
+            best, best_gain, num_candidates = row, gain, num_candidates + 1
+            if num_candidates == _CANDIDATES:
                 break
         return best
 
-    def _proves(self, row: Row, pair: Pair) -> bool:
-        return not self.idle.isdisjoint(pair) or self.space.live(row)
+    def _covers(self, row: Row, pair: Pair) -> bool:
+        return not self.idle.isdisjoint(pair) or self.space.computes(row)
 
     def _gain(self, row: Row) -> int:
         """Return twice the number of new pairs that `row` covers if it computes something."""
-        numbers = self.space.numbers(row)
+        numbers = self.space.value_ids(row)
         value_bits = _bits(numbers)
         counted = [n for n in numbers if n in self.idle] or numbers
-        return sum((self.open[number] & value_bits).bit_count() for number in counted)
+        return sum((self.uncovered[number] & value_bits).bit_count() for number in counted)
 
     def _candidate(self, pair: Pair) -> Row:
         """Build a row with `pair` from pairwise compatible values.
@@ -326,22 +327,22 @@ class _Builder:
             row[axis] = number - self.starts[axis]
         bits = _bits(pair)
         rest = [axis for axis in range(self.count) if axis not in fixed]
-        self.dice.shuffle(rest)
+        self.rng.shuffle(rest)
         for axis in rest:
-            row[axis], number = self._chosen(axis, row, bits)
+            row[axis], number = self._choose_value(axis, row, bits)
             bits |= 1 << number
         return tuple(row)
 
-    def _chosen(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
+    def _choose_value(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
         """Choose a value of `axis` for a row with the values `bits`; return (index, number)."""
-        start, dear = self.starts[axis], self.space.axes[axis].dear
+        start, dear = self.starts[axis], self.space.axes[axis].varies_cost
         end = start + len(self.space.axes[axis].values)
-        cost, random_tie, still_open = self.space.cost, self.dice.random, self.open
+        cost, random_tie, uncovered = self.space.cost, self.rng.random, self.uncovered
         best, best_score = start, -1.0
-        for number, barred in enumerate(self.barred[start:end], start):
-            if bits & barred:
+        for number, incompatible in enumerate(self.incompatible[start:end], start):
+            if bits & incompatible:
                 continue
-            score = (still_open[number] & bits).bit_count() + random_tie()
+            score = (uncovered[number] & bits).bit_count() + random_tie()
             if dear:
                 row[axis] = number - start
                 score /= cost(row)

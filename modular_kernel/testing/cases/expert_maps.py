@@ -15,13 +15,15 @@ def random_expert_map(problem: Problem, generator: torch.Generator) -> torch.Ten
     return expert_map
 
 
-def with_other_skip_values(expert_map: torch.Tensor, here: int) -> torch.Tensor:
+def with_other_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
     """Return the map with values other than -1 for remote experts.
 
-    Any value outside [0, here) must be skipped like -1.
+    Any value outside [0, num_local) must be skipped like -1.
     """
-    invalid_rows = torch.tensor([here, -1, here + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    invalid_rows = torch.tensor(
+        [num_local, -1, num_local + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32
+    )
     remote_ids = (expert_map < 0).nonzero().flatten()
-    other = expert_map.clone()
-    other[remote_ids] = invalid_rows[torch.arange(len(remote_ids)) % len(invalid_rows)]
-    return other
+    changed = expert_map.clone()
+    changed[remote_ids] = invalid_rows[torch.arange(len(remote_ids)) % len(invalid_rows)]
+    return changed

@@ -18,35 +18,37 @@ from modular_kernel.testing.cases.path_coverage import path_cases
 from modular_kernel.testing.cases.row_order import in_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
-_PEAKS = InputVariation(values="peaks")
-_FEW = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=_BF16)
+_PEAK_VALUES = InputVariation(values="peaks")
+_BASE = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=_BF16)
 
-Chosen = tuple[Problem, str, InputVariation]
+HandpickedCase = tuple[Problem, str, InputVariation]
 
 
 def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
     """Return the hand-picked cases that a pairing supports on a machine."""
     # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    few = (*_few_tokens(), *_packed(), *_moved(), *_min_scales(), *_ties())
-    few = (*few, *_thresholds())
-    long = _long_rows(16400 if interpreted else 32800)
+    small = (*_few_tokens(), *_packed(), *_moved(), *_min_scales(), *_ties())
+    small = (*small, *_thresholds())
+    long_rows = _long_rows(16400 if interpreted else 32800)
     nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
-    chosen = (*_groups(), *_columns(), *few, *long, *nan, *path_cases(experts))
-    candidates = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
+    selected = (*_groups(), *_columns(), *small, *long_rows, *nan, *path_cases(experts))
+    candidates = (
+        (in_row_order(p, experts), routing, variation) for p, routing, variation in selected
+    )
     return tuple(
-        Case(prepare_finalize, experts, problem, routing, manner=manner)
-        for problem, routing, manner in candidates
+        Case(prepare_finalize, experts, problem, routing, variation=variation)
+        for problem, routing, variation in candidates
         if check(prepare_finalize, experts, problem, machine).ok
     )
 
 
-def _groups() -> Iterator[Chosen]:
+def _groups() -> Iterator[HandpickedCase]:
     """Yield activation groups that are not a power of two, smaller than the block of columns.
 
     Also more groups than one program handles.
     """
-    base = replace(_FEW, tokens=7, experts=5, top_k=2)
+    base = replace(_BASE, tokens=7, experts=5, top_k=2)
     ragged = replace(base, hidden=160, intermediate=136)
     yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", InputVariation()
     yield (
@@ -57,41 +59,41 @@ def _groups() -> Iterator[Chosen]:
     # Tiles do not cross groups, so only the torch parts support groups of 48.
     ragged_groups = replace(base, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
     yield ragged_groups, "duplicates", InputVariation()
-    many = replace(_FEW, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
+    many = replace(_BASE, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
     yield many, "uniform", InputVariation()
 
 
-def _columns() -> Iterator[Chosen]:
+def _columns() -> Iterator[HandpickedCase]:
     """Yield one scale for all tokens, with more columns and rows than one program reads.
 
     With a computed scale the largest value is the first of the last token, or the last of a single
     token.
     """
-    wide = replace(_FEW, hidden=1040, quant="fp8_w8a8_tensor")
-    yield replace(wide, dtype=_FP16), "uniform", _PEAKS
-    yield wide.with_tokens(1), "uniform", _PEAKS
-    # Few enough that some parts process them one by one; the first token has not the largest value.
-    yield replace(_FEW, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAKS
+    wide = replace(_BASE, hidden=1040, quant="fp8_w8a8_tensor")
+    yield replace(wide, dtype=_FP16), "uniform", _PEAK_VALUES
+    yield wide.with_tokens(1), "uniform", _PEAK_VALUES
+    # So few that some parts process them one by one; the largest value is not in the first token.
+    yield replace(_BASE, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAK_VALUES
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
 
-def _min_scales() -> Iterator[Chosen]:
+def _min_scales() -> Iterator[HandpickedCase]:
     """Yield values so small that the computed scale is clamped to its minimum.
 
     The activation is about linear at 0; with the others h would be 0.
     """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
-    faint = replace(_FEW, activation=linear)
+    faint = replace(_BASE, activation=linear)
     yield replace(faint, quant="fp8_w8a8_channel"), "uniform", InputVariation(values="faint")
     yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", InputVariation(values="faint")
 
 
-def _thresholds() -> Iterator[Chosen]:
+def _thresholds() -> Iterator[HandpickedCase]:
     """Yield sizes above the thresholds of host code, so that smaller calls on the tokens are below.
 
     The sums are so deep that another order changes bits: float32, batch-invariant, with adapters.
     """
-    wide = replace(_FEW, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
+    wide = replace(_BASE, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
     # Threshold 8192 on pairs times columns of u, for either GEMM.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
@@ -100,19 +102,19 @@ def _thresholds() -> Iterator[Chosen]:
     yield replace(many, batch_invariant=False), "skips", InputVariation()
     # Threshold 4096 on the values of a row of A.
     yield (
-        replace(_FEW, tokens=2, hidden=4112, lora="adapters=3,rank=7"),
+        replace(_BASE, tokens=2, hidden=4112, lora="adapters=3,rank=7"),
         "uniform",
         InputVariation(),
     )
 
 
-def _ties() -> Iterator[Chosen]:
+def _ties() -> Iterator[HandpickedCase]:
     """Yield x at midpoints of the quantized dtype, to distinguish half to even from half up.
 
-    With few tokens and with more, which parts may quantize in another place; with skipped pairs.
+    Parts may quantize few and many tokens in different kernels, so both occur, also with skips.
     """
     ties = InputVariation(values="ties")
-    few_tokens = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
+    few_tokens = replace(_BASE, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
     many_tokens = replace(few_tokens, tokens=33, experts=3)
     schemes = (
         "fp8_w8a8_tensor",
@@ -128,13 +130,13 @@ def _ties() -> Iterator[Chosen]:
         yield replace(many_tokens, quant=quant, dtype=_FP16), "skips", ties
 
 
-def _few_tokens() -> Iterator[Chosen]:
-    """Yield few tokens of many experts, which some parts process one by one.
+def _few_tokens() -> Iterator[HandpickedCase]:
+    """Yield a few tokens over many experts, which some parts process one by one.
 
-    The first up row is inside a block of scales and has separate zero points. With one expert,
+    The first up row lies within a block of scales, and zero points are used. With one expert,
     reading past its last row leaves the buffer.
     """
-    base = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
+    base = replace(_BASE, tokens=1, hidden=160, intermediate=80, experts=17)
     blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
     yield replace(blocks, top_k=3), "uniform", InputVariation()
     yield blocks.with_tokens(4), "zipf", InputVariation()
@@ -144,52 +146,52 @@ def _few_tokens() -> Iterator[Chosen]:
     yield ragged, "uniform", InputVariation()
 
 
-def _packed() -> Iterator[Chosen]:
+def _packed() -> Iterator[HandpickedCase]:
     """Yield packed weights of several experts with biases, for specialized kernels."""
-    packed = replace(_FEW, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
+    packed = replace(_BASE, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
     interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
     yield replace(zeros, tokens=9, activation=interleaved), "skips", InputVariation()
     yield replace(zeros, tokens=1), "uniform", InputVariation()
     integers = replace(packed, quant="int4_w4a16_group:group=64")
     yield replace(integers, tokens=9), "uniform", InputVariation()
-    kept = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
-    yield kept, "skips", InputVariation()
-    # One token or two: ungated with router weights on the input; one warp for each of eight
-    # experts, a ragged depth, e2m1 in float16; eight warps over three experts, repacked words.
+    unreduced = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
+    yield unreduced, "skips", InputVariation()
+    # One or two tokens: ungated, with router weights on the input; eight experts with one warp
+    # each, a ragged depth and e2m1 in float16; three experts over eight warps, repacked words.
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
     yield ungated.with_tokens(2), "uniform", InputVariation()
-    one = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
-    eight = replace(one, experts=17, top_k=8, activation=interleaved)
-    yield replace(eight, quant="mxfp4_w4a16"), "skips", InputVariation()
-    three = replace(one, hidden=64, intermediate=160, experts=7, top_k=3)
-    yield replace(three, quant="mxfp4_w4a16:repacked=true"), "uniform", InputVariation()
-    # A full block for every fourth warp, with no memory after those of the last expert; more blocks
-    # than are loaded ahead.
-    whole = replace(zeros, hidden=64, intermediate=256, experts=2)
-    yield whole.with_tokens(1), "uniform", InputVariation()
-    nine = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
-    nine = replace(nine, quant="int4_w4a16_group:group=32")
-    yield nine.with_tokens(1), "uniform", InputVariation()
+    one_token = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
+    top_8 = replace(one_token, experts=17, top_k=8, activation=interleaved)
+    yield replace(top_8, quant="mxfp4_w4a16"), "skips", InputVariation()
+    top_3 = replace(one_token, hidden=64, intermediate=160, experts=7, top_k=3)
+    yield replace(top_3, quant="mxfp4_w4a16:repacked=true"), "uniform", InputVariation()
+    # A full block for every fourth warp, where reading past the last expert leaves the buffer; then
+    # more blocks than are prefetched.
+    full_block = replace(zeros, hidden=64, intermediate=256, experts=2)
+    yield full_block.with_tokens(1), "uniform", InputVariation()
+    top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
+    top_9 = replace(top_9, quant="int4_w4a16_group:group=32")
+    yield top_9.with_tokens(1), "uniform", InputVariation()
 
 
-def _moved() -> Iterator[Chosen]:
-    """Yield kept rows longer than one program moves, and a call whose tokens are one value."""
-    kept = replace(_FEW, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
-    yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
-    one = replace(_FEW, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
-    yield one, "uniform", InputVariation()
-    kept = replace(one, quant="fp8_w8a8_tensor", combine=Combine.TOPK_WEIGHTED)
-    yield kept, "uniform", InputVariation()
+def _moved() -> Iterator[HandpickedCase]:
+    """Yield top-k rows longer than one program copies, and calls with one token of one value."""
+    unreduced = replace(_BASE, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
+    yield replace(unreduced, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
+    smallest = replace(_BASE, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
+    yield smallest, "uniform", InputVariation()
+    unreduced = replace(smallest, quant="fp8_w8a8_tensor", combine=Combine.TOPK_WEIGHTED)
+    yield unreduced, "uniform", InputVariation()
 
 
-def _long_rows(hidden: int) -> Iterator[Chosen]:
+def _long_rows(hidden: int) -> Iterator[HandpickedCase]:
     """Yield rows with one scale each that exceed what a program holds (32768 values), up to twice.
 
     Also rows of h whose largest value is mostly beyond the first 16384, which a program holds.
     """
-    base = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
-    yield replace(base, hidden=hidden), "uniform", _PEAKS
+    base = replace(_BASE, tokens=2, quant="fp8_w8a8_channel")
+    yield replace(base, hidden=hidden), "uniform", _PEAK_VALUES
     narrow = replace(base, hidden=16, activation=ActivationSpec.parse("relu2"))
     yield replace(narrow, tokens=4, intermediate=36000), "uniform", InputVariation()

@@ -11,22 +11,22 @@ VALUES = (
     "ordinary",
     "zero_rows",  # every third token is zero
     "signed",  # router weights of either sign, and zero; NaN or negative where a pair is skipped
-    "large",  # of every three tokens one has large gates and one has gates that overflow
+    "large",  # of every three tokens, the gates of one are large and those of another overflow
     "nan_token",  # one token is NaN
     "inf_token",  # one token holds an infinity
-    "peaks",  # each token has one value far above the rest; it grows and moves left with the token
+    "peaks",  # one value per token is far above the rest, at a position that differs by token
     "faint",  # values so small that the minimum 8-bit scale applies
     "ties",  # midpoints between two values of the quantized dtype, which reveal the rounding rule
 )
-NOT_DRAWN = ("peaks", "faint", "ties")  # in hand-picked cases only
+HANDPICKED_VALUES = ("peaks", "faint", "ties")  # in hand-picked cases only
 
 # Factors of x. With _LARGE the product of gate and up stays finite, except in float16; with
 # _OVERFLOWING it does not.
 _LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
-# Relative to the norm of the rest of the row; not representable with few mantissa bits.
+# Ratio of the peak to the norm of the row; not representable with few mantissa bits.
 _PEAK = 1.2
 _FAINT = 4e-9
-# The scale of every group of tied values, a power of two, so that dividing by it is exact.
+# Scale of each group of tied values: a power of two, so that division by it is exact.
 TIED_SCALE = {"int8": 2.0**-6, "float8_e4m3fn": 2.0**-7, "float4_e2m1": 2.0**-1}
 _TIED_PEAK = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1": 6.0}
 _OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
@@ -47,15 +47,15 @@ def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor
     elif values == "faint":
         x_TH *= _FAINT
     elif values == "peaks":
-        rows, last = torch.arange(tokens), x_TH.shape[1] - 1
+        rows, last_column = torch.arange(tokens), x_TH.shape[1] - 1
         peaks = _PEAK * x_TH.shape[1] ** 0.5 * (1.0 + rows)
-        x_TH[rows, last - rows * last // max(1, tokens - 1)] = peaks
+        x_TH[rows, last_column - rows * last_column // max(1, tokens - 1)] = peaks
     elif values == "ties":
-        return _tied(x_TH, problem)
+        return _nearest_midpoints(x_TH, problem)
     return x_TH
 
 
-def _tied(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _nearest_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     """Return the midpoints nearest to x.
 
     The first value of each group is the largest representable one, so that the group's computed
@@ -63,16 +63,16 @@ def _tied(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     """
     scheme = problem.scheme
     scale, peak = TIED_SCALE[scheme.activation], _TIED_PEAK[scheme.activation]
-    size = x_TH.abs() / scale
+    magnitude = x_TH.abs() / scale
     if scheme.activation == "int8":
-        ties = (size.floor() + 0.5).clamp(max=peak - 0.5)
+        ties = (magnitude.floor() + 0.5).clamp(max=peak - 0.5)
     elif scheme.activation == "float8_e4m3fn":
-        step = torch.exp2(size.clamp(min=2.0**-6).log2().floor() - 3)  # 3 mantissa bits
-        ties = ((size / step).floor() + 0.5) * step
+        step = torch.exp2(magnitude.clamp(min=2.0**-6).log2().floor() - 3)  # 3 mantissa bits
+        ties = ((magnitude / step).floor() + 0.5) * step
         ties = ties.clamp(max=peak * 27 / 28)  # 432, between 416 and 448
     else:
         midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-        ties = midpoints[(size[..., None] - midpoints).abs().argmin(-1)]
+        ties = midpoints[(magnitude[..., None] - midpoints).abs().argmin(-1)]
     group = scheme.group[-1] if scheme.activation_granularity == "group" else x_TH.shape[1]
     ties[:, ::group] = peak
     return torch.copysign(ties * scale, x_TH)
@@ -93,10 +93,10 @@ def token_groups(values: str, tokens: int) -> torch.Tensor:
 
 def unsupported_reason(problem: Problem, values: str) -> str | None:
     """Return why these values cannot be checked in `problem`, or None."""
-    one_for_all = problem.scheme.activation_granularity == "tensor"
-    if one_for_all and values in ("large", "nan_token", "inf_token"):
-        why = "all tokens share one activation scale, so no token is independent of the others"
-        return f"[values] {values}: {why}"
+    has_one_scale = problem.scheme.activation_granularity == "tensor"
+    if has_one_scale and values in ("large", "nan_token", "inf_token"):
+        reason = "all tokens share one activation scale, so no token is independent of the others"
+        return f"[values] {values}: {reason}"
     if values == "ties" and not problem.scheme.quantizes_activations:
         return "[values] ties: activations are not quantized"
     if values == "faint" and problem.dtype is torch.float16:

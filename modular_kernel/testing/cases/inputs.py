@@ -22,7 +22,7 @@ from modular_kernel.quant.quantized_weights import quantize_weights, static_scal
 from modular_kernel.reference import activation
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
+from modular_kernel.testing.cases.adapters import SLOT_PATTERNS, adapters_of, slots
 from modular_kernel.testing.cases.expert_maps import random_expert_map, with_other_skip_values
 from modular_kernel.testing.cases.hostile import (
     TIED_SCALE,
@@ -42,25 +42,25 @@ from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
 ROUTINGS = (
     "uniform",  # distinct experts, each as likely as the others
-    "all_to_one",  # every token to the same K experts: T rows for each of those, none elsewhere
+    "all_to_one",  # every token to the same K experts, which get T rows each
     "zipf",  # expert r as likely as r ** -1.2
-    "empty_experts",  # every other expert gets nothing
+    "empty_experts",  # every second expert gets no token
     "duplicates",  # most tokens name an expert twice, some K times
-    "skips",  # -1 among the ids, and a token with nothing else
-    "all_skipped",  # nothing but -1
+    "skips",  # some ids are -1, and all those of one token
+    "all_skipped",  # all ids are -1
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
-    "beyond_int32",  # the same, and ids that are experts in their low 32 bits: int64 alone has them
+    "beyond_int32",  # out of range, but the low 32 bits are valid ids; int64 only
 )
 # Memory layouts of the tensors of a call.
 LAYOUTS = (
     "plain",  # contiguous, aligned like a separate allocation
-    "transposed",  # weights that are contiguous along N, x with gaps between its rows
-    "spaced",  # gaps between rows of weights and of x, and between experts
-    "shifted",  # contiguous from the second element of the memory on
+    "transposed",  # weights contiguous along N; x with gaps between rows
+    "spaced",  # gaps between rows of weights and of x, and between experts' matrices
+    "shifted",  # contiguous, but one element past an aligned address
 )
 
-# Ranges covered by the static scales of x and of h. Their ratio is not a power of two: float8 would
-# then round the same with either scale, and exchanging the two would change no value.
+# Ranges covered by the static scales of x and of h. Their ratio must not be a power of two:
+# otherwise float8 rounds equally with either scale, and swapping the scales goes unnoticed.
 _X_RANGE, _H_RANGE = 5.0, 37.0
 _FENCE = 256  # bytes; keeps every tensor as aligned as a separate allocation
 _BIAS_STD = 0.5
@@ -73,7 +73,7 @@ class InputVariation:
     """Properties of inputs that the problem leaves open.
 
     layout: one of LAYOUTS. values: one of VALUES. own_scales: the scales of weights have 16 bits,
-    where the scheme allows it. named: one of NAMED, how tokens use adapter slots. nan: the
+    where the scheme allows it.     slot_pattern: one of SLOT_PATTERNS. nan: names of the
     arguments that hold a NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises
     ConfigurationError for unknown values.
     """
@@ -81,17 +81,17 @@ class InputVariation:
     layout: str = "plain"
     values: str = "ordinary"
     own_scales: bool = False
-    named: str = "mixed"
+    slot_pattern: str = "mixed"
     nan: str = ""
 
     def __post_init__(self) -> None:
-        for what, got, allowed in (
+        for option, got, allowed in (
             ("layout", self.layout, LAYOUTS),
             ("values", self.values, VALUES),
-            ("named", self.named, NAMED),
+            ("named", self.slot_pattern, SLOT_PATTERNS),
         ):
             if got not in allowed:
-                raise ConfigurationError(what, got=got, need=f"one of {', '.join(allowed)}")
+                raise ConfigurationError(option, got=got, need=f"one of {', '.join(allowed)}")
 
 
 ORDINARY = InputVariation()
@@ -125,45 +125,49 @@ def make_inputs(
     *,
     seed: int = 0,
     strided: bool = False,
-    manner: InputVariation = ORDINARY,
+    variation: InputVariation = ORDINARY,
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
-    strided: where the problem allows each, weights are transposed views, x has gaps between rows
-    (unless inplace), ids are int64, biases have the other dtype, and remote experts in an expert
-    map are marked by other values than -1. Otherwise tensors are contiguous and ids int32, or as
-    `manner` requires.
+    strided: as far as the problem allows, use transposed weights, gaps between the rows of x
+    (unless inplace), int64 ids, biases of the other dtype, and invalid values other than -1 for
+    remote experts in the expert map. Otherwise tensors are contiguous and ids int32, unless
+    `variation` says otherwise.
     """
     generator = torch.Generator().manual_seed(seed)
-    place = FencedMemory(device, int(manner.layout == "shifted"), fill_of(seed))
+    memory = FencedMemory(device, int(variation.layout == "shifted"), fill_of(seed))
     expert_map = random_expert_map(problem, generator)
     router = hostile_routing(
-        _router(problem, routing, expert_map, generator), problem, expert_map, manner.values
+        _router(problem, routing, expert_map, generator), problem, expert_map, variation.values
     )
-    wide = strided or routing == "beyond_int32"
-    ids_dtype = problem.ids_dtype or (torch.int64 if wide else torch.int32)
+    use_int64 = strided or routing == "beyond_int32"
+    ids_dtype = problem.ids_dtype or (torch.int64 if use_int64 else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
-    x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
-    if manner.nan:
-        _check_nan(problem, manner.nan)
-        router = route_to_distinct_experts(router, problem, manner.nan)
-        x_TH = x_with_nan(x_TH, problem, manner.nan)
-    gaps = strided or manner.layout in ("transposed", "spaced")
-    weights = _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner)
+    x_TH = hostile_x(x_TH, problem, variation.values).to(problem.dtype)
+    if variation.nan:
+        _check_nan(problem, variation.nan)
+        router = route_to_distinct_experts(router, problem, variation.nan)
+        x_TH = x_with_nan(x_TH, problem, variation.nan)
+    has_gaps = strided or variation.layout in ("transposed", "spaced")
+    weights = _expert_weights(
+        problem, expert_map, generator, memory, strided=strided, variation=variation
+    )
     if strided and expert_map is not None:
-        weights = replace(weights, expert_map=place(with_other_skip_values(expert_map, problem.e)))
-    slots_T = slots(problem, manner.named, generator)
-    matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
+        weights = replace(weights, expert_map=memory(with_other_skip_values(expert_map, problem.e)))
+    slots_T = slots(problem, variation.slot_pattern, generator)
+    matrices = adapters_of(
+        problem, slots_T, generator, with_gaps=strided or variation.layout == "spaced"
+    )
     inputs = Inputs(
-        with_gaps(x_TH, place) if gaps and not problem.inplace else place(x_TH),
-        replace(weights, **{name: _placed(t, place) for name, t in matrices.items()}),
+        with_gaps(x_TH, memory) if has_gaps and not problem.inplace else memory(x_TH),
+        replace(weights, **{name: _copy_to(t, memory) for name, t in matrices.items()}),
         Routing(
-            place(router.topk_weights_TK),
-            place(router.topk_ids_TK.to(ids_dtype)),
-            place(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
+            memory(router.topk_weights_TK),
+            memory(router.topk_ids_TK.to(ids_dtype)),
+            memory(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
         ),
     )
-    insert_nan(inputs.weights, inputs.routing, problem, manner.nan)
+    insert_nan(inputs.weights, inputs.routing, problem, variation.nan)
     return inputs
 
 
@@ -201,7 +205,7 @@ def fill_of(seed: int) -> Fill:
 
 @dataclass(frozen=True)
 class FencedMemory:
-    """Copies tensors of a call into fenced memory of a device. shift, fill: as in `fenced`."""
+    """Function that copies a tensor into fenced memory of a device. shift, fill: see `fenced`."""
 
     device: torch.device
     shift: int = 0
@@ -214,15 +218,15 @@ class FencedMemory:
 def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch.Tensor:
     """Return a contiguous copy in memory with `fill` on both sides.
 
-    shift: elements by which it begins after an aligned address.
+    shift: number of elements between an aligned address and the start of the copy.
     """
     pad = _FENCE // values.element_size()
-    room = -(-values.numel() // pad) * pad
-    arena = torch.empty(pad + room + pad + shift, dtype=values.dtype, device=values.device)
+    num_padded = -(-values.numel() // pad) * pad
+    arena = torch.empty(pad + num_padded + pad + shift, dtype=values.dtype, device=values.device)
     poison_tensor(arena, fill)
-    inside = arena[pad + shift : pad + shift + values.numel()].view(values.shape)
-    inside.copy_(values)
-    return inside
+    view = arena[pad + shift : pad + shift + values.numel()].view(values.shape)
+    view.copy_(values)
+    return view
 
 
 def fences_intact(tensor: torch.Tensor) -> bool:
@@ -235,45 +239,48 @@ def fences_intact(tensor: torch.Tensor) -> bool:
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _placed(values: torch.Tensor, place: FencedMemory) -> torch.Tensor:
-    """Return an equal view of a copy in `place` of the whole storage."""
+def _copy_to(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
+    """Copy the whole storage to `memory`; return the view of the copy that equals `values`."""
     if values.is_contiguous():
-        return place(values)
+        return memory(values)
     storage = values.new_empty(0).set_(values.untyped_storage())
-    return place(storage).as_strided(values.shape, values.stride())
+    return memory(storage).as_strided(values.shape, values.stride())
 
 
-def with_gaps(x_TH: torch.Tensor, place: FencedMemory) -> torch.Tensor:
-    """Copy x to `place` with the fill of the fences between its rows."""
-    gap = x_TH.new_full((x_TH.shape[0], 16), place.fill.real)
-    return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
+def with_gaps(x_TH: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
+    """Copy x to `memory` with gaps between rows, filled like the fences."""
+    gap = x_TH.new_full((x_TH.shape[0], 16), memory.fill.real)
+    return memory(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
 
 def _expert_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    place: FencedMemory,
+    memory: FencedMemory,
     *,
     strided: bool,
-    manner: InputVariation,
+    variation: InputVariation,
 ) -> ExpertWeights:
     """Make weights of the problem's scheme.
 
-    `strided` transposes only unquantized weights; quantized ones always use the layout of `manner`.
+    `strided` transposes only unquantized weights. Quantized weights always use
+    `variation.layout`.
     """
     if not problem.scheme.quantized:
-        layout = "transposed" if strided else manner.layout
-        return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
+        layout = "transposed" if strided else variation.layout
+        return _weights(problem, expert_map, generator, memory, strided=strided, layout=layout)
     unquantized = replace(problem, quant="none", dtype=torch.float32)
-    unplaced = FencedMemory(torch.device("cpu"))
-    weights = _weights(unquantized, expert_map, generator, unplaced, strided=False, layout="plain")
+    plain_memory = FencedMemory(torch.device("cpu"))
+    weights = _weights(
+        unquantized, expert_map, generator, plain_memory, strided=False, layout="plain"
+    )
     uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
     if problem.scheme.static:
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
-        scales = {name: static_scale(problem, reach) for name, reach in ranges.items()}
-        if manner.values == "ties":
+        scales = {name: static_scale(problem, max_value) for name, max_value in ranges.items()}
+        if variation.values == "ties":
             scales["a1_scale"] = _tied_scale(problem, scales["a1_scale"])
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
@@ -281,36 +288,38 @@ def _expert_weights(
     quantized = quantize_weights(
         replace(weights, **uneven, **scales, **biases),
         problem,
-        scale_dtype=short_scales(problem) if manner.own_scales else torch.float32,
+        scale_dtype=short_scales(problem) if variation.own_scales else torch.float32,
     )
     tensors = {f.name: getattr(quantized, f.name) for f in fields(quantized)}
-    placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
+    copies: dict[str, Any] = {n: t if t is None else memory(t) for n, t in tensors.items()}
     for name in ("w1", "w2"):
-        placed[name] = _with_layout(tensors[name], manner.layout, place)
-    return ExpertWeights(**placed)
+        copies[name] = _with_layout(tensors[name], variation.layout, memory)
+    return ExpertWeights(**copies)
 
 
-def _tied_scale(problem: Problem, like: torch.Tensor) -> torch.Tensor:
+def _tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Tensor:
     """Return the static scale of x, a power of two, for tied values."""
-    scale = TIED_SCALE[problem.scheme.activation]
+    tied_scale = TIED_SCALE[problem.scheme.activation]
     if (
         problem.scheme.scales_by_expert
     ):  # one global scale per expert besides the computed group scales
-        return like.new_tensor([2.0**-8, 2.0**-9]).repeat(len(like))[: len(like)]
-    return torch.full_like(like, scale)
+        return static_scale_e.new_tensor([2.0**-8, 2.0**-9]).repeat(len(static_scale_e))[
+            : len(static_scale_e)
+        ]
+    return torch.full_like(static_scale_e, tied_scale)
 
 
-def _with_layout(w_eNK: torch.Tensor, layout: str, place: FencedMemory) -> torch.Tensor:
-    """Copy weights to `place` in one of LAYOUTS."""
+def _with_layout(w_eNK: torch.Tensor, layout: str, memory: FencedMemory) -> torch.Tensor:
+    """Copy weights to `memory` in one of LAYOUTS."""
     if layout == "transposed":
-        return place(w_eNK.mT).mT
+        return memory(w_eNK.mT).mT
     if layout != "spaced":
-        return place(w_eNK)
+        return memory(w_eNK)
     e, rows, depth = w_eNK.shape
     spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
-    poison_tensor(spaced, place.fill)
+    poison_tensor(spaced, memory.fill)
     spaced[:, :rows, :depth] = w_eNK
-    return place(spaced)[:, :rows, :depth]
+    return memory(spaced)[:, :rows, :depth]
 
 
 def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -330,7 +339,7 @@ def _weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    place: FencedMemory,
+    memory: FencedMemory,
     *,
     strided: bool,
     layout: str,
@@ -341,18 +350,18 @@ def _weights(
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     def matrices(*shape: int, std: float) -> torch.Tensor:
-        return _with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, place)
+        return _with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, memory)
 
     e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
     w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
     w2 = matrices(e, h, i, std=i**-0.5 / _activation_rms(problem.act))
-    placed_map = None if expert_map is None else place(expert_map)
+    fenced_map = None if expert_map is None else memory(expert_map)
     if not problem.bias:
-        return ExpertWeights(w1, w2, expert_map=placed_map)
+        return ExpertWeights(w1, w2, expert_map=fenced_map)
     types = (dtype, torch.float32) if strided else (torch.float32, dtype)
-    b1 = place(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=types[0]))
-    b2 = place(normal(e, h, std=_BIAS_STD, dtype=types[1]))
-    return ExpertWeights(w1, w2, b1, b2, placed_map)
+    b1 = memory(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=types[0]))
+    b2 = memory(normal(e, h, std=_BIAS_STD, dtype=types[1]))
+    return ExpertWeights(w1, w2, b1, b2, fenced_map)
 
 
 @cache
@@ -364,7 +373,7 @@ def _activation_rms(spec: ActivationSpec) -> float:
 
 
 def _router(
-    problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
+    problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
     tokens, top_k = problem.tokens, problem.top_k
     # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
@@ -373,69 +382,73 @@ def _router(
         weights_TK = (logits[:, :top_k] / 4).exp()
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
-    ids_TK = _ids(problem, kind, expert_map, generator)
+    ids_TK = _ids(problem, routing, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
-    offsets = torch.arange(int(unused.sum())) + tokens  # a single unused pair gets each in turn
+    offsets = (
+        torch.arange(int(unused.sum())) + tokens
+    )  # with a single unused pair, T selects the weight
     weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
 
 
 def _ids(
-    problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
+    problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
     """Return (T, K) int64 expert ids of one of ROUTINGS.
 
     Raise ConfigurationError for an unknown kind, or for ids that int32 cannot hold.
     """
-    if kind not in ROUTINGS:
-        raise ConfigurationError("routing", got=kind, need=f"one of {', '.join(ROUTINGS)}")
-    if kind == "beyond_int32" and problem.ids_dtype is torch.int32:
-        raise ConfigurationError("routing", got=kind, need="int64 ids")
+    if routing not in ROUTINGS:
+        raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTINGS)}")
+    if routing == "beyond_int32" and problem.ids_dtype is torch.int32:
+        raise ConfigurationError("routing", got=routing, need="int64 ids")
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
-    if kind == "all_skipped":
+    if routing == "all_skipped":
         return torch.full((tokens, top_k), -1)
-    if kind == "all_to_one":
+    if routing == "all_to_one":
         first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
         return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
     probs = torch.ones(experts)
-    if kind == "zipf":
+    if routing == "zipf":
         probs = torch.arange(1, experts + 1).float() ** -1.2
-    if kind == "empty_experts" and experts > 1:
+    if routing == "empty_experts" and experts > 1:
         probs[1::2] = 0
     ids_TK = _draw(probs, tokens, top_k, generator)
-    if kind == "duplicates":
+    if routing == "duplicates":
         ids_TK[0::3, -1] = ids_TK[0::3, 0]
         ids_TK[1::3] = ids_TK[1::3, :1]
-    elif kind == "skips":
+    elif routing == "skips":
         _scatter(ids_TK, (-1,), generator)
         ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
     else:
-        _scatter(ids_TK, _wrong_ids(kind, experts), generator)
+        _scatter(ids_TK, _wrong_ids(routing, experts), generator)
     return ids_TK
 
 
-def _wrong_ids(kind: str, experts: int) -> tuple[int, ...]:
+def _wrong_ids(routing: str, experts: int) -> tuple[int, ...]:
     """Return the invalid ids of a kind of routing; () if it has none."""
-    if kind == "out_of_range":
+    if routing == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
-    if kind == "beyond_int32":
+    if routing == "beyond_int32":
         low = experts // 2  # the low 32 bits of most ids
         return 2**32 + low, -(2**32) + low, 2**31, 2**40 + low, -(2**63), 2**63 - 1
     return ()
 
 
-def _draw(odds: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw (T, K) ids with probabilities `odds`, distinct per row as long as experts remain."""
+def _draw(
+    probabilities: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw (T, K) ids with these probabilities, distinct per row as long as experts remain."""
     if tokens == 0:
         return torch.empty(0, top_k, dtype=torch.int64)
-    distinct = min(top_k, int((odds > 0).sum()))
-    rows = odds.expand(tokens, -1)
+    distinct = min(top_k, int((probabilities > 0).sum()))
+    rows = probabilities.expand(tokens, -1)
     ids = torch.multinomial(rows, distinct, generator=generator)
     if distinct == top_k:
         return ids
-    more = torch.multinomial(rows, top_k - distinct, replacement=True, generator=generator)
-    return torch.cat([ids, more], dim=1)
+    repeated = torch.multinomial(rows, top_k - distinct, replacement=True, generator=generator)
+    return torch.cat([ids, repeated], dim=1)
 
 
 def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:

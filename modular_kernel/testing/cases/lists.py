@@ -5,7 +5,7 @@ axes do not contain (`handpicked`). `smoke`: a few cases that touch every axis. 
 problem, one change per axis, and small products over axes that interact, for uses that need
 problems that differ from the base in one property.
 
-A case is a problem, a kind of routing, an input manner and a seed, so the one-line command that
+A case is a problem, a kind of routing, an input variation and a seed, so the one-line command that
 `command` returns repeats it on any machine. Shapes are small because the interpreter runs them too.
 """
 
@@ -49,13 +49,13 @@ Variant = tuple[Problem, str]
 class Selection:
     """The cases that a pairing must pass, and those that the rules refuse, each with its verdict.
 
-    met: number of value pairs covered by the pairwise cases. impossible: (value, value, reason) for
-    each pair that no valid case contains.
+    num_covered: number of value pairs covered by the pairwise cases. impossible: (value, value,
+    reason) for each pair that no valid case contains.
     """
 
     cases: tuple[Case, ...]
     refused: tuple[tuple[Case, Verdict], ...]
-    met: int = 0
+    num_covered: int = 0
     impossible: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -80,22 +80,24 @@ def cases_for(
     """
     if level == "smoke":
         candidates = (
-            Case(prepare_finalize, experts, in_row_order(p, experts), r, manner=m)
+            Case(prepare_finalize, experts, in_row_order(p, experts), r, variation=m)
             for p, r, m in smoke(BASE)
         )
-        return _judged(candidates, machine)
+        return _select(candidates, machine)
     array, cases = draw(prepare_finalize, experts, machine)
-    met, words = len(array.met), array.space.words
-    impossible = tuple((words(a), words(b), why) for (a, b), why in array.impossible.items())
+    num_covered, describe = len(array.covered_pairs), array.space.describe
+    impossible = tuple(
+        (describe(a), describe(b), reason) for (a, b), reason in array.impossible.items()
+    )
     base = in_row_order(BASE, experts)
-    ordinary = (
+    base_case = (
         Case(prepare_finalize, experts, base),
         check(prepare_finalize, experts, base, machine),
     )
     if not cases:
-        return Selection((), (ordinary,), met, impossible)
+        return Selection((), (base_case,), num_covered, impossible)
     handpicked = handpicked_cases(prepare_finalize, experts, machine)
-    return Selection((*cases, *handpicked), (), met, impossible)
+    return Selection((*cases, *handpicked), (), num_covered, impossible)
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
@@ -104,13 +106,13 @@ def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Sele
         Case(prepare_finalize, experts, in_row_order(problem, experts), routing)
         for problem, routing in axes(BASE)
     )
-    return _judged(candidates, machine)
+    return _select(candidates, machine)
 
 
-def _judged(found: Iterable[Case], machine: Machine) -> Selection:
+def _select(candidates: Iterable[Case], machine: Machine) -> Selection:
     cases: list[Case] = []
     refused: list[tuple[Case, Verdict]] = []
-    for case in found:
+    for case in candidates:
         verdict = check(case.prepare_finalize, case.experts, case.problem, machine)
         if verdict.ok:
             cases.append(case)
@@ -193,9 +195,9 @@ def _numbers(base: Problem) -> Iterator[Variant]:
 
 def _activations(base: Problem) -> Iterator[Variant]:
     """Yield every activation in float32, where rounding hides nothing, and some in 16 bits."""
-    split = ("gelu", "gelu_tanh", _OAI_SPLIT, _AFTER, _BEFORE, "relu2")
+    common = ("gelu", "gelu_tanh", _OAI_SPLIT, _AFTER, _BEFORE, "relu2")
     rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
-    for activation in (*split, *rare, _OAI, "silu:interleaved=true"):
+    for activation in (*common, *rare, _OAI, "silu:interleaved=true"):
         yield _change(base, activation=activation)
     for activation in ("gelu", _OAI, _AFTER, "relu2"):
         yield _change(base, activation=activation, dtype=_BF16)
@@ -235,10 +237,10 @@ def _combines(base: Problem) -> Iterator[Variant]:
     """Yield outputs with the top-k dimension kept: weighted and scaled, or neither."""
     weighted = replace(base, combine=Combine.TOPK_WEIGHTED)
     unweighted = replace(base, combine=Combine.TOPK_UNWEIGHTED)
-    for kept in (weighted, unweighted):
-        yield _change(kept, routed_scaling_factor=2.5)
-        yield _change(kept, "skips", top_k=3, dtype=_BF16, bias=True)
-        yield _change(kept, "duplicates", apply_router_weight_on_input=True, top_k=1)
+    for unreduced in (weighted, unweighted):
+        yield _change(unreduced, routed_scaling_factor=2.5)
+        yield _change(unreduced, "skips", top_k=3, dtype=_BF16, bias=True)
+        yield _change(unreduced, "duplicates", apply_router_weight_on_input=True, top_k=1)
     yield _change(weighted, tokens=0)
     yield _change(unweighted, tokens=1, top_k=3)
 
@@ -281,12 +283,12 @@ def _chunks(base: Problem) -> Iterator[Variant]:
 
 def _adapters(base: Problem) -> Iterator[Variant]:
     """Yield adapters: a rank that is no multiple of a block, shared matrices, other options."""
-    few = replace(base, lora="adapters=3,rank=7")
-    yield _change(few)
-    yield _change(few, "skips", dtype=_BF16, bias=True, activation=_OAI)
-    yield _change(few, lora="adapters=4,rank=80,outer=shared", activation="relu2")
-    yield _change(few, lora="adapters=8,rank=16,a13=shared", dtype=_FP16, chunk_tokens=8)
-    yield _change(few, top_k=1, apply_router_weight_on_input=True, bias=True)
+    with_adapters = replace(base, lora="adapters=3,rank=7")
+    yield _change(with_adapters)
+    yield _change(with_adapters, "skips", dtype=_BF16, bias=True, activation=_OAI)
+    yield _change(with_adapters, lora="adapters=4,rank=80,outer=shared", activation="relu2")
+    yield _change(with_adapters, lora="adapters=8,rank=16,a13=shared", dtype=_FP16, chunk_tokens=8)
+    yield _change(with_adapters, top_k=1, apply_router_weight_on_input=True, bias=True)
 
 
 def _routings(base: Problem) -> Iterator[Variant]:

@@ -20,7 +20,7 @@ _MATRICES = ("w1", "w2", "b1", "b2")
 
 
 def names_of(nan: str) -> tuple[str, ...]:
-    """Return the tensor names in `Manner.nan`."""
+    """Return the tensor names in `InputVariation.nan`."""
     return tuple(filter(None, nan.split("+")))
 
 
@@ -63,7 +63,7 @@ def spreads(name: str, problem: Problem) -> bool:
 
 
 def groups(problem: Problem) -> tuple[str, ...]:
-    """Return values of `Manner.nan` that together put a NaN into each of `nan_arguments` once.
+    """Return values of `InputVariation.nan` that together cover each of `nan_arguments` once.
 
     Arguments whose NaN stays within its pair share one call; each of the others gets a separate
     call.
@@ -148,13 +148,13 @@ def _pair_of(name: str, problem: Problem, nan: str) -> int:
 
 def _set_nan(tensor: torch.Tensor) -> None:
     """Set one value to NaN: last in the last dimension, two thirds along the others."""
-    at = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
+    index = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
     if tensor.dtype is torch.uint8:
-        tensor[at] = _E8M0_NAN
+        tensor[index] = _E8M0_NAN
     elif tensor.dtype.itemsize == 1:
-        tensor.view(torch.uint8)[at] = 0x7F
+        tensor.view(torch.uint8)[index] = 0x7F
     else:
-        tensor[at] = torch.nan
+        tensor[index] = torch.nan
 
 
 # ------------------------------------------------------------------------------------- the cases
@@ -163,10 +163,10 @@ _BF16 = torch.bfloat16
 _BASE = Problem(tokens=1, hidden=64, intermediate=64, experts=1, top_k=1, dtype=_BF16, bias=True)
 _CLAMPED = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
 
-Chosen = tuple[Problem, str]  # problem, `Manner.nan`
+NanProblem = tuple[Problem, str]  # problem, `InputVariation.nan`
 
 
-def nan_problems() -> Iterator[Chosen]:
+def nan_problems() -> Iterator[NanProblem]:
     """Yield every scheme with a NaN in each of its arguments, with many tokens and with few."""
     for quant in ("none", *SCHEMES):
         problem = replace(_BASE, quant=quant)
@@ -186,21 +186,21 @@ def nan_problems() -> Iterator[Chosen]:
         yield many(problem, "+".join(ADAPTER_TENSORS))
 
 
-def many(problem: Problem, nan: str) -> Chosen:
+def many(problem: Problem, nan: str) -> NanProblem:
     """Return a problem with one expert per token and one token per name."""
     tokens = pairs_needed(nan) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan
 
 
-def few(problem: Problem) -> Chosen:
+def few(problem: Problem) -> NanProblem:
     """Return a problem with one token whose top-k rows are kept, so that each name has a row."""
     nan = "+".join(n for n in nan_arguments(problem) if n != X and not spreads(n, problem))
     top_k = pairs_needed(nan) + 1
-    kept = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
-    return replace(kept, experts=top_k), nan
+    unreduced = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
+    return replace(unreduced, experts=top_k), nan
 
 
-def two_tokens(problem: Problem) -> Chosen:
+def two_tokens(problem: Problem) -> NanProblem:
     """Return a problem with two tokens, one with a NaN in x.
 
     It has so many experts that parts process the tokens one by one.

@@ -28,7 +28,7 @@ class HasPlacement(Protocol):
     def placement(self) -> str: ...
 
 
-V = TypeVar("V")
+Value = TypeVar("Value")
 Case = TypeVar("Case", bound=HasPlacement)
 
 HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
@@ -47,22 +47,27 @@ AXES = {
 def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case]:
     """Yield variants with other values of the axes that `verdict` rejects, small changes first.
 
-    None if `verdict` also rejects something that does not depend on the shape.
+    Yields nothing if `verdict` also rejects something that does not depend on the shape.
     """
     rules = {rejection.rule for rejection in verdict.rejections}
     part_rules = rules - set(RULES)
     if not rules - part_rules <= set().union(*AXES.values()):
         return
-    problem, changed_axes = variant.problem, {axis for axis, mends in AXES.items() if rules & mends}
+    problem, changed_axes = (
+        variant.problem,
+        {axis for axis, rules_met in AXES.items() if rules & rules_met},
+    )
     if part_rules:
         changed_axes.add("hidden")
     placements: list[tuple[str, int]] = [(variant.placement, problem.experts)]
     if "placement" in changed_axes:
-        even = -(-problem.experts // world_size) * world_size
-        placements.append(("linear", even))
-    dtypes = _first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
-    inner = _first(problem.intermediate, INTERMEDIATE if "intermediate" in changed_axes else ())
-    hidden = _first(problem.hidden, HIDDEN if "hidden" in changed_axes else ())
+        divisible_experts = -(-problem.experts // world_size) * world_size
+        placements.append(("linear", divisible_experts))
+    dtypes = _with_first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
+    inner = _with_first(
+        problem.intermediate, INTERMEDIATE if "intermediate" in changed_axes else ()
+    )
+    hidden = _with_first(problem.hidden, HIDDEN if "hidden" in changed_axes else ())
     for (placement, experts), dtype, i, h in product(placements, dtypes, inner, hidden):
         changed = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
         if (changed, placement) != (problem, variant.placement):
@@ -72,12 +77,12 @@ def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case
 def difference(before: Problem, after: Problem) -> str:
     """Return the changes of a fitted case as text: "hidden 48 -> 2048, experts 5 -> 6"."""
     names = ("hidden", "intermediate", "experts", "dtype")
-    changed = [(n, getattr(before, n), getattr(after, n)) for n in names]
-    shown = [f"{n} {old} -> {new}" for n, old, new in changed if old != new]
+    fields = [(n, getattr(before, n), getattr(after, n)) for n in names]
+    changes = [f"{n} {old} -> {new}" for n, old, new in fields if old != new]
     if before.placement.slots != after.placement.slots and before.experts == after.experts:
-        shown.append("placement -> linear")
-    return ", ".join(shown)
+        changes.append("placement -> linear")
+    return ", ".join(changes)
 
 
-def _first(value: V, others: tuple[V, ...]) -> tuple[V, ...]:
+def _with_first(value: Value, others: tuple[Value, ...]) -> tuple[Value, ...]:
     return (value, *(other for other in others if other != value))

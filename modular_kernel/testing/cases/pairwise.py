@@ -17,10 +17,10 @@ from modular_kernel.compatibility.rules import judge
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.spec.problem import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
-from modular_kernel.testing.cases.adapters import NAMED
+from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
-from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, unsupported_reason
+from modular_kernel.testing.cases.hostile import HANDPICKED_VALUES, VALUES, unsupported_reason
 from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, InputVariation, some_routed
 from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
@@ -63,24 +63,24 @@ AXES = (
     Axis("activation", tuple(_ACTIVATIONS)),
     Axis("interleaved", (False, True)),
     Axis("bias", (False, True)),
-    Axis("tokens", (7, 0, 1, 4, 5, 8, 9, 16, 17, 33, 65, 129), frozenset({0}), dear=True),
-    Axis("hidden", (48, 16, 17, 32, 33, 50, 64, 104, 128, 160), dear=True),
-    Axis("intermediate", (64, 24, 19, 32, 40, 47, 80, 128, 136), dear=True),
-    Axis("experts", (5, 1, 2, 17, 65, 300), dear=True),
-    Axis("top_k", (2, 1, 3, 8, 16), dear=True),
-    Axis("placement", _PLACEMENTS, dear=True),
+    Axis("tokens", (7, 0, 1, 4, 5, 8, 9, 16, 17, 33, 65, 129), frozenset({0}), varies_cost=True),
+    Axis("hidden", (48, 16, 17, 32, 33, 50, 64, 104, 128, 160), varies_cost=True),
+    Axis("intermediate", (64, 24, 19, 32, 40, 47, 80, 128, 136), varies_cost=True),
+    Axis("experts", (5, 1, 2, 17, 65, 300), varies_cost=True),
+    Axis("top_k", (2, 1, 3, 8, 16), varies_cost=True),
+    Axis("placement", _PLACEMENTS, varies_cost=True),
     Axis("routing", ROUTINGS, frozenset({"all_skipped"})),
     Axis("ids", (None, torch.int32, torch.int64)),
     Axis("weight_on_input", (False, True)),
     Axis("scaling", (1.0, 2.5)),
     Axis("combine", (Combine.SUM, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED)),
     Axis("inplace", (False, True)),
-    Axis("chunks", tuple(_CHUNKS), dear=True),
+    Axis("chunks", tuple(_CHUNKS), varies_cost=True),
     Axis("layout", LAYOUTS),
     Axis("own_scales", (False, True)),
-    Axis("values", tuple(values for values in VALUES if values not in NOT_DRAWN)),
-    Axis("by_turns", (False, True), dear=True),
-    Axis("batch_invariant", (False, True), dear=True),
+    Axis("values", tuple(values for values in VALUES if values not in HANDPICKED_VALUES)),
+    Axis("by_turns", (False, True), varies_cost=True),
+    Axis("batch_invariant", (False, True), varies_cost=True),
     Axis("seed", (0, 1, 2)),
 )
 # Only for pairings that support adapters, so that the rows of other pairings do not change. Ranks
@@ -95,23 +95,23 @@ LORA_AXES = (
             "adapters=8,rank=33,outer=shared",
             "adapters=3,rank=80",
         ),
-        dear=True,
+        varies_cost=True,
     ),
-    Axis("named", NAMED),
+    Axis("named", SLOT_PATTERNS),
 )
 _ALL_AXES = (*AXES, *LORA_AXES)
 
-_ALONE = Parallel()
+_ONE_RANK = Parallel()
 _ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
 
 
 @cache
-def _activation(kind: str, interleaved: bool) -> ActivationSpec:
-    text = _ACTIVATIONS[kind]
+def _activation(name: str, interleaved: bool) -> ActivationSpec:
+    text = _ACTIVATIONS[name]
     if text in UNGATED:
         if interleaved:
             raise ConfigurationError("activation", got=f"{text}, interleaved", need="gate and up")
-    elif interleaved or kind == "swiglu_oai":
+    elif interleaved or name == "swiglu_oai":
         text += f"{',' if ':' in text else ':'}interleaved={str(interleaved).lower()}"
     return ActivationSpec.parse(text)
 
@@ -145,14 +145,14 @@ def problem_of(row: dict[str, Any]) -> Problem:
         chunk_tokens=_CHUNKS[row["chunks"]](tokens),
         batch_invariant=row["batch_invariant"],
         lora=row.get("lora", "none"),
-        parallel=_ALONE,
+        parallel=_ONE_RANK,
     )
 
 
 def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
     """Return the case of a row, given as {axis: value}."""
-    manner = InputVariation(
-        row["layout"], row["values"], row["own_scales"], row.get("named", NAMED[0])
+    variation = InputVariation(
+        row["layout"], row["values"], row["own_scales"], row.get("named", SLOT_PATTERNS[0])
     )
     return Case(
         prepare_finalize,
@@ -160,12 +160,12 @@ def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
         in_row_order(problem_of(row), experts),
         row["routing"],
         row["seed"],
-        manner,
+        variation,
         row["by_turns"],
     )
 
 
-def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
+def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
     """Return why the inputs of a row cannot be made or checked, for any pairing."""
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
@@ -176,25 +176,23 @@ def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
             dtypes = weight_specs(problem)["w1_scale"].dtypes
         if problem.dtype is _FP32 or problem.dtype not in dtypes:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
-    if problem.adapters is None and row.get("named", NAMED[0]) != NAMED[0]:
+    if problem.adapters is None and row.get("named", SLOT_PATTERNS[0]) != SLOT_PATTERNS[0]:
         reasons.append(f"[named] {row['named']}: there are no adapters")
     if (hostile := unsupported_reason(problem, row["values"])) is not None:
         reasons.append(hostile)
     return tuple(reasons)
 
 
-# Axes that are not part of the problem. Rows that differ in these alone are checked once.
-_INPUTS_ALONE = frozenset(
-    {"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"}
-)
+# Axes that are not part of the problem. Rows that differ only in these share one check.
+_INPUT_AXES = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"})
 
 
-_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUTS_ALONE)
+_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUT_AXES)
 
 
 def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     """Return a function that extracts the part of a row that determines the problem."""
-    return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUTS_ALONE))
+    return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
 
 
 @lru_cache(maxsize=2**14)  # fits one pairing; most entries serve the next one too
@@ -208,7 +206,7 @@ def _problem_of_part(part: Row) -> Problem | str:
 
 
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
-    """Return the rows of AXES, checked for a pairing on a machine.
+    """Return the space of rows over AXES, checked for a pairing on a machine.
 
     LORA_AXES are included if both parts support adapters.
     """
@@ -218,23 +216,23 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     problem_part = _problem_part(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
-    def judged(part: Row) -> tuple[Problem | None, Sequence[str]]:
+    def judge_part(part: Row) -> tuple[Problem | None, Sequence[str]]:
         problem_or_reason = _problem_of_part(part)
         if isinstance(problem_or_reason, str):
             return None, (problem_or_reason,)
         problem = in_row_order(problem_or_reason, ex)
         return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
 
-    def refused(row: Row) -> Sequence[str]:
+    def rejections_of(row: Row) -> Sequence[str]:
         part = problem_part(row)
         if part not in problems:
-            problems[part] = judged(part)
+            problems[part] = judge_part(part)
         problem, reasons = problems[part]
         if problem is None or reasons:
             return reasons
-        return _harness_reasons(problem, _values_by_axis(row))
+        return _input_rejections(problem, _values_by_axis(row))
 
-    return Space(axes, refused, _computes_any, cost_of)
+    return Space(axes, rejections_of, _computes_any, cost_of)
 
 
 def _values_by_axis(row: Row) -> dict[str, Any]:
@@ -243,7 +241,7 @@ def _values_by_axis(row: Row) -> dict[str, Any]:
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 
-_AXIS_INDEX = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
+_AXIS_INDEX = {axis.name: index for index, axis in enumerate(_ALL_AXES)}
 
 
 def _part_getter(*names: str) -> Callable[[Sequence[int]], Row]:
@@ -306,8 +304,8 @@ def _blocks(part: Row) -> tuple[float, float]:
 def _work(part: Row) -> tuple[float, int]:
     """Return the number of calls and the number of weight tiles in each."""
     (dtype, _), hidden, intermediate, by_turns, batch_invariant = _values_of_part(part, *_WORK_BY)
-    side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
-    tiles = int(2 * -(-hidden // side) * -(-intermediate // side))
+    tile_size = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
+    tiles = int(2 * -(-hidden // tile_size) * -(-intermediate // tile_size))
     return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles
 
 

@@ -49,7 +49,7 @@ class Probe:
     """A call that enters a cell: its problem and the layout of its tensors."""
 
     problem: Problem
-    manner: InputVariation
+    variation: InputVariation
 
 
 def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
@@ -89,11 +89,11 @@ def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> di
     """
     probes: dict[PathCell, Probe] = {}
     part = load_catalog().experts(experts)
-    for problem, manner in _probes():
+    for problem, variation in _probes():
         if not check(prepare_finalize, experts, problem, machine).ok:
             continue
         instance = part(problem)
-        inputs = make_inputs(problem, "uniform", torch.device("cpu"), manner=manner)
+        inputs = make_inputs(problem, "uniform", torch.device("cpu"), variation=variation)
         for tokens in _TOKENS:
             path = instance.path_name(inputs.x_TH[:tokens], inputs.weights)
             if not path:
@@ -101,7 +101,7 @@ def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> di
             for cell in cells_of(path, problem, inputs.weights):
                 best = probes.get(cell)
                 if best is None or best.problem.tokens > tokens:
-                    probes[cell] = Probe(problem.with_tokens(tokens), manner)
+                    probes[cell] = Probe(problem.with_tokens(tokens), variation)
     return probes
 
 
@@ -142,7 +142,7 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
         return
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     silu, interleaved = "silu", "silu:interleaved=true"
-    rows = (
+    combinations = (
         ("plain", False, bf16, silu),
         ("spaced", True, fp16, interleaved),
         ("shifted", False, fp32, interleaved),
@@ -152,16 +152,18 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
             continue  # supported only by the path that drawn cases enter
-        for layout, bias, dtype, activation in rows[:2] if scheme.packed else rows:
+        for layout, bias, dtype, activation in combinations[:2] if scheme.packed else combinations:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
-            one = replace(_BASE, tokens=1, quant=quant, **changes)
+            problem = replace(_BASE, tokens=1, quant=quant, **changes)
             has_short_scales = (
-                scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
+                scheme.quantized
+                and layout == "plain"
+                and short_scales(problem) in scale_dtypes(problem)
             )
-            manner = InputVariation(layout=layout, own_scales=has_short_scales)
-            yield one, "uniform", manner
+            variation = InputVariation(layout=layout, own_scales=has_short_scales)
+            yield problem, "uniform", variation
             if scheme.packed:  # packed weights have another path for somewhat more tokens
-                yield replace(one, tokens=9, experts=5), "skips", manner
+                yield replace(problem, tokens=9, experts=5), "skips", variation
         if scheme.packed:
             yield (
                 replace(_BASE, tokens=5, quant=quant, batch_invariant=True),
@@ -178,11 +180,11 @@ def predict_cells(case: Case) -> frozenset[PathCell]:
     part = load_catalog().experts(case.experts)
     instance, cells, tokens = part(case.problem), set[PathCell](), case.problem.tokens
     device = torch.device("cpu")
-    for salt, count, strided in ((0, tokens, False), (2, (tokens + 1) // 2, True)):
+    for seed_offset, count, strided in ((0, tokens, False), (2, (tokens + 1) // 2, True)):
         problem = case.problem.with_tokens(count)
-        seed = 1000 * case.seed + salt
+        seed = 1000 * case.seed + seed_offset
         inputs = make_inputs(
-            problem, case.routing, device, seed=seed, strided=strided, manner=case.manner
+            problem, case.routing, device, seed=seed, strided=strided, variation=case.variation
         )
         chunk = min(count, problem.chunk_tokens or count)
         remainder = count % chunk if chunk else 0

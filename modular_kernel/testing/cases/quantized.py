@@ -76,6 +76,6 @@ def short_scales(problem: Problem) -> torch.dtype:
 
     For integer weights and odd top_k the other 16-bit dtype. A float32 problem gives float32.
     """
-    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
-    integers = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2
-    return other.get(problem.dtype, problem.dtype) if integers else problem.dtype
+    other_dtype = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
+    use_other = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2
+    return other_dtype.get(problem.dtype, problem.dtype) if use_other else problem.dtype

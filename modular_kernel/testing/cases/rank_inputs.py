@@ -1,7 +1,7 @@
-"""Inputs of a case over ranks: made for all ranks, of which each rank takes its share.
+"""Inputs of a case over ranks: each rank makes the inputs of all ranks and takes its share.
 
-Every rank makes the same inputs from the same seed, so nothing has to be sent. Its tokens are some
-rows of x, its weights those of the experts in its slots.
+All ranks use the same seed, so nothing has to be sent. A rank's tokens are some rows of x, and its
+weights are those of the experts in its slots.
 """
 
 from collections.abc import Sequence
@@ -15,41 +15,41 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, with_gaps
 from modular_kernel.validate import ADAPTER_TENSORS
 
-_OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
+_SHARED_BY_EXPERTS = ("a1_scale", "a2_scale")
 
 
 def inputs_of_rank(
-    whole: Inputs, tokens: slice, problem: Problem, place: FencedMemory, *, strided: bool
+    global_inputs: Inputs, tokens: slice, problem: Problem, memory: FencedMemory, *, strided: bool
 ) -> Inputs:
     """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
-    problem: the rank's. whole, strided: the result of `make_inputs` and its argument. Each tensor
-    is a copy in `place` with the layout of the whole.
+    problem: that of the rank. global_inputs, strided: the result of `make_inputs` for all ranks,
+    and its argument. Each tensor is copied to `memory` and keeps its layout.
     """
     rank = problem.parallel.rank
-    x_TH, routing = whole.x_TH[tokens], whole.routing
-    gaps = strided and not problem.inplace
-    of_all = () if problem.scheme.scales_by_expert else _OF_ALL_EXPERTS
-    weights = _select_experts(whole.weights, problem.placement.slots[rank], of_all)
-    placed: dict[str, Any] = {
-        name: None if tensor is None else _laid_out(tensor, place)
+    x_TH, routing = global_inputs.x_TH[tokens], global_inputs.routing
+    has_gaps = strided and not problem.inplace
+    shared = () if problem.scheme.scales_by_expert else _SHARED_BY_EXPERTS
+    weights = _select_experts(global_inputs.weights, problem.placement.slots[rank], shared)
+    copies: dict[str, Any] = {
+        name: None if tensor is None else _copy_with_layout(tensor, memory)
         for name, tensor in weights.items()
     }
     if problem.expert_map:
-        placed["expert_map"] = place(problem.placement.expert_map(rank))
+        copies["expert_map"] = memory(problem.placement.expert_map(rank))
     return Inputs(
-        with_gaps(x_TH, place) if gaps else place(x_TH),
-        ExpertWeights(**placed),
+        with_gaps(x_TH, memory) if has_gaps else memory(x_TH),
+        ExpertWeights(**copies),
         Routing(
-            place(routing.topk_weights_TK[tokens]),
-            place(routing.topk_ids_TK[tokens]),
-            routing.adapters_T if routing.slots_T is None else place(routing.slots_T[tokens]),
+            memory(routing.topk_weights_TK[tokens]),
+            memory(routing.topk_ids_TK[tokens]),
+            routing.adapters_T if routing.slots_T is None else memory(routing.slots_T[tokens]),
         ),
     )
 
 
 def _select_experts(
-    weights: ExpertWeights, experts: Sequence[int], of_all: Sequence[str]
+    weights: ExpertWeights, experts: Sequence[int], shared: Sequence[str]
 ) -> dict[str, torch.Tensor | None]:
     """Return every tensor of the weights, restricted to these experts.
 
@@ -58,7 +58,7 @@ def _select_experts(
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return {
-        name: t if t is None or name in of_all else _select(name, t, index)
+        name: t if t is None or name in shared else _select(name, t, index)
         for name, t in tensors.items()
     }
 
@@ -80,7 +80,7 @@ def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values[index]
 
 
-def _laid_out(values: torch.Tensor, place: FencedMemory) -> torch.Tensor:
+def _copy_with_layout(values: torch.Tensor, memory: FencedMemory) -> torch.Tensor:
     if values.dim() == 3 and values.stride(-1) != 1:
-        return place(values.mT).mT
-    return place(values)
+        return memory(values.mT).mT
+    return memory(values)

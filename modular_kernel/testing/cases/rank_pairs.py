@@ -13,14 +13,14 @@ import torch
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Parallel, Problem
-from modular_kernel.testing.cases.adapters import NAMED
+from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.cases.hostile import unsupported_reason
 from modular_kernel.testing.cases.inputs import InputVariation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
-_LIBERAL = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
+_LEAST_RESTRICTIVE_PARTS = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
 
 # Numbers of tokens per rank, repeated cyclically; some ranks have none or one.
 _TOKENS = ((7, 4, 0, 5), (0, 5), (5, 0), (0, 0, 0, 7), (1, 0), (17, 3))
@@ -47,7 +47,7 @@ RANK_AXES = (
     Axis("quant", _SCHEMES),
     Axis("dtype", (_BF16, _FP32, _FP16)),
     Axis("lora", ("none", "adapters=3,rank=7", "adapters=4,rank=20,a13=shared,outer=shared")),
-    Axis("named", NAMED),
+    Axis("named", SLOT_PATTERNS),
     Axis("values", ("ordinary", "zero_rows", "signed", "ties")),
     Axis("bias", (False, True)),
     Axis("top_k", (2, 1, 3)),
@@ -88,7 +88,7 @@ def problem_of(row: Row, world_size: int) -> Problem:
 def variation_of(row: Row) -> InputVariation:
     """Return the memory layout and values of the tensors of a row's case."""
     values = values_of(row)
-    return InputVariation(values=values["values"], named=values["named"])
+    return InputVariation(values=values["values"], slot_pattern=values["named"])
 
 
 @cache
@@ -97,23 +97,23 @@ def rank_array(world_size: int) -> Array:
     machine = this_machine(device="cpu")
 
     @cache
-    def of_problem(problem: Problem) -> tuple[str, ...]:
+    def problem_rejections(problem: Problem) -> tuple[str, ...]:
         over_ranks = replace(problem, parallel=Parallel(world_size))
-        return tuple(map(str, check(*_LIBERAL, over_ranks, machine).rejections))
+        return tuple(map(str, check(*_LEAST_RESTRICTIVE_PARTS, over_ranks, machine).rejections))
 
-    def refused(row: Row) -> tuple[str, ...]:
+    def rejections_of(row: Row) -> tuple[str, ...]:
         values = values_of(row)
         try:
             problem = problem_of(row, world_size)
         except ConfigurationError as error:
             return (str(error),)
-        if reasons := of_problem(problem):
+        if reasons := problem_rejections(problem):
             return reasons
         if values["routing"] == "beyond_int32" and values["ids"] is torch.int32:
             return ("[routing] beyond_int32: int32 ids hold no such values",)
-        if problem.adapters is None and values["named"] != NAMED[0]:
+        if problem.adapters is None and values["named"] != SLOT_PATTERNS[0]:
             return ("[named]: there are no adapters",)
         hostile = unsupported_reason(problem, values["values"])
         return () if hostile is None else (hostile,)
 
-    return covering_array(Space(RANK_AXES, refused, lambda _row: True, lambda _row: 1.0))
+    return covering_array(Space(RANK_AXES, rejections_of, lambda _row: True, lambda _row: 1.0))

@@ -61,8 +61,8 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
 def placement_name(placement: Placement) -> str:
     """Return the text that `parse_placement` turns into this placement, a name if there is one."""
     experts, world_size = placement.experts, placement.world_size
-    for name, place in PLACEMENTS.items():
-        if experts >= world_size > 1 and placement == place(experts, world_size):
+    for name, make_placement in PLACEMENTS.items():
+        if experts >= world_size > 1 and placement == make_placement(experts, world_size):
             return name
     return "/".join(",".join(map(str, slots)) for slots in placement.slots)
 
@@ -106,7 +106,7 @@ class RankCase(Case):
         return part.requires.replicated_input
 
     @property
-    def whole(self) -> Problem:
+    def global_problem(self) -> Problem:
         """The same layer on one rank with every expert."""
         one_rank = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
         return replace(one_rank, max_received=None)
@@ -115,7 +115,7 @@ class RankCase(Case):
         """Return the case of one rank."""
         problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
         pair = self.prepare_finalize, self.experts
-        return Case(*pair, problem, self.routing, self.seed, self.manner)
+        return Case(*pair, problem, self.routing, self.seed, self.variation)
 
     def verdict(self, machine: Machine) -> Verdict:
         """Return the verdict of the first rank that is refused, or that of rank 0."""
@@ -141,12 +141,12 @@ class RankCase(Case):
 class RankSelection:
     """The cases of a pairing over ranks, and those that the rules refuse, each with its verdict.
 
-    instead: (refused case, case of a supported shape that replaces it).
+    replacements: (refused case, case of a supported shape that replaces it).
     """
 
     cases: tuple[RankCase, ...]
     refused: tuple[tuple[RankCase, Verdict], ...]
-    instead: tuple[tuple[RankCase, RankCase], ...] = ()
+    replacements: tuple[tuple[RankCase, RankCase], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Variant:
     """The part of a case that does not depend on the pairing and the ranks.
 
     tokens: of each rank, repeated cyclically; with replicated input every rank passes the largest.
-    fault, manner: as in RankCase. most: a maximum of tokens in the problem that no rank reaches; 0
-    for none.
+    fault, variation: as in RankCase. max_tokens: lower bound of the problem's number of tokens,
+    above that of any rank; 0 for none.
     """
 
     problem: Problem
@@ -163,26 +163,26 @@ class Variant:
     tokens: tuple[int, ...]
     routing: str
     fault: str = ""
-    manner: InputVariation = ORDINARY
-    most: int = 0
+    variation: InputVariation = ORDINARY
+    max_tokens: int = 0
 
     def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
-        place = PLACEMENTS[self.placement]
-        placed: Placement | Literal["linear"] = "linear"
+        make_placement = PLACEMENTS[self.placement]
+        placement: Placement | Literal["linear"] = "linear"
         if self.placement != "linear":
-            placed = place(self.problem.experts, world_size)
+            placement = make_placement(self.problem.experts, world_size)
         tokens = tuple(self.tokens[rank % len(self.tokens)] for rank in range(world_size))
         part = load_catalog().prepare_finalize(prepare_finalize)
         if part.requires.replicated_input:
             tokens = (max(tokens),) * world_size
-        max_tokens, parallel = max(*tokens, self.most), Parallel(world_size, placed)
-        problem = replace(self.problem, tokens=max_tokens, parallel=parallel)
+        problem_tokens, parallel = max(*tokens, self.max_tokens), Parallel(world_size, placement)
+        problem = replace(self.problem, tokens=problem_tokens, parallel=parallel)
         return RankCase(
             prepare_finalize,
             experts,
             in_row_order(problem, experts),
             self.routing,
-            manner=self.manner,
+            variation=self.variation,
             tokens=tokens,
             fault=self.fault,
         )
@@ -203,38 +203,47 @@ def rank_cases_for(
     """
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
-    instead: list[tuple[RankCase, RankCase]] = []
+    replacements: list[tuple[RankCase, RankCase]] = []
     catalog = load_catalog()
     part = catalog.prepare_finalize(prepare_finalize)
-    scenes = ("", *supported_scenarios(part, machine))
+    scenarios = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in rank_variants(world_size, level):
         # Interpreted GEMMs of such a depth exceed the deadline of the other ranks.
         too_long = interpreted and variant.problem.hidden >= _LONG_ROWS
         # So do the padding rows of many ranks, in parts that pass them on.
-        too_long |= bool(variant.most) and part.requires.padding is not None and world_size > 2
-        if too_long or variant.fault not in scenes:
+        too_long |= (
+            bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
+        )
+        if too_long or variant.fault not in scenarios:
             continue
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)
         accepted: RankCase | None = case
         if not verdict.ok:
             refused.append((case, verdict))
-            near = neighbors(variant, verdict, world_size)
-            fitted_cases = (each.case(prepare_finalize, experts, world_size) for each in near)
-            accepted = next((fitted for fitted in fitted_cases if fitted.verdict(machine).ok), None)
+            neighbor_variants = neighbors(variant, verdict, world_size)
+            candidates = (
+                neighbor.case(prepare_finalize, experts, world_size)
+                for neighbor in neighbor_variants
+            )
+            accepted = next(
+                (candidate for candidate in candidates if candidate.verdict(machine).ok), None
+            )
             if accepted is not None:
-                instead.append((case, accepted))
-        if accepted is not None and accepted not in cases:  # may repeat
+                replacements.append((case, accepted))
+        if (
+            accepted is not None and accepted not in cases
+        ):  # several refused cases may have one replacement
             cases.append(accepted)
-    selection = RankSelection(tuple(cases), tuple(refused), tuple(instead))
+    selection = RankSelection(tuple(cases), tuple(refused), tuple(replacements))
     return selection if ranks_per_host is None else _on_hosts(selection, ranks_per_host, machine)
 
 
-def _on_hosts(found: RankSelection, ranks_per_host: int, machine: Machine) -> RankSelection:
+def _on_hosts(selection: RankSelection, ranks_per_host: int, machine: Machine) -> RankSelection:
     """Return the selection for ranks on several hosts, checked again."""
-    cases, refused = [], list(found.refused)
-    for case in found.cases:
+    cases, refused = [], list(selection.refused)
+    for case in selection.cases:
         parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
         on_hosts = replace(case, problem=replace(case.problem, parallel=parallel))
         verdict = on_hosts.verdict(machine)
@@ -242,7 +251,7 @@ def _on_hosts(found: RankSelection, ranks_per_host: int, machine: Machine) -> Ra
             cases.append(on_hosts)
         else:
             refused.insert(0, (on_hosts, verdict))
-    return RankSelection(tuple(cases), tuple(refused), found.instead)
+    return RankSelection(tuple(cases), tuple(refused), selection.replacements)
 
 
 def rank_pairings(
@@ -303,7 +312,7 @@ def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(wide, "beyond_int32", placement="copies", tokens=(0, 5))
     ties = InputVariation(values="ties")
     eight = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
-    yield Variant(eight, "round_robin", (4, 0), "skips", manner=ties)
+    yield Variant(eight, "round_robin", (4, 0), "skips", variation=ties)
 
 
 def _full(base: Problem, world_size: int) -> Iterator[Variant]:
@@ -315,8 +324,8 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
             yield change(routing, placement=placement)
         for dtype in (_FP16, _BF16):
             yield change(placement=placement, dtype=dtype, top_k=3, routed_scaling_factor=2.5)
-        few: tuple[tuple[int, ...], ...] = ((0, 0, 0, 7), (1,), (1, 0), (17, 3))
-        for tokens in few:
+        token_counts: tuple[tuple[int, ...], ...] = ((0, 0, 0, 7), (1,), (1, 0), (17, 3))
+        for tokens in token_counts:
             yield change(placement=placement, tokens=tokens)
         yield change("duplicates", placement=placement, bias=True, top_k=4, ids_dtype=torch.int64)
     for routing in ("uniform", "zipf", "out_of_range"):
@@ -332,8 +341,8 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         yield change("skips", combine=combine, routed_scaling_factor=2.5)
     yield change(chunk_tokens=4)
     # The number received if one rank has the experts of all tokens.
-    everything = sum(UNEVEN[rank % len(UNEVEN)] for rank in range(world_size))
-    yield change("all_to_one", max_received=everything)
+    total_tokens = sum(UNEVEN[rank % len(UNEVEN)] for rank in range(world_size))
+    yield change("all_to_one", max_received=total_tokens)
     yield change("duplicates", inplace=True, dtype=_BF16, top_k=3)
     yield change(hidden=47, intermediate=33, dtype=_BF16, activation=_OAI)
     for quant in (
@@ -367,19 +376,19 @@ def _pairwise(world_size: int) -> Iterator[Variant]:
     for row in rank_pairs.rank_array(world_size).rows:
         values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
-        yield Variant(problem, *args, manner=rank_pairs.variation_of(row))
+        yield Variant(problem, *args, variation=rank_pairs.variation_of(row))
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield adapters: slots are sent with tokens, matrices are placed with experts."""
-    few = replace(base, lora="adapters=3,rank=7")
-    yield _variant(few, "skips", placement="copies", top_k=3, bias=True)
-    yield _variant(few, placement="round_robin", tokens=(0, 9), dtype=_BF16)
-    yield _variant(few, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
-    nobody, without = InputVariation(named="nobody"), InputVariation(named="without")
-    yield Variant(few, "linear", UNEVEN, "uniform", manner=nobody)
-    yield Variant(few, "linear", UNEVEN, "uniform", manner=without)
-    block = replace(few, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
+    with_adapters = replace(base, lora="adapters=3,rank=7")
+    yield _variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
+    yield _variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
+    yield _variant(with_adapters, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
+    nobody, without = InputVariation(slot_pattern="nobody"), InputVariation(slot_pattern="without")
+    yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=nobody)
+    yield Variant(with_adapters, "linear", UNEVEN, "uniform", variation=without)
+    block = replace(with_adapters, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
     yield _variant(block, dtype=_BF16)
 
 
@@ -389,29 +398,37 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     Groups that are not a power of two; rows longer than a program holds; a scale of all tokens set
     by a value on one rank; values so small that the scale is clamped.
     """
-    few = replace(base, experts=2 * world_size, top_k=1)
-    ragged = replace(few, hidden=160, intermediate=136)
+    one_expert_each = replace(base, experts=2 * world_size, top_k=1)
+    ragged = replace(one_expert_each, hidden=160, intermediate=136)
     yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
-    yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
+    yield _variant(
+        one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
+    )
     # The problem allows so many tokens that programs read more of a row at once; calls pass few.
-    roomy = replace(few, hidden=2080, intermediate=16)
-    yield Variant(roomy, "linear", (3, 1), "uniform", most=513)
+    roomy = replace(one_expert_each, hidden=2080, intermediate=16)
+    yield Variant(roomy, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
-    wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
-    yield Variant(wide, "linear", (2, 5), "all_to_one", manner=peaks)
-    long = replace(few, hidden=_LONG_ROWS, intermediate=16)
+    wide = replace(
+        one_expert_each, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16
+    )
+    yield Variant(wide, "linear", (2, 5), "all_to_one", variation=peaks)
+    long = replace(one_expert_each, hidden=_LONG_ROWS, intermediate=16)
     wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROWS}"
     for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
-        yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", manner=peaks)
+        yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", variation=peaks)
     # The only token of all ranks is zero, and so is the maximum that sets their common scale.
-    nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
-    yield Variant(nothing, "linear", (1, 0), "uniform", manner=InputVariation(values="zero_rows"))
+    nothing = replace(one_expert_each, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
+    yield Variant(
+        nothing, "linear", (1, 0), "uniform", variation=InputVariation(values="zero_rows")
+    )
     # A NaN of a token, of a pair and of an expert reaches no other rank's rows.
     for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
         nan = InputVariation(nan="x+topk_weights+b2")
-        some = replace(few, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16)
-        yield Variant(some, "linear", (5, 3), "uniform", manner=nan)
+        with_nan = replace(
+            one_expert_each, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16
+        )
+        yield Variant(with_nan, "linear", (5, 3), "uniform", variation=nan)
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
-        small = replace(few, intermediate=16, activation=linear, quant=quant)
-        yield Variant(small, "linear", (5, 3), "uniform", manner=faint)
+        small = replace(one_expert_each, intermediate=16, activation=linear, quant=quant)
+        yield Variant(small, "linear", (5, 3), "uniform", variation=faint)

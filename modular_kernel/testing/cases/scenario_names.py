@@ -10,19 +10,19 @@ from modular_kernel.spec.problem import Machine
 
 SCENARIOS = ("misunderstood", "broken-off", "late", "stays-out", "finished-by-turns")
 # The scenarios detected by managers that send no counts before the rows.
-_WITHOUT_COUNTS = ("misunderstood", "late", "stays-out")
+_COUNTLESS_SCENARIOS = ("misunderstood", "late", "stays-out")
 
 
 def supported_scenarios(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
-    """Return the fault scenarios supported by a part; none for third-party libraries and on GPUs.
+    """Return the fault scenarios that a part supports: none on GPUs or with third-party libraries.
 
-    There the fault matrix checks that ranks end in time.
+    For those, the fault matrix checks that ranks end in time.
     """
     if machine.device != "cpu" or manager_class(part) is None:
         return ()
     if part.requires.packages not in ((), ("triton",)):
         return ()
-    return tuple(name for name in SCENARIOS if counts_calls(part) or name in _WITHOUT_COUNTS)
+    return tuple(name for name in SCENARIOS if counts_calls(part) or name in _COUNTLESS_SCENARIOS)
 
 
 def counts_calls(part: type[PrepareAndFinalize]) -> bool:

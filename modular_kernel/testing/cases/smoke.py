@@ -1,4 +1,4 @@
-"""Smoke cases: every value of the axes that have few, and every family of schemes."""
+"""Smoke cases: every value of small axes, and every family of schemes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,8 +32,8 @@ def _plain(base: Problem) -> Iterator[Variant]:
     on_input = replace(base, apply_router_weight_on_input=True, top_k=1, bias=True)
     yield base, "uniform", ORDINARY
     yield base.with_tokens(0), "uniform", ORDINARY
-    halves = replace(base, dtype=_FP16, routed_scaling_factor=2.5)
-    yield replace(halves, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates", ORDINARY
+    fp16 = replace(base, dtype=_FP16, routed_scaling_factor=2.5)
+    yield replace(fp16, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates", ORDINARY
     yield on_input, "zipf", ORDINARY
     mapped = replace(base, expert_map=True, local_experts=3, activation="relu2")
     yield mapped, "out_of_range", ORDINARY
@@ -64,16 +64,16 @@ def _quantized(base: Problem) -> Iterator[Variant]:
     yield replace(few, quant="int4_w4a16_act_order:group=32", activation=_OAI), "skips", ORDINARY
     yield replace(few, quant="mxfp4_w4a16", activation=_OAI, bias=True), "uniform", ORDINARY
     yield replace(few, quant="nvfp4_w4a16", activation=_OAI), "zipf", ORDINARY
-    # Depths that are multiples of the packed words, which have dedicated paths; separate gate and
-    # up, each with the scale of its matrix.
-    words = replace(few, hidden=128, intermediate=64)
-    yield replace(words, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
-    yield replace(words, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
-    yield replace(words, quant="mxfp4_w4a16:repacked=true"), "duplicates", ORDINARY
+    # Depths that are multiples of the packed words, which have specialized paths; gate and up are
+    # separate, each with its own global scale.
+    packable = replace(few, hidden=128, intermediate=64)
+    yield replace(packable, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
+    yield replace(packable, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
+    yield replace(packable, quant="mxfp4_w4a16:repacked=true"), "duplicates", ORDINARY
     # One token, for which some parts use other kernels.
-    one = words.with_tokens(1)
-    yield replace(one, quant=f"int4_w4a16_group:{_ZEROS}", bias=True), "uniform", ORDINARY
-    yield replace(one, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
+    one_token = packable.with_tokens(1)
+    yield replace(one_token, quant=f"int4_w4a16_group:{_ZEROS}", bias=True), "uniform", ORDINARY
+    yield replace(one_token, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:
@@ -82,18 +82,22 @@ def _adapters(base: Problem) -> Iterator[Variant]:
     Also calls without adapters in a layer that has some, and scales shared by rows with and without
     adapters.
     """
-    few = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
-    yield replace(few, bias=True, activation=_OAI), "skips", ORDINARY
-    shared = replace(few, lora="adapters=4,rank=80,a13=shared,outer=shared", dtype=_FP32)
+    with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
+    yield replace(with_adapters, bias=True, activation=_OAI), "skips", ORDINARY
+    shared = replace(with_adapters, lora="adapters=4,rank=80,a13=shared,outer=shared", dtype=_FP32)
     yield (
         replace(shared, activation="gelu", hidden=80),
         "duplicates",
-        InputVariation(named="sequences"),
+        InputVariation(slot_pattern="sequences"),
     )
-    yield replace(few, top_k=1, chunk_tokens=4), "uniform", InputVariation(named="without")
-    block = replace(few, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
+    yield (
+        replace(with_adapters, top_k=1, chunk_tokens=4),
+        "uniform",
+        InputVariation(slot_pattern="without"),
+    )
+    block = replace(with_adapters, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
     yield block, "out_of_range", ORDINARY
-    packed = replace(few, hidden=128, intermediate=64, quant="int4_w4a16_group:group=32")
+    packed = replace(with_adapters, hidden=128, intermediate=64, quant="int4_w4a16_group:group=32")
     yield replace(packed, dtype=_FP16), "zipf", ORDINARY
 
 

@@ -1,8 +1,8 @@
 """Tiny matrices in the formats of published checkpoints, with their exact values.
 
 Codes and scales are drawn at random, never rounded from other numbers, so the float64 values are
-exactly those of the stored matrix. Everything is packed here value by value, following the packers'
-own documentation and without any code of `modular_kernel.checkpoints`.
+exactly those of the stored matrix. The packing follows the documentation
+of the formats and shares no code with `modular_kernel.checkpoints`.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import torch
 
 F64, FP8 = torch.float64, torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
-# AWQ stores column n of eight in nibble FOUND[n] of a word.
+# AWQ stores column n of eight in nibble AWQ_ORDER[n] of a word.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -33,11 +33,11 @@ def pack_words(
     codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None
 ) -> Any:
     """Pack int64 codes into int32 along `dim`; value i of a word has bits `bits * order[i]`."""
-    per = 32 // bits
-    order = order or tuple(range(per))
+    codes_per_word = 32 // bits
+    order = order or tuple(range(codes_per_word))
     codes = codes.movedim(dim, -1)
-    codes = codes.reshape(*codes.shape[:-1], -1, per)
-    packed = sum(codes[..., i] << (bits * order[i]) for i in range(per))
+    codes = codes.reshape(*codes.shape[:-1], -1, codes_per_word)
+    packed = sum(codes[..., i] << (bits * order[i]) for i in range(codes_per_word))
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)  # type: ignore[arg-type]
     return packed.to(torch.int32).movedim(-1, dim).contiguous()
 
@@ -51,7 +51,7 @@ def _randn(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
 
 
 def _uniform(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
-    """Draw scales between 0.6 and 1.4, which all differ but have the same magnitude."""
+    """Draw distinct scales of similar magnitude, between 0.6 and 1.4."""
     return 0.6 + 0.8 * torch.rand(*shape, generator=g)
 
 
@@ -84,20 +84,22 @@ def fp8_block(
     return make
 
 
-def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), one: bool = False) -> Make:
+def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool = False) -> Make:
     """Make fp8 matrices with per-tensor scales; static adds an input scale.
 
-    one: all matrices of the same depth have the same scales.
+    shared_scale: all matrices of the same depth have the same scales.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
-        size, inputs = (torch.ones(1), torch.ones(1)) if one else (_uniform((1,), g) * gain, None)
-        scale = (size / (100 * depth**0.5)).reshape(shape)
+        gain_factor, input_factor = (
+            (torch.ones(1), torch.ones(1)) if shared_scale else (_uniform((1,), g) * gain, None)
+        )
+        scale = (gain_factor / (100 * depth**0.5)).reshape(shape)
         tensors = {"weight": w, "weight_scale": scale}
         if static:
-            inputs = _uniform((1,), g) if inputs is None else inputs
-            tensors["input_scale"] = (16 / 448 * inputs).reshape(shape)
+            input_factor = _uniform((1,), g) if input_factor is None else input_factor
+            tensors["input_scale"] = (16 / 448 * input_factor).reshape(shape)
         return StoredMatrix(tensors, w.to(F64) * scale.to(F64))
 
     return make
@@ -157,100 +159,100 @@ class _GroupFormat:
         width = depth if self.group is None or self.group == -1 else self.group
         codes, groups = _codes(rows, depth, self.bits, g), -(-depth // width)
         zeros = _zero_points((rows, groups), self.bits, g, self.symmetric)
-        size = gain * 3 / (1 << (self.bits - 1)) / depth**0.5
-        scale = (_uniform((rows, groups), g) * size).to(self.dtype)
+        magnitude = gain * 3 / (1 << (self.bits - 1)) / depth**0.5
+        scale = (_uniform((rows, groups), g) * magnitude).to(self.dtype)
         centered = codes - expand_tiles(zeros, rows, depth, 1, width)
         return _GroupedMatrix(
             codes, zeros, scale, centered * expand_tiles(scale, rows, depth, 1, width), width
         )
 
 
-def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
+def compressed_tensors(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
     """Make pack-quantized matrices: N rows, K packed. group: None for one scale per row."""
 
-    grouped = _GroupFormat(bits, group, symmetric, torch.bfloat16)
+    group_format = _GroupFormat(bits, group, symmetric, torch.bfloat16)
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        drawn = grouped.draw(rows, depth, g, gain)
+        matrix = group_format.draw(rows, depth, g, gain)
         tensors = {
-            "weight_packed": pack_words(drawn.codes, 1, bits),
-            "weight_scale": drawn.scale,
+            "weight_packed": pack_words(matrix.codes, 1, bits),
+            "weight_scale": matrix.scale,
             "weight_shape": torch.tensor([rows, depth]),
         }
         if not symmetric:
-            tensors["weight_zero_point"] = pack_words(drawn.zeros, 0, bits)
-        return StoredMatrix(tensors, drawn.values)
+            tensors["weight_zero_point"] = pack_words(matrix.zeros, 0, bits)
+        return StoredMatrix(tensors, matrix.values)
 
     return make
 
 
 def awq(group: int, *, zero_point: bool = True) -> Make:
-    grouped = _GroupFormat(4, group, not zero_point, torch.float16)
+    group_format = _GroupFormat(4, group, not zero_point, torch.float16)
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        drawn = grouped.draw(rows, depth, g, gain)
+        matrix = group_format.draw(rows, depth, g, gain)
         tensors = {
-            "qweight": pack_words(drawn.codes.T, 1, 4, AWQ_ORDER),
-            "qzeros": pack_words(drawn.zeros.T, 1, 4, AWQ_ORDER),
-            "scales": drawn.scale.T.contiguous(),
+            "qweight": pack_words(matrix.codes.T, 1, 4, AWQ_ORDER),
+            "qzeros": pack_words(matrix.zeros.T, 1, 4, AWQ_ORDER),
+            "scales": matrix.scale.T.contiguous(),
         }
-        return StoredMatrix(tensors, drawn.values)
+        return StoredMatrix(tensors, matrix.values)
 
     return make
 
 
-def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Make:
+def gptq(bits: int, group: int, *, symmetric: bool = True, zero_point_offset: int = 1) -> Make:
     """Make GPTQ matrices.
 
-    less: amount subtracted from stored zero points, 1 in version 1 of the format.
+    zero_point_offset: subtracted from stored zero points; 1 in version 1 of the format.
     """
 
-    grouped = _GroupFormat(bits, group, symmetric, torch.float16)
+    group_format = _GroupFormat(bits, group, symmetric, torch.float16)
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        drawn = grouped.draw(rows, depth, g, gain)
+        matrix = group_format.draw(rows, depth, g, gain)
         tensors = {
-            "qweight": pack_words(drawn.codes.T, 0, bits),
-            "qzeros": pack_words(drawn.zeros.T - less, 1, bits),
-            "scales": drawn.scale.T.contiguous(),
-            "g_idx": torch.arange(depth, dtype=torch.int32) // drawn.width,
+            "qweight": pack_words(matrix.codes.T, 0, bits),
+            "qzeros": pack_words(matrix.zeros.T - zero_point_offset, 1, bits),
+            "scales": matrix.scale.T.contiguous(),
+            "g_idx": torch.arange(depth, dtype=torch.int32) // matrix.width,
         }
-        return StoredMatrix(tensors, drawn.values)
+        return StoredMatrix(tensors, matrix.values)
 
     return make
 
 
-def with_act_order(make: Make, name: str, group: int, values: str) -> Make:
+def with_act_order(make: Make, group_index_name: str, group: int, codes_name: str) -> Make:
     """Make matrices like `make` with columns assigned to random groups (act-order).
 
     The n-th gate and the n-th up matrix get the same order.
     """
     counts: Counter[Any] = Counter()
 
-    def shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        stored, number = make(rows, depth, g, gain), counts[rows, depth, gain]
+    def make_shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        stored, seed = make(rows, depth, g, gain), counts[rows, depth, gain]
         counts[rows, depth, gain] += 1  # counts gate and up matrices separately
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(seed)
         column_order = torch.randperm(depth, generator=generator)  # position of each sorted column
         tensors = dict(stored.tensors)
-        tensors[name] = torch.empty(depth, dtype=torch.int32)
-        tensors[name][column_order] = torch.arange(depth, dtype=torch.int32) // group
+        tensors[group_index_name] = torch.empty(depth, dtype=torch.int32)
+        tensors[group_index_name][column_order] = torch.arange(depth, dtype=torch.int32) // group
         codes = torch.empty(rows, depth, dtype=torch.int64)
-        bits = 4 if tensors[values].numel() * 8 == codes.numel() else 8
-        dim = 0 if name == "g_idx" else 1
+        bits = 4 if tensors[codes_name].numel() * 8 == codes.numel() else 8
+        dim = 0 if group_index_name == "g_idx" else 1
         unpacked = torch.stack(
-            [tensors[values].long() >> (bits * i) & (1 << bits) - 1 for i in range(32 // bits)],
+            [tensors[codes_name].long() >> (bits * i) & (1 << bits) - 1 for i in range(32 // bits)],
             dim + 1,
         ).flatten(dim, dim + 1)
         # A stable sort keeps the order of columns within a group.
-        first = torch.argsort(tensors[name], stable=True)
-        codes[:, first] = unpacked.T if dim == 0 else unpacked
-        tensors[values] = pack_words(codes.T if dim == 0 else codes, dim, bits)
-        numbers = torch.empty_like(stored.values)
-        numbers[:, first] = stored.values
-        return StoredMatrix(tensors, numbers)
+        sorted_columns = torch.argsort(tensors[group_index_name], stable=True)
+        codes[:, sorted_columns] = unpacked.T if dim == 0 else unpacked
+        tensors[codes_name] = pack_words(codes.T if dim == 0 else codes, dim, bits)
+        shuffled_values = torch.empty_like(stored.values)
+        shuffled_values[:, sorted_columns] = stored.values
+        return StoredMatrix(tensors, shuffled_values)
 
-    return shuffled
+    return make_shuffled
 
 
 def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
@@ -272,26 +274,33 @@ def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> 
     return StoredMatrix({"weight_packed": packed, "weight_scale": scale}, values)
 
 
-def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool, one: bool = False) -> Make:
+def nvfp4(
+    weight_name: str,
+    global_scale_name: str,
+    input_scale_name: str,
+    *,
+    divides: bool,
+    shared_scale: bool = False,
+) -> Make:
     """Make matrices of e2m1 codes with e4m3 scales per 16 and one float32 scale.
 
-    divides: whether the float32 scale divides the values instead of multiplying them. one: all
-    matrices of the same depth have the same float32 scale.
+    divides: whether the float32 scale divides the values instead of multiplying them.
+    shared_scale: all matrices of the same depth have the same float32 scale.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = torch.randint(0, 16, (rows, depth), generator=g)
         scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
-        factor = torch.ones(1) if one else _uniform((1,), g) * gain
-        factor = factor / (300 * depth**0.5)
-        factor = (1 / factor if divides else factor).float()
-        number = 1 / factor.to(F64) if divides else factor.to(F64)
-        values = E2M1[codes] * expand_tiles(scale.float(), rows, depth, 1, 16) * number
+        global_scale = torch.ones(1) if shared_scale else _uniform((1,), g) * gain
+        global_scale = global_scale / (300 * depth**0.5)
+        global_scale = (1 / global_scale if divides else global_scale).float()
+        multiplier = 1 / global_scale.to(F64) if divides else global_scale.to(F64)
+        values = E2M1[codes] * expand_tiles(scale.float(), rows, depth, 1, 16) * multiplier
         tensors = {
-            weight: (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            weight_name: (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
             "weight_scale": scale,
-            whole: factor if divides else factor.reshape(()),
-            inputs: torch.tensor([0.01]),
+            global_scale_name: global_scale if divides else global_scale.reshape(()),
+            input_scale_name: torch.tensor([0.01]),
         }
         return StoredMatrix(tensors, values)
 

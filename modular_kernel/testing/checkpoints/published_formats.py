@@ -8,7 +8,7 @@ import torch
 from modular_kernel.testing.checkpoints.formats import (
     Make,
     awq,
-    compressed,
+    compressed_tensors,
     fp8_block,
     fp8_channel,
     fp8_tensor,
@@ -26,9 +26,9 @@ from modular_kernel.testing.checkpoints.formats import (
 class CheckpointFormat:
     """One checkpoint format.
 
-    config: its quantization_config. make: (rows, depth, generator, gain) -> Stored, where gain
-    multiplies the scales, so that those of two matrices differ. scheme: the scheme that it loads
-    as. bound: limit of a layer's relative error against float64.
+    config: its quantization_config. make: (rows, depth, generator, gain) -> StoredMatrix,
+    where gain multiplies the scales, so that the scales of two matrices differ. scheme: the scheme
+    it is loaded as. bound: maximum relative error of a layer against float64.
     """
 
     config: dict[str, Any] | None
@@ -54,9 +54,9 @@ def _int_config(bits: int, group: int | None, symmetric: bool = True) -> dict[st
     return config | {"group_size": group, "actorder": None, "dynamic": False}
 
 
-def _float_config(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
+def _float_config(strategy: str, dynamic: bool, **extra: Any) -> dict[str, Any]:
     config = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
-    return config | {"dynamic": dynamic, **more}
+    return config | {"dynamic": dynamic, **extra}
 
 
 _INT8_TOKEN = {
@@ -76,35 +76,39 @@ _FP4 = {
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-_BLOCKS = _FP8 | {"weight_block_size": [128, 128]}
-_W8A8 = 8e-2
+_FP8_BLOCK = _FP8 | {"weight_block_size": [128, 128]}
+_W8A8_BOUND = 8e-2
 
 CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     "bf16": CheckpointFormat(None, plain(torch.bfloat16), "none"),
     "fp16": CheckpointFormat(None, plain(torch.float16), "none"),
     "fp32": CheckpointFormat(None, plain(torch.float32), "none"),
-    "deepseek fp8": CheckpointFormat(_BLOCKS, fp8_block(torch.float32), "fp8_w8a8_block", _W8A8),
+    "deepseek fp8": CheckpointFormat(
+        _FP8_BLOCK, fp8_block(torch.float32), "fp8_w8a8_block", _W8A8_BOUND
+    ),
     "deepseek fp8, UE8M0": CheckpointFormat(
-        _BLOCKS | {"scale_fmt": "ue8m0"},
+        _FP8_BLOCK | {"scale_fmt": "ue8m0"},
         fp8_block(torch.float8_e8m0fnu),
         "fp8_w8a8_block",
-        _W8A8,
+        _W8A8_BOUND,
     ),
-    "qwen3 fp8": CheckpointFormat(_BLOCKS, fp8_block(torch.bfloat16), "fp8_w8a8_block", _W8A8),
+    "qwen3 fp8": CheckpointFormat(
+        _FP8_BLOCK, fp8_block(torch.bfloat16), "fp8_w8a8_block", _W8A8_BOUND
+    ),
     "fp8 tensor, dynamic": CheckpointFormat(
-        _FP8, fp8_tensor(static=False), "fp8_w8a8_tensor", _W8A8
+        _FP8, fp8_tensor(static=False), "fp8_w8a8_tensor", _W8A8_BOUND
     ),
     "fp8 tensor, static": CheckpointFormat(
         _FP8 | {"activation_scheme": "static"},
         fp8_tensor(static=True, shape=(1,)),
         "fp8_w8a8_tensor:static=true",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "modelopt fp8": CheckpointFormat(
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
         fp8_tensor(static=True),
         "fp8_w8a8_tensor:static=true",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "compressed fp8 tensor": CheckpointFormat(
         _compressed_config(
@@ -112,7 +116,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         ),
         fp8_tensor(static=True, shape=(1,)),
         "fp8_w8a8_tensor:static=true",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "compressed fp8 channel": CheckpointFormat(
         _compressed_config(
@@ -120,7 +124,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         ),
         fp8_channel(),
         "fp8_w8a8_channel",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "compressed fp8 block": CheckpointFormat(
         _compressed_config(
@@ -130,7 +134,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         ),
         fp8_block(torch.bfloat16, "weight_scale"),
         "fp8_w8a8_block",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "compressed fp8 weights, tensor": CheckpointFormat(
         _compressed_config("float-quantized", _float_config("tensor", False)),
@@ -153,26 +157,26 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         _compressed_config("int-quantized", _int_config(8, None), _INT8_TOKEN),
         int8_channel,
         "int8_w8a8_channel",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "compressed int8, weights": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(8, None)),
-        compressed(8, None),
+        compressed_tensors(8, None),
         "int8_w8a16_channel",
     ),
     "compressed int8, groups": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(8, 64)),
-        compressed(8, 64),
+        compressed_tensors(8, 64),
         "int8_w8a16_group:group=64",
     ),
     "compressed int4": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(4, 32)),
-        compressed(4, 32),
+        compressed_tensors(4, 32),
         "int4_w4a16_group:group=32",
     ),
     "compressed int4, zero points": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(4, 64, symmetric=False)),
-        compressed(4, 64, symmetric=False),
+        compressed_tensors(4, 64, symmetric=False),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "compressed mxfp4": CheckpointFormat(
@@ -205,7 +209,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     ),
     "gptq v2": CheckpointFormat(
         _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
-        gptq(4, 64, symmetric=False, less=0),
+        gptq(4, 64, symmetric=False, zero_point_offset=0),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "gptq int8": CheckpointFormat(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
@@ -218,7 +222,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     ),
     "compressed int4, channels": CheckpointFormat(
         _compressed_config("pack-quantized", _int_config(4, None)),
-        compressed(4, None),
+        compressed_tensors(4, None),
         "int4_w4a16_group:group=256",
     ),
     "mxfp4": CheckpointFormat({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
@@ -226,7 +230,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
 
 # Act-order: columns not sorted by group; supported by `load_experts` only.
 _PACKED4 = _compressed_config("pack-quantized", _int_config(4, 32) | {"actorder": "group"})
-ORDERED: dict[str, CheckpointFormat] = {
+ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
     "gptq, act-order": CheckpointFormat(
         _GPTQ | {"desc_act": True},
         with_act_order(gptq(4, 64), "g_idx", 64, "qweight"),
@@ -244,22 +248,22 @@ ORDERED: dict[str, CheckpointFormat] = {
     ),
     "compressed int4, act-order": CheckpointFormat(
         _PACKED4,
-        with_act_order(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
+        with_act_order(compressed_tensors(4, 32), "weight_g_idx", 32, "weight_packed"),
         "int4_w4a16_act_order:group=32",
     ),
 }
 
-# ModelOpt's fused experts of Llama-4 and gpt-oss: (e, K, N), one scale for all experts.
-FUSED: dict[str, CheckpointFormat] = {
+# ModelOpt's fused experts of Llama 4 and gpt-oss: (e, K, N), with one scale for all experts.
+FUSED_FORMATS: dict[str, CheckpointFormat] = {
     "modelopt fp8, fused": CheckpointFormat(
         CHECKPOINT_FORMATS["modelopt fp8"].config,
-        fp8_tensor(static=True, one=True),
+        fp8_tensor(static=True, shared_scale=True),
         "fp8_w8a8_tensor:static=true",
-        _W8A8,
+        _W8A8_BOUND,
     ),
     "modelopt nvfp4, fused": CheckpointFormat(
         CHECKPOINT_FORMATS["modelopt nvfp4"].config,
-        nvfp4("weight", "weight_scale_2", "input_scale", divides=False, one=True),
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False, shared_scale=True),
         "nvfp4_w4a16",
     ),
 }

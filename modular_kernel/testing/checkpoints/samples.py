@@ -1,7 +1,7 @@
 """Tiny checkpoints with names, layouts and config.json of published families, and exact results.
 
 sample = write(folder, "mixtral", "awq")        # config.json, model.safetensors (or shards)
-sample.truth(x_TH, weights_TK, ids_TK)          # float64: the expected output of the layer
+sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
 """
 
 import json
@@ -15,19 +15,19 @@ from safetensors.torch import save_file
 
 from modular_kernel.testing.checkpoints.formats import F64, StoredMatrix
 from modular_kernel.testing.checkpoints.published_formats import (
+    ACT_ORDER_FORMATS,
     CHECKPOINT_FORMATS,
-    FUSED,
-    ORDERED,
+    FUSED_FORMATS,
     CheckpointFormat,
 )
 
 Tensors = dict[str, torch.Tensor]
-PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+PROJECTIONS, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
 class LayerMatrices:
-    """Gate, up and down of each expert of one layer; b1 is in the order of interleaved rows."""
+    """Gate, up and down of each expert of one layer; the rows of b1 are interleaved."""
 
     gate: list[StoredMatrix]
     up: list[StoredMatrix]
@@ -41,21 +41,21 @@ class LayerMatrices:
         stack = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
         return stack[:1] if stack.dim() == 1 and bool((stack == stack[0]).all()) else stack
 
-    def both(self, kind: str = "weight") -> torch.Tensor:
+    def gate_up(self, kind: str = "weight") -> torch.Tensor:
         """Return gate and up as (E, 2I, H), gate rows first."""
         gate, up = self.stacked("gate", kind), self.stacked("up", kind)
         return torch.cat([gate, up], 1) if gate.dim() > 1 else gate.maximum(up)
 
-    def alternating(self, kind: str = "weight") -> torch.Tensor:
+    def interleaved_gate_up(self, kind: str = "weight") -> torch.Tensor:
         """Return gate and up as (E, 2I, H), with interleaved rows."""
         gate, up = self.stacked("gate", kind), self.stacked("up", kind)
         return torch.stack([gate, up], 2).flatten(1, 2) if gate.dim() > 1 else gate.maximum(up)
 
-    def turned(self, *, interleaved: bool = False) -> Tensors:
-        """Return every stacked tensor with its last two dimensions exchanged; scalars are ()."""
+    def transposed(self, *, interleaved: bool = False) -> Tensors:
+        """Return every stacked tensor, last two dimensions swapped; scalars have shape ()."""
         tensors: Tensors = {}
         for kind in self.gate[0].tensors:
-            first = self.alternating(kind) if interleaved else self.both(kind)
+            first = self.interleaved_gate_up(kind) if interleaved else self.gate_up(kind)
             for name, stacked in (
                 ("gate_up_proj", first),
                 ("down_proj", self.stacked("down", kind)),
@@ -65,47 +65,53 @@ class LayerMatrices:
         return tensors
 
 
-Names = Callable[[str, LayerMatrices], Tensors]
+NameTensors = Callable[[str, LayerMatrices], Tensors]
 
 
-def per_expert_modules(block: str, names: tuple[str, ...] = PROJ) -> Names:
+def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> NameTensors:
     """Name one module for each projection of each expert."""
 
-    def written(front: str, m: LayerMatrices) -> Tensors:
+    def name_tensors(layer_prefix: str, matrices: LayerMatrices) -> Tensors:
         tensors: Tensors = {}
-        projections = (m.gate, m.up, m.down) if len(names) == 3 else (m.up, m.down)
+        projections = (
+            (matrices.gate, matrices.up, matrices.down)
+            if len(names) == 3
+            else (matrices.up, matrices.down)
+        )
         for name, experts in zip(names, projections, strict=True):
             for e, stored in enumerate(experts):
                 for kind, tensor in stored.tensors.items():
-                    tensors[f"{front}{block}.{e}.{name}.{kind}"] = tensor
+                    tensors[f"{layer_prefix}{block}.{e}.{name}.{kind}"] = tensor
         return tensors
 
-    return written
+    return name_tensors
 
 
-def fused(block: str, *, transposed: bool = False) -> Names:
-    def written(front: str, m: LayerMatrices) -> Tensors:
-        tensors_by_name = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
-        tensors = m.turned() if transposed else tensors_by_name
-        return {f"{front}{block}.{name}": tensor for name, tensor in tensors.items()}
+def fused(block: str, *, transposed: bool = False) -> NameTensors:
+    def name_tensors(layer_prefix: str, m: LayerMatrices) -> Tensors:
+        tensors_by_name = {"gate_up_proj": m.gate_up(), "down_proj": m.stacked("down")}
+        tensors = m.transposed() if transposed else tensors_by_name
+        return {f"{layer_prefix}{block}.{name}": tensor for name, tensor in tensors.items()}
 
-    return written
+    return name_tensors
 
 
-def gpt_oss(front: str, m: LayerMatrices) -> Tensors:
+def gpt_oss(layer_prefix: str, m: LayerMatrices) -> Tensors:
     """Name fused tensors in 16 bits and in mxfp4; other formats split the projections."""
-    prefix = f"{front}mlp.experts"
+    prefix = f"{layer_prefix}mlp.experts"
     assert m.b1 is not None
     assert m.b2 is not None
     kinds = m.gate[0].tensors.keys()
     tensors = {f"{prefix}.gate_up_proj_bias": m.b1, f"{prefix}.down_proj_bias": m.b2}
     if kinds == {"weight"} or "input_scale" in kinds:  # ModelOpt keeps the layout
-        return tensors | {f"{prefix}.{name}": t for name, t in m.turned(interleaved=True).items()}
+        return tensors | {
+            f"{prefix}.{name}": t for name, t in m.transposed(interleaved=True).items()
+        }
     if kinds != {"blocks", "scales"}:
         biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
         split_biases = {f"{prefix}.{e}.{name}.bias": bias[e].clone()
                for name, bias in biases.items() for e in range(len(bias))}  # fmt: skip
-        return per_expert_modules("mlp.experts")(front, m) | split_biases
+        return per_expert_modules("mlp.experts")(layer_prefix, m) | split_biases
     for kind in ("blocks", "scales"):
         gate = torch.stack([e.tensors[kind] for e in m.gate])
         up = torch.stack([e.tensors[kind] for e in m.up])
@@ -114,39 +120,43 @@ def gpt_oss(front: str, m: LayerMatrices) -> Tensors:
     return tensors
 
 
-def privacy_filter(front: str, m: LayerMatrices) -> Tensors:
+def privacy_filter(layer_prefix: str, m: LayerMatrices) -> Tensors:
     assert m.b1 is not None
     assert m.b2 is not None
     b1 = torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1)
     biases = {"gate_up_proj_bias": b1, "down_proj_bias": m.b2}
-    tensors = fused("mlp.experts", transposed=True)(front, m)
-    return tensors | {f"{front}mlp.experts.{name}": tensor for name, tensor in biases.items()}
+    tensors = fused("mlp.experts", transposed=True)(layer_prefix, m)
+    return tensors | {
+        f"{layer_prefix}mlp.experts.{name}": tensor for name, tensor in biases.items()
+    }
 
 
-def granite(front: str, m: LayerMatrices) -> Tensors:
-    prefix = f"{front}block_sparse_moe"
+def granite(layer_prefix: str, m: LayerMatrices) -> Tensors:
+    prefix = f"{layer_prefix}block_sparse_moe"
     return {
-        f"{prefix}.input_linear.weight": m.both(),
+        f"{prefix}.input_linear.weight": m.gate_up(),
         f"{prefix}.output_linear.weight": m.stacked("down"),
     }
 
 
-def jetmoe(front: str, m: LayerMatrices) -> Tensors:
-    experts = {name.replace("block_sparse_moe", "mlp"): t for name, t in granite(front, m).items()}
-    attention = f"{front}self_attention.experts.input_linear.weight"
+def jetmoe(layer_prefix: str, m: LayerMatrices) -> Tensors:
+    experts = {
+        name.replace("block_sparse_moe", "mlp"): t for name, t in granite(layer_prefix, m).items()
+    }
+    attention = f"{layer_prefix}self_attention.experts.input_linear.weight"
     return experts | {attention: torch.zeros(len(m.gate), 8, 8)}  # not part of the MoE layer
 
 
-def aria(front: str, m: LayerMatrices) -> Tensors:
-    prefix = f"{front}mlp.experts"
+def aria(layer_prefix: str, m: LayerMatrices) -> Tensors:
+    prefix = f"{layer_prefix}mlp.experts"
     return {
-        f"{prefix}.fc1.weight": m.both().mT.contiguous(),
+        f"{prefix}.fc1.weight": m.gate_up().mT.contiguous(),
         f"{prefix}.fc2.weight": m.stacked("down").mT.contiguous(),
     }
 
 
-def dbrx(front: str, m: LayerMatrices) -> Tensors:
-    prefix = f"{front}ffn.experts.mlp"
+def dbrx(layer_prefix: str, m: LayerMatrices) -> Tensors:
+    prefix = f"{layer_prefix}ffn.experts.mlp"
     return {
         f"{prefix}.w1": m.stacked("gate").flatten(0, 1),
         f"{prefix}.v1": m.stacked("up").flatten(0, 1),
@@ -154,19 +164,22 @@ def dbrx(front: str, m: LayerMatrices) -> Tensors:
     }
 
 
-def step(front: str, m: LayerMatrices) -> Tensors:
+def step(layer_prefix: str, m: LayerMatrices) -> Tensors:
     """Name stacked modules, in which scales are stacked too."""
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
         for kind in experts[0].tensors:
             stacked = torch.stack([matrix.tensors[kind] for matrix in experts])
-            tensors[f"{front}moe.{name}.{kind}"] = stacked
+            tensors[f"{layer_prefix}moe.{name}.{kind}"] = stacked
     return tensors
 
 
-def inkling(front: str, m: LayerMatrices) -> Tensors:
-    prefix = f"{front}mlp.experts"
-    return {f"{prefix}.w13_weight": m.alternating(), f"{prefix}.w2_weight": m.stacked("down")}
+def inkling(layer_prefix: str, m: LayerMatrices) -> Tensors:
+    prefix = f"{layer_prefix}mlp.experts"
+    return {
+        f"{prefix}.w13_weight": m.interleaved_gate_up(),
+        f"{prefix}.w2_weight": m.stacked("down"),
+    }
 
 
 @dataclass(frozen=True)
@@ -178,107 +191,117 @@ class ModelFamily:
     inside: model type whose text_config holds the config, or "".
     """
 
-    names: Names
+    names: NameTensors
     sizes: tuple[str, str, str, str] = (
         "num_experts",
         "num_experts_per_tok",
         "moe_intermediate_size",
         "hidden_size",
     )
-    front: str = "model.layers."
-    more: Mapping[str, Any] = field(default_factory=dict)
-    inside: str = ""
+    layer_prefix: str = "model.layers."
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    wrapper_type: str = ""
     act: str = "silu"
     bias: bool = False
 
     def config(self, model_type: str, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
-        config = {"model_type": model_type, "hidden_act": "silu", **self.more}
+        config = {"model_type": model_type, "hidden_act": "silu", **self.extra_config}
         size_values = dict(zip(self.sizes, sizes, strict=True))
         if model_type == "dbrx":
             hidden = size_values.pop("d_model")
             return config | {"d_model": hidden, "ffn_config": size_values}
         config |= size_values
-        return {"model_type": self.inside, "text_config": config} if self.inside else config
+        return (
+            {"model_type": self.wrapper_type, "text_config": config}
+            if self.wrapper_type
+            else config
+        )
 
 
-_TOP = "num_experts_per_tok"
-_LOCAL = ("num_local_experts", _TOP, "intermediate_size", "hidden_size")
-_OWN = ("num_experts", _TOP, "intermediate_size", "hidden_size")
-_ROUTED = ("n_routed_experts", _TOP, "moe_intermediate_size", "hidden_size")
-_GEMMA = ("num_experts", "top_k_experts", "moe_intermediate_size", "hidden_size")
+_TOP_K = "num_experts_per_tok"
+_LOCAL_EXPERT_KEYS = ("num_local_experts", _TOP_K, "intermediate_size", "hidden_size")
+_DENSE_SIZE_KEYS = ("num_experts", _TOP_K, "intermediate_size", "hidden_size")
+_ROUTED_EXPERT_KEYS = ("n_routed_experts", _TOP_K, "moe_intermediate_size", "hidden_size")
+_GEMMA_KEYS = ("num_experts", "top_k_experts", "moe_intermediate_size", "hidden_size")
 _MLP, _SPARSE = "mlp.experts", "block_sparse_moe.experts"
 _SCALED = {"routed_scaling_factor": 2.5}
 _OAI = {"swiglu_limit": 7.0, "hidden_act": "silu"}
 
 FAMILIES: dict[str, ModelFamily] = {
-    "mixtral": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL),
-    "minimax_m2": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL),
-    "phimoe": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL),
-    "kimi_linear": ModelFamily(per_expert_modules(_SPARSE, W132), more=_SCALED),
+    "mixtral": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL_EXPERT_KEYS),
+    "minimax_m2": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL_EXPERT_KEYS),
+    "phimoe": ModelFamily(per_expert_modules(_SPARSE, W132), _LOCAL_EXPERT_KEYS),
+    "kimi_linear": ModelFamily(per_expert_modules(_SPARSE, W132), extra_config=_SCALED),
     "qwen2_moe": ModelFamily(per_expert_modules(_MLP)),
     "qwen3_moe": ModelFamily(per_expert_modules(_MLP)),
-    "olmoe": ModelFamily(per_expert_modules(_MLP), _OWN),
-    "deepseek_v3": ModelFamily(per_expert_modules(_MLP), _ROUTED, more=_SCALED),
-    "kimi_k2": ModelFamily(per_expert_modules(_MLP), _ROUTED, more=_SCALED),
-    "glm4_moe": ModelFamily(per_expert_modules(_MLP), _ROUTED, more=_SCALED),
+    "olmoe": ModelFamily(per_expert_modules(_MLP), _DENSE_SIZE_KEYS),
+    "deepseek_v3": ModelFamily(per_expert_modules(_MLP), _ROUTED_EXPERT_KEYS, extra_config=_SCALED),
+    "kimi_k2": ModelFamily(per_expert_modules(_MLP), _ROUTED_EXPERT_KEYS, extra_config=_SCALED),
+    "glm4_moe": ModelFamily(per_expert_modules(_MLP), _ROUTED_EXPERT_KEYS, extra_config=_SCALED),
     "qwen3_5_moe_text": ModelFamily(
-        per_expert_modules(_MLP), front="model.language_model.layers.", inside="qwen3_5_moe"
+        per_expert_modules(_MLP),
+        layer_prefix="model.language_model.layers.",
+        wrapper_type="qwen3_5_moe",
     ),
-    "mistral4": ModelFamily(fused(_MLP), _ROUTED, more=_SCALED),
+    "mistral4": ModelFamily(fused(_MLP), _ROUTED_EXPERT_KEYS, extra_config=_SCALED),
     "deepseek_v4": ModelFamily(
         per_expert_modules("ffn.experts", W132),
-        _ROUTED,
-        front="layers.",
-        more=_SCALED | {"swiglu_limit": 1.5},
+        _ROUTED_EXPERT_KEYS,
+        layer_prefix="layers.",
+        extra_config=_SCALED | {"swiglu_limit": 1.5},
         act="clamped silu",
     ),
-    "jamba": ModelFamily(per_expert_modules("feed_forward.experts"), _OWN),
-    "lfm2_moe": ModelFamily(per_expert_modules("feed_forward.experts", W132), more=_SCALED),
+    "jamba": ModelFamily(per_expert_modules("feed_forward.experts"), _DENSE_SIZE_KEYS),
+    "lfm2_moe": ModelFamily(per_expert_modules("feed_forward.experts", W132), extra_config=_SCALED),
     "nemotron_h": ModelFamily(
         per_expert_modules("mixer.experts", ("up_proj", "down_proj")),
-        _ROUTED,
-        front="backbone.layers.",
-        more=_SCALED | {"mlp_hidden_act": "relu2"},
+        _ROUTED_EXPERT_KEYS,
+        layer_prefix="backbone.layers.",
+        extra_config=_SCALED | {"mlp_hidden_act": "relu2"},
         act="relu2",
     ),
-    "gpt_oss": ModelFamily(gpt_oss, _LOCAL, more=_OAI, act="oai", bias=True),
-    "openai_privacy_filter": ModelFamily(privacy_filter, _LOCAL, more=_OAI, act="oai", bias=True),
+    "gpt_oss": ModelFamily(gpt_oss, _LOCAL_EXPERT_KEYS, extra_config=_OAI, act="oai", bias=True),
+    "openai_privacy_filter": ModelFamily(
+        privacy_filter, _LOCAL_EXPERT_KEYS, extra_config=_OAI, act="oai", bias=True
+    ),
     "llama4_text": ModelFamily(
         fused("feed_forward.experts", transposed=True),
-        _LOCAL,
-        front="language_model.model.layers.",
-        inside="llama4",
+        _LOCAL_EXPERT_KEYS,
+        layer_prefix="language_model.model.layers.",
+        wrapper_type="llama4",
     ),
     "qwen3_vl_moe_text": ModelFamily(
-        fused(_MLP, transposed=True), front="model.language_model.layers.", inside="qwen3_vl_moe"
+        fused(_MLP, transposed=True),
+        layer_prefix="model.language_model.layers.",
+        wrapper_type="qwen3_vl_moe",
     ),
     "gemma4_text": ModelFamily(
         fused("experts"),
-        _GEMMA,
-        more={"enable_moe_block": True, "hidden_activation": "gelu_pytorch_tanh"},
+        _GEMMA_KEYS,
+        extra_config={"enable_moe_block": True, "hidden_activation": "gelu_pytorch_tanh"},
         act="gelu_tanh",
     ),
-    "granitemoe": ModelFamily(granite, _LOCAL),
-    "granitemoe_swa": ModelFamily(fused(_SPARSE), _LOCAL),
-    "jetmoe": ModelFamily(jetmoe, _LOCAL, more={"activation_function": "silu"}),
+    "granitemoe": ModelFamily(granite, _LOCAL_EXPERT_KEYS),
+    "granitemoe_swa": ModelFamily(fused(_SPARSE), _LOCAL_EXPERT_KEYS),
+    "jetmoe": ModelFamily(jetmoe, _LOCAL_EXPERT_KEYS, extra_config={"activation_function": "silu"}),
     "aria_text": ModelFamily(
         aria, ("moe_num_experts", "moe_topk", "intermediate_size", "hidden_size")
     ),
     "dbrx": ModelFamily(
         dbrx,
         ("moe_num_experts", "moe_top_k", "ffn_hidden_size", "d_model"),
-        front="transformer.blocks.",
+        layer_prefix="transformer.blocks.",
     ),
     "step3p5": ModelFamily(
         step,
         ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size"),
-        more={"moe_router_scaling_factor": 2.5},
+        extra_config={"moe_router_scaling_factor": 2.5},
     ),
     "inkling_text": ModelFamily(
         inkling,
-        ("n_routed_experts", _TOP, "intermediate_size", "hidden_size"),
-        front="model.llm.layers.",
-        more={"route_scale": 1.5, "dense_intermediate_size": 96},
+        ("n_routed_experts", _TOP_K, "intermediate_size", "hidden_size"),
+        layer_prefix="model.llm.layers.",
+        extra_config={"route_scale": 1.5, "dense_intermediate_size": 96},
     ),
 }
 
@@ -309,44 +332,49 @@ class Sample:
         weights, ids = scores.topk(self.top_k)
         return x, weights / weights.sum(-1, keepdim=True), ids
 
-    def truth(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def expected_output(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
         """Compute the layer's output pair by pair, (T, H) float64."""
         on_input = self.config.get("model_type") == "llama4"
         y = torch.zeros_like(x)
         for t in range(len(x)):
             for w, e in zip(weights[t].to(F64), ids[t].tolist(), strict=True):
                 h = self.w1[e] @ (x[t] * w if on_input else x[t])
-                h = self._activated(h if self.b1 is None else h + self.b1[e])
+                h = self._activate(h if self.b1 is None else h + self.b1[e])
                 out = self.w2[e] @ h
                 out = out if self.b2 is None else out + self.b2[e]
                 y[t] += out if on_input else w * out
         return y * self.scaling
 
-    def _activated(self, h: torch.Tensor) -> torch.Tensor:
-        kind = self.published.act
-        if kind == "relu2":
+    def _activate(self, h: torch.Tensor) -> torch.Tensor:
+        activation = self.published.act
+        if activation == "relu2":
             return h.clamp(min=0) ** 2
         gate, up = h.chunk(2)
-        if kind == "oai":
+        if activation == "oai":
             gate, up = gate.clamp(max=7), up.clamp(-7, 7)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        if kind == "clamped silu":
+        if activation == "clamped silu":
             gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
-        if kind == "gelu_tanh":
+        if activation == "gelu_tanh":
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
 
 def matrices(
-    kind: CheckpointFormat, published: ModelFamily, sizes: tuple[int, int, int], g: torch.Generator
+    checkpoint_format: CheckpointFormat,
+    model_family: ModelFamily,
+    sizes: tuple[int, int, int],
+    g: torch.Generator,
 ) -> LayerMatrices:
-    experts, hidden, width = sizes
-    gate = [kind.make(width, hidden, g, 1.0) for _ in range(experts)]
-    up = [kind.make(width, hidden, g, 1.7) for _ in range(experts)]
-    down = [kind.make(hidden, width, g, 1.0) for _ in range(experts)]
-    if not published.bias:
+    experts, hidden, intermediate = sizes
+    gate = [checkpoint_format.make(intermediate, hidden, g, 1.0) for _ in range(experts)]
+    up = [checkpoint_format.make(intermediate, hidden, g, 1.7) for _ in range(experts)]
+    down = [checkpoint_format.make(hidden, intermediate, g, 1.0) for _ in range(experts)]
+    if not model_family.bias:
         return LayerMatrices(gate, up, down)
-    b1, b2 = (torch.randn(experts, n, generator=g) / 2 for n in (2 * width, hidden))
+    b1, b2 = (torch.randn(experts, n, generator=g) / 2 for n in (2 * intermediate, hidden))
     return LayerMatrices(gate, up, down, b1.bfloat16(), b2.bfloat16())
 
 
@@ -369,30 +397,46 @@ def write(  # noqa: PLR0913 (independent options)
     shards: number of files; several get an index. change: modifies the tensors, by name, before
     they are written.
     """
-    published, format_ = FAMILIES[family], (CHECKPOINT_FORMATS | ORDERED | FUSED)[kind]
+    model_family, checkpoint_format = (
+        FAMILIES[family],
+        (CHECKPOINT_FORMATS | ACT_ORDER_FORMATS | FUSED_FORMATS)[kind],
+    )
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:
-        m = matrices(format_, published, (experts, hidden, intermediate), g)
-        tensors |= published.names(f"{published.front}{layer}.", m)
-        tensors[f"{published.front}{layer}.input_layernorm.weight"] = torch.ones(hidden)
+        m = matrices(checkpoint_format, model_family, (experts, hidden, intermediate), g)
+        tensors |= model_family.names(f"{model_family.layer_prefix}{layer}.", m)
+        tensors[f"{model_family.layer_prefix}{layer}.input_layernorm.weight"] = torch.ones(hidden)
     if change is not None:
         change(tensors)
-    config = published.config(family, (experts, top_k, intermediate, hidden))
+    config = model_family.config(family, (experts, top_k, intermediate, hidden))
     dtypes = {"fp16": "float16", "fp32": "float32"}
     config["torch_dtype"] = dtypes.get(kind, "bfloat16")
-    if format_.config is not None:
-        config["quantization_config"] = format_.config
+    if checkpoint_format.config is not None:
+        config["quantization_config"] = checkpoint_format.config
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save(folder, tensors, shards)
-    gate, up, down = ([one.values for one in ones] for ones in (m.gate, m.up, m.down))
-    is_ungated = published.act == "relu2"
-    w1 = torch.stack(up if is_ungated else [torch.cat(two) for two in zip(gate, up, strict=True)])
+    gate, up, down = ([matrix.values for matrix in stored] for stored in (m.gate, m.up, m.down))
+    is_ungated = model_family.act == "relu2"
+    w1 = torch.stack(
+        up if is_ungated else [torch.cat(gate_up) for gate_up in zip(gate, up, strict=True)]
+    )
     b1 = None if m.b1 is None else torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1).to(F64)
     b2 = None if m.b2 is None else m.b2.to(F64)
-    scaling = next((v for k, v in published.more.items() if "scal" in k), 1.0)
-    return Sample(folder, config, format_, published, w1, torch.stack(down), b1, b2, top_k, scaling)
+    scaling = next((v for k, v in model_family.extra_config.items() if "scal" in k), 1.0)
+    return Sample(
+        folder,
+        config,
+        checkpoint_format,
+        model_family,
+        w1,
+        torch.stack(down),
+        b1,
+        b2,
+        top_k,
+        scaling,
+    )
 
 
 def save(folder: Path, tensors: Tensors, shards: int = 1) -> None:

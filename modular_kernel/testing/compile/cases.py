@@ -40,10 +40,10 @@ from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
-_FP8_ALONE = {"amax_kernel"}  # computes per-tensor scales, which only fp8 has
+_FP8_ONLY_KERNELS = {"amax_kernel"}  # computes per-tensor scales, which only fp8 has
 _FP8_ARCH = 89
 # Small enough to quantize on a CPU, large enough for every tile: block_n <= 256, block_k <= 128.
-_QUANT = (
+_SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
     "fp8_w8a8_block",
@@ -71,7 +71,7 @@ class CompiledRow:
 
 @dataclass(frozen=True)
 class SkippedKernel:
-    """A kernel that was not compiled. reason: "" if there is none, so that a case is missing."""
+    """A kernel that was not compiled. reason: why; "" means that a case is missing."""
 
     kernel: str
     module: str
@@ -87,14 +87,14 @@ class CompileResult:
 
 
 Cases = Iterator[tuple[str, list[CompileRecord]]]
-# Makes a progress bar for a number of steps; the yielded function completes one step.
-Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]
+# Context manager that shows progress over a number of steps; the yielded function completes one.
+ProgressBar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
     """Return problems that reach every tile regime in every dtype, and every kernel flag."""
     # Without alignment; then 2, 16, 40 and 256 rows per expert.
-    half = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
+    bf16 = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
     # Many pairs, which are counted in separate launches.
     fp32 = [replace(_BASE, tokens=t, dtype=torch.float32) for t in (4, 4096)]
     changes: tuple[dict[str, object], ...] = (
@@ -113,40 +113,49 @@ def problems() -> tuple[Problem, ...]:
         {"hidden": 200, "intermediate": 136, "tokens": 4},
     )
     large = replace(_BASE, tokens=512)
-    adapted = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
+    with_adapters = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
     # Interleaved rows: an argument of 1 is specialized as a constant.
-    adapted += [replace(problem, activation="silu:interleaved=true") for problem in adapted]
-    adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
-    # A few tokens: channel and tensor scales, enough experts for the path without tiles.
-    many_experts = replace(adapted[0], experts=32)
-    adapted += [
+    with_adapters += [
+        replace(problem, activation="silu:interleaved=true") for problem in with_adapters
+    ]
+    with_adapters += [
+        replace(with_adapters[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])
+    ]
+    # Few tokens with channel and tensor scales, and enough experts for the path without tiles.
+    many_experts = replace(with_adapters[0], experts=32)
+    with_adapters += [
         replace(many_experts, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")
     ]
     # Paths that the base does not reach: packed 4-bit words with one token; a depth of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
-    wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
-    quantized = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
+    deep = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
+    quantized = [replace(_BASE, tokens=t, quant=q) for q in _SCHEMES for t in (4, 512)]
     # Many rows per expert: mxfp4 weights are dequantized first.
     quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*half, *fp32, *flags, *quantized, *packed, wide, *adapted)
+    return (*bf16, *fp32, *flags, *quantized, *packed, deep, *with_adapters)
 
 
 def compile_all(
-    target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1, only: str = ""
+    target: str = "sm_90",
+    bar: ProgressBar | None = None,
+    *,
+    workers: int = 1,
+    name_filter: str = "",
 ) -> CompileResult:
     """Compile all cases for `target` ("sm_90", ...) as they are launched there.
 
     workers: number of processes that share the cases; the result does not depend on it, except for
-    `seconds`. only: part of the name of a case, or of a kernel, in which case the other cases
-    compile only matching kernels. Kernels with other names are then not listed as left out.
+    `seconds`. name_filter: part of the name of a case or of a kernel. Matching cases compile all
+    their kernels, other cases only matching kernels, and only kernels with matching names are
+    listed as left out.
     """
-    steps = _steps(_machine(target), target, only)
+    steps = _steps(_machine(target), target, name_filter)
     rows: dict[str, CompiledRow] = {}
     with (bar or _no_bar)(len(steps)) as advance:
         is_shared = workers > 1
         row_lists = (
-            _run_in_workers(target, only, len(steps), workers)
+            _run_in_workers(target, name_filter, len(steps), workers)
             if is_shared
             else _run_steps(steps, target)
         )
@@ -156,9 +165,11 @@ def compile_all(
             advance()
     compiled_names = {row.record.kernel for row in rows.values()}
     missing = (
-        kernel for name, kernel in defined_kernels(only).items() if name not in compiled_names
+        kernel
+        for name, kernel in defined_kernels(name_filter).items()
+        if name not in compiled_names
     )
-    left_out = (SkippedKernel(k.name, k.module, _why_left_out(k, target)) for k in missing)
+    left_out = (SkippedKernel(k.name, k.module, _skip_reason(k, target)) for k in missing)
     return CompileResult(tuple(rows.values()), tuple(left_out))
 
 
@@ -170,38 +181,38 @@ def iter_launches(target: str) -> Cases:
 
 def _run_steps(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
     for step in steps:
-        yield _judged(step(), target)
+        yield _check_records(step(), target)
 
 
-def _judged(cases: Cases, target: str) -> list[CompiledRow]:
-    """Check each kernel in the process that compiled it, as counting instructions takes as long."""
+def _check_records(cases: Cases, target: str) -> list[CompiledRow]:
+    """Check each kernel in the process that compiled it: counting instructions is as slow."""
     return [
-        CompiledRow(case, record, check(record, _expected(record, target)))
+        CompiledRow(case, record, check(record, _expected_instruction(record, target)))
         for case, records in cases
         for record in records
     ]
 
 
 def _run_in_workers(
-    target: str, only: str, steps: int, workers: int
+    target: str, name_filter: str, steps: int, workers: int
 ) -> Iterator[list[CompiledRow]]:
     """Yield the results of all steps in order; each process takes the next free step."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
-        yield from pool.map(_run_step, [target] * steps, [only] * steps, range(steps))
+        yield from pool.map(_run_step, [target] * steps, [name_filter] * steps, range(steps))
 
 
-def _run_step(target: str, only: str, index: int) -> list[CompiledRow]:
+def _run_step(target: str, name_filter: str, index: int) -> list[CompiledRow]:
     """Run one step of `compile_all` in a worker process."""
-    return _judged(_steps(_machine(target), target, only)[index](), target)
+    return _check_records(_steps(_machine(target), target, name_filter)[index](), target)
 
 
-def _why_left_out(kernel: DefinedKernel, target: str) -> str:
+def _skip_reason(kernel: DefinedKernel, target: str) -> str:
     if kernel.targets and target not in kernel.targets:
         return f"{', '.join(kernel.targets)} only"
     if kernel.left_out:
         return kernel.left_out
-    fp8 = kernel.name in _FP8_ALONE and int(target.removeprefix("sm_")) < _FP8_ARCH
+    fp8 = kernel.name in _FP8_ONLY_KERNELS and int(target.removeprefix("sm_")) < _FP8_ARCH
     return f"fp8 only, sm_{_FP8_ARCH} or newer" if fp8 else ""
 
 
@@ -217,76 +228,79 @@ def _machine(target: str) -> Machine:
     return Machine("cuda", (arch // 10, arch % 10), packages)
 
 
-def _steps(machine: Machine, target: str, only: str = "") -> list[Callable[[], Cases]]:
+def _steps(machine: Machine, target: str, name_filter: str = "") -> list[Callable[[], Cases]]:
     """Return one step per problem, and one per call of a part or of an operation.
 
-    only: see `compile_all`.
+    name_filter: see `compile_all`.
     """
     calls: dict[str, Callable[[], object]] = {
-        "activation": _activate,
-        "numbers": _number,
-        "live pairs": _live_pairs,
-        "rows of zeros": _zero_rows,
-        "router": _route,
+        "activation": _launch_activation,
+        "numbers": _launch_numbering,
+        "live pairs": _launch_live_pairs,
+        "rows of zeros": _launch_zero_rows,
+        "router": _launch_router,
         "parallel adapters": partial(moe_lora.launch_all, _BASE.dtype, 32),
     }
     for part in load_catalog().parts:
         if issubclass(part.cls, PrepareAndFinalize | PermuteExpertsUnpermute):
             calls |= {f"{part.name} {name}": call for name, call in part.cls.meta_calls().items()}
     return [
-        *(partial(_compile_problem, problem, machine, target, only) for problem in problems()),
         *(
-            partial(_compile_call, name, call, target, only)
+            partial(_compile_problem, problem, machine, target, name_filter)
+            for problem in problems()
+        ),
+        *(
+            partial(_compile_call, name, call, target, name_filter)
             for name, call in calls.items()
-            if only in name or defined_kernels(only)
+            if name_filter in name or defined_kernels(name_filter)
         ),
     ]
 
 
-def _compile_problem(problem: Problem, machine: Machine, target: str, only: str) -> Cases:
+def _compile_problem(problem: Problem, machine: Machine, target: str, name_filter: str) -> Cases:
     """Yield the launches of every pairing with a Triton part for `problem`."""
     for verdict in check_all(problem, machine):
         experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
         if not verdict.ok or "triton" not in experts.requires.packages:
             continue
-        if only not in case and not defined_kernels(only):
+        if name_filter not in case and not defined_kernels(name_filter):
             continue
         with experts.described(machine):
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            yield case, compile_call(kernel, target, _kernel_filter(only, case))
+            yield case, compile_call(kernel, target, _kernel_filter(name_filter, case))
 
 
-def _compile_call(name: str, call: Callable[[], object], target: str, only: str) -> Cases:
-    with record_compiles(target, _kernel_filter(only, name)) as records:
+def _compile_call(name: str, call: Callable[[], object], target: str, name_filter: str) -> Cases:
+    with record_compiles(target, _kernel_filter(name_filter, name)) as records:
         call()
     yield name, records
 
 
-def _kernel_filter(only: str, case: str) -> Callable[[str], bool]:
+def _kernel_filter(name_filter: str, case: str) -> Callable[[str], bool]:
     """Return a filter of kernel names: all kernels of a matching case, else matching kernels."""
-    return lambda kernel: only in case or only in kernel
+    return lambda kernel: name_filter in case or name_filter in kernel
 
 
 def compile_call(
-    kernel: FusedMoEModularKernel, target: str, wanted: Callable[[str], bool] | None = None
+    kernel: FusedMoEModularKernel, target: str, kernel_filter: Callable[[str], bool] | None = None
 ) -> list[CompileRecord]:
     """Compile every launch of one call of `kernel` on meta tensors.
 
-    wanted: see `record_compiles`.
+    kernel_filter: see `record_compiles`.
     """
     problem = kernel.problem
-    x_TH, weights, routing = _meta(random_inputs(problem, torch.device("cpu")))
+    x_TH, weights, routing = _to_meta(random_inputs(problem, torch.device("cpu")))
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
-    with record_compiles(target, wanted) as records:
+    with record_compiles(target, kernel_filter) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
     return records
 
 
-def _activate() -> None:
-    """Launch the activation as a separate operation, which no part does."""
+def _launch_activation() -> None:
+    """Launch the activation as a separate operation; parts fuse it."""
     rows, intermediate = 4, _BASE.intermediate
     out = torch.empty(rows, intermediate, dtype=_BASE.dtype, device=_META)
     for kind in GATED + UNGATED:
@@ -311,7 +325,7 @@ def _pairs(top_k: int) -> Pairs:
     )
 
 
-def _number() -> None:
+def _launch_numbering() -> None:
     """Launch the numbering of a library's rows, alone and with quantization.
 
     The parts that use it need ranks.
@@ -326,7 +340,7 @@ def _number() -> None:
         number_and_quantize(x, scheme, _pairs(8), out=out)
 
 
-def _live_pairs() -> None:
+def _launch_live_pairs() -> None:
     """Launch the masking of rows received from other ranks, by their ids."""
     for dtype in (torch.int32, torch.int64):
         live_pairs(
@@ -338,14 +352,14 @@ def _live_pairs() -> None:
         )
 
 
-def _zero_rows() -> None:
+def _launch_zero_rows() -> None:
     """Launch the zeroing of rows that a library leaves undefined."""
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
         zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
 
 
-def _route() -> None:
+def _launch_router() -> None:
     """Launch the router, which is not part of any pairing."""
     for spec, experts in (
         (RouterSpec(2), 8),
@@ -355,21 +369,23 @@ def _route() -> None:
         (RouterSpec(12, zero_experts=256), 512),
     ):
         logits = torch.empty(4, spec.columns(experts), device=_META)
-        table = words = None
+        table = token_ids = None
         if spec.table:
             table = torch.empty(100, spec.top_k, dtype=torch.int32, device=_META)
-            words = torch.empty(4, dtype=torch.int32, device=_META)
-        route(logits, spec, RouterTensors(None, table), token_ids_T=words)
+            token_ids = torch.empty(4, dtype=torch.int32, device=_META)
+        route(logits, spec, RouterTensors(None, table), token_ids_T=token_ids)
 
 
-def _meta(inputs: Inputs) -> Inputs:
+def _to_meta(inputs: Inputs) -> Inputs:
     x_TH, weights, routing = inputs
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
-    moved: dict[str, Any] = {name: t if t is None else t.to(_META) for name, t in tensors.items()}
+    meta_weights: dict[str, Any] = {
+        name: t if t is None else t.to(_META) for name, t in tensors.items()
+    }
     ids_TK, slots_T = routing.topk_ids_TK.to(_META), routing.slots_T
     return (
         x_TH.to(_META),
-        ExpertWeights(**moved),
+        ExpertWeights(**meta_weights),
         Routing(
             routing.topk_weights_TK.to(_META),
             ids_TK,
@@ -378,7 +394,7 @@ def _meta(inputs: Inputs) -> Inputs:
     )
 
 
-def _expected(record: CompileRecord, target: str) -> str | None:
+def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     """Return the instruction that a GEMM must use, or None for other kernels.
 
     On Hopper these are warpgroup MMAs if the tile has at least 64 rows of tokens or of weights.
@@ -398,4 +414,4 @@ def _expected(record: CompileRecord, target: str) -> str | None:
         return "IGMMA" if uses_wgmma else "IMMA"
     if rows == "fp8e4nv" and uses_wgmma:
         return "QGMMA"
-    return "HGMMA" if uses_wgmma else "HMMA"  # fp8 tiles of fewer rows are converted to fp16
+    return "HGMMA" if uses_wgmma else "HMMA"  # without wgmma, fp8 operands are converted to fp16

@@ -23,8 +23,8 @@ from modular_kernel.catalog import load_catalog
 class DefinedKernel:
     """A kernel.
 
-    module: where it is defined. targets: the GPUs that it is for, () for any. left_out: why no case
-    launches it; "" if one should.
+    module: where it is defined. targets: the GPU architectures that it supports, () for all.
+    left_out: why no case launches it; "" if one should.
     """
 
     name: str
@@ -33,19 +33,19 @@ class DefinedKernel:
     left_out: str
 
 
-def defined_kernels(only: str = "") -> dict[str, DefinedKernel]:
+def defined_kernels(name_filter: str = "") -> dict[str, DefinedKernel]:
     """Return every Triton kernel of the installed parts and of the operations, by name.
 
-    only: restrict to names that contain this.
+    name_filter: part of the name.
     """
-    return {name: kernel for name, kernel in _defined().items() if only in name}
+    return {name: kernel for name, kernel in _defined().items() if name_filter in name}
 
 
 @cache
 def _defined() -> dict[str, DefinedKernel]:
     roots = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
     packages = (
-        name for top in (*roots, "modular_kernel.ops") for name in _packages_of_kernels(top)
+        name for root in (*roots, "modular_kernel.ops") for name in _packages_of_kernels(root)
     )
     kernels = {}
     for package in map(import_module, sorted(packages)):
@@ -60,11 +60,11 @@ def _defined() -> dict[str, DefinedKernel]:
     return kernels
 
 
-def _packages_of_kernels(top: str) -> Iterator[str]:
-    """Yield every package called `kernels` below the package `top`, without importing them."""
-    for folder in map(Path, getattr(import_module(top), "__path__", ())):
+def _packages_of_kernels(root: str) -> Iterator[str]:
+    """Yield every package called `kernels` below the package `root`, without importing them."""
+    for folder in map(Path, getattr(import_module(root), "__path__", ())):
         for path in folder.rglob("kernels/__init__.py"):
-            yield ".".join((top, *path.parent.relative_to(folder).parts))
+            yield ".".join((root, *path.parent.relative_to(folder).parts))
 
 
 def _modules(

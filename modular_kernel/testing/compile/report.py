@@ -79,8 +79,8 @@ class CompileRecord:
 class Instructions(Mapping[str, int]):
     """Number of occurrences of each of FAMILIES in a kernel's code.
 
-    Counted on first access, because disassembling a kernel takes as long as compiling it; `counted`
-    is False until then. The repr identifies the code in either case.
+    Counted on first access, because disassembling a kernel takes as long as compiling it;
+    `is_counted` is False until then. The repr identifies the code in either case.
     """
 
     def __init__(self, cubin: bytes) -> None:
@@ -91,7 +91,7 @@ class Instructions(Mapping[str, int]):
         return _count(self._cubin)
 
     @property
-    def counted(self) -> bool:
+    def is_counted(self) -> bool:
         return "_counts" in vars(self)
 
     def __getitem__(self, name: str) -> int:
@@ -110,7 +110,7 @@ class Instructions(Mapping[str, int]):
 def check(
     record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED
 ) -> tuple[str, ...]:
-    """Return every reason why `record` should not ship, () if there is none.
+    """Return the violations of `record`, () if there are none.
 
     expect: one of FAMILIES that the code must contain, such as the tensor-core instruction. Raises
     ConfigurationError for an unknown one. max_shared: limit of shared memory in bytes.
@@ -136,11 +136,11 @@ def check(
 
 @contextmanager
 def record_compiles(
-    target: str = "sm_90", wanted: Callable[[str], bool] | None = None
+    target: str = "sm_90", kernel_filter: Callable[[str], bool] | None = None
 ) -> Iterator[list[CompileRecord]]:
     """Compile for `target` instead of launching; yield the list to which launches append records.
 
-    wanted: whether to compile a kernel, by its name; None means every kernel.
+    kernel_filter: returns whether to compile a kernel, given its name; None compiles all.
 
     The active driver and Triton's launch are restored on exit, also after an error. A launch that
     does not compile raises Triton's error to its caller and is not recorded. Raises
@@ -154,7 +154,9 @@ def record_compiles(
     previous_driver, launch = triton.runtime.driver._active, JITFunction.run
     triton.runtime.driver.set_active(driver)
     recording_run = _make_recording_run(launch, driver, records)
-    JITFunction.run = recording_run if wanted is None else _filter_launches(recording_run, wanted)
+    JITFunction.run = (
+        recording_run if kernel_filter is None else _filter_launches(recording_run, kernel_filter)
+    )
     try:
         with compile_only():
             yield records
@@ -228,12 +230,12 @@ def _make_recording_run(
 
 
 def _filter_launches(
-    compiling: Callable[..., TritonObject], wanted: Callable[[str], bool]
+    run_kernel: Callable[..., TritonObject], kernel_filter: Callable[[str], bool]
 ) -> Callable[..., TritonObject]:
-    """Return `compiling` for the wanted kernels; launches of others do nothing."""
+    """Return `run_kernel` for kernels that pass the filter; other launches do nothing."""
 
     def run(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
-        return compiling(self, *args, **kwargs) if wanted(self.fn.__name__) else None
+        return run_kernel(self, *args, **kwargs) if kernel_filter(self.fn.__name__) else None
 
     return run
 
@@ -260,10 +262,10 @@ def _constants(
     bound = kernel.signature.bind(*args, **known_kwargs)
     bound.apply_defaults()
     values = {param.name: bound.arguments[param.name] for param in kernel.params}
-    return {p.name: _plain(values[p.name]) for p in kernel.params if p.is_constexpr}
+    return {p.name: _to_json_value(values[p.name]) for p in kernel.params if p.is_constexpr}
 
 
-def _plain(value: TritonObject) -> object:
+def _to_json_value(value: TritonObject) -> object:
     """Return `value` in a form for printing and JSON."""
     value = getattr(value, "value", value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -294,10 +296,10 @@ def _record(
 
 def _element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
     """Return element types from `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
-    kinds = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
+    matches = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
     return {
         name: re.split(r"[\[>,]", str(signature[name])[match.end() :])[0]
-        for name, match in kinds.items()
+        for name, match in matches.items()
         if match
     }
 

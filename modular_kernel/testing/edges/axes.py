@@ -1,4 +1,4 @@
-"""Single steps from a situation: all situations that differ in one field by the least amount.
+"""Single steps from a situation: all situations that differ from it in one field.
 
 The fields are those of Problem, of Machine and of the two declarations. The values of a field are
 derived from its annotation, so that new fields are included automatically.
@@ -27,9 +27,9 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # represents a bound of None
-_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search, as a Placement lists all of them
-R = TypeVar("R")
-_IDS = (None, torch.int32, torch.int64)
+_MAX_EXPERTS, _MAX_RANKS = 4096, 64  # limits of the search: a Placement lists all experts
+Record = TypeVar("Record")
+_ID_DTYPES = (None, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class NumericField:
 
     field: str
     start: int
-    at: Callable[[int], EdgeSituation | None]
+    situation_with: Callable[[int], EdgeSituation | None]
     low: int
     high: int
-    falls: bool = False
+    only_decreases: bool = False
 
 
 def _with_requires(cls: Any, requires: object) -> Any:
-    """Return the part with these requirements: the part itself if they are its own."""
+    """Return the part, or a subclass with these requirements if they differ from the part's."""
     return cls if cls.requires is requires else _changed_part(cls, requires)
 
 
@@ -88,48 +88,48 @@ def _changed_part(cls: Any, requires: object) -> Any:
 
 
 def changed_fields(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
-    """Yield ("record.field", situation) for every change of one field without order."""
+    """Yield ("record.field", situation) for every change of one non-numeric field."""
     for record_name in ("problem", "machine", "pf_requires", "experts_requires"):
         record = getattr(base, record_name)
         hints = _type_hints(cast("Any", type(record)))
         for field in fields(record):
             value = getattr(record, field.name)
             for new_value in _other_values(base, field.name, hints[field.name], value):
-                changed = _changed(base, record_name, **{field.name: new_value})
-                if changed is not None:
-                    yield f"{record_name}.{field.name}", changed
-    for changed in _other_device(base):
-        yield "machine.device", changed
+                neighbor = _with_values(base, record_name, **{field.name: new_value})
+                if neighbor is not None:
+                    yield f"{record_name}.{field.name}", neighbor
+    for neighbor in _other_device(base):
+        yield "machine.device", neighbor
 
 
 def numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
-    """Yield the numeric fields."""
-    yield from _problem_lines(base)
+    """Yield the numeric fields of the problem, the machine and the declarations."""
+    yield from _problem_fields(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
 
-        def on(number: int) -> EdgeSituation | None:
-            return _changed(base, "machine", arch=divmod(number, 10))
+        def with_arch(number: int) -> EdgeSituation | None:
+            return _with_values(base, "machine", arch=divmod(number, 10))
 
-        yield NumericField("machine.arch", 10 * major + minor, on, 10, 199)
+        yield NumericField("machine.arch", 10 * major + minor, with_arch, 10, 199)
     for record_name in ("pf_requires", "experts_requires"):
         record = getattr(base, record_name)
         for name, kind in _type_hints(cast("Any", type(record))).items():
-            yield from _requirement_lines(base, record_name, name, kind, getattr(record, name))
+            yield from _requirement_fields(base, record_name, name, kind, getattr(record, name))
 
 
-def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | None:
+def _with_values(base: EdgeSituation, record_name: str, **values: object) -> EdgeSituation | None:
     """Return `base` with other values in one record, or None if they are invalid."""
     try:
-        return _replace(base, **{of: _replace(getattr(base, of), **values)})
+        return _replace(base, **{record_name: _replace(getattr(base, record_name), **values)})
     except ConfigurationError:
         return None
 
 
-def _replace(record: R, **values: object) -> R:
+def _replace(record: Record, **values: object) -> Record:
     """Like `dataclasses.replace`, in half the time: a search makes a hundred thousand calls."""
     values_by_name, cls = vars(record), cast("Any", type(record))
-    return cast("R", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
+    return cast("Record", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
 
 
 @cache
@@ -142,9 +142,11 @@ def _type_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _other_values(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterator[object]:
-    """Yield the other values of a field without order."""
-    base_type = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+def _other_values(
+    base: EdgeSituation, name: str, annotation: Any, value: object
+) -> Iterator[object]:
+    """Yield the other values of a non-numeric field."""
+    base_type = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     if name in _VALUES:
         candidates: tuple[object, ...] = tuple(_VALUES[name](base))
     elif base_type is bool:
@@ -155,16 +157,16 @@ def _other_values(base: EdgeSituation, name: str, kind: Any, value: object) -> I
         candidates = tuple(type(value))
     elif isinstance(value, frozenset):
         members = sorted(value, key=str)
-        candidates = tuple(value - {one} for one in members)
+        candidates = tuple(value - {member} for member in members)
         if name == "packages":
-            candidates += tuple(value | {one} for one in _packages())
+            candidates += tuple(value | {member} for member in _packages())
     elif name == "packages":
         candidates = ((*base.experts_requires.packages, "no_such_package"),)
     elif any(isinstance(arg, type) and issubclass(arg, Enum) for arg in get_args(base_type)):
         candidates = next(tuple(arg) for arg in get_args(base_type) if arg is not NoneType)
     else:
         candidates = ()
-    yield from (other for other in candidates if other != value)
+    yield from (candidate for candidate in candidates if candidate != value)
 
 
 @cache
@@ -214,8 +216,8 @@ _VALUES: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
     "quant": lambda _base: _schemes(),
     "lora": lambda _base: ("none", "adapters=3,rank=4"),
     "activation": lambda _base: _activations(),
-    "ids_dtype": lambda _base: _IDS,
-    "topk_indices_dtype": lambda _base: _IDS,
+    "ids_dtype": lambda _base: _ID_DTYPES,
+    "topk_indices_dtype": lambda _base: _ID_DTYPES,
     "scale_layout": lambda _base: ("row_major", "column_major"),
     "chunk_tokens": lambda base: (None, max(1, base.problem.tokens // 2)),
     "max_received": lambda base: (None, max(1, base.problem.tokens)),
@@ -238,64 +240,66 @@ def _other_device(base: EdgeSituation) -> Iterator[EdgeSituation]:
         yield replace(base, machine=replace(machine, device="cuda", arch=(9, 0)))
 
 
-def _problem_lines(base: EdgeSituation) -> Iterator[NumericField]:
+def _problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
     problem = base.problem
     max_values = {"experts": _MAX_EXPERTS}
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
         value = getattr(problem, name)
 
-        def at(number: int, name: str = name) -> EdgeSituation | None:
-            return _changed(base, "problem", **{name: number})
+        def with_value(number: int, name: str = name) -> EdgeSituation | None:
+            return _with_values(base, "problem", **{name: number})
 
         start = problem.e if name == "local_experts" else value
-        yield NumericField(f"problem.{name}", start, at, 0, max_values.get(name, 2**31 - 1))
+        yield NumericField(f"problem.{name}", start, with_value, 0, max_values.get(name, 2**31 - 1))
     if problem.chunk_tokens is not None:
 
-        def in_chunks(number: int) -> EdgeSituation | None:
-            return _changed(base, "problem", chunk_tokens=number)
+        def with_chunk_tokens(number: int) -> EdgeSituation | None:
+            return _with_values(base, "problem", chunk_tokens=number)
 
-        yield NumericField("problem.chunk_tokens", problem.chunk_tokens, in_chunks, 1, 2**31 - 1)
+        yield NumericField(
+            "problem.chunk_tokens", problem.chunk_tokens, with_chunk_tokens, 1, 2**31 - 1
+        )
 
-    def among(ranks: int) -> EdgeSituation | None:
+    def with_ranks(ranks: int) -> EdgeSituation | None:
         parallel = problem.parallel
-        whole = ranks % (parallel.ranks_per_host or 1) == 0
-        if parallel.placement != "linear" or not 1 <= ranks <= problem.experts or not whole:
+        fills_hosts = ranks % (parallel.ranks_per_host or 1) == 0
+        if parallel.placement != "linear" or not 1 <= ranks <= problem.experts or not fills_hosts:
             return None
-        return _changed(base, "problem", parallel=replace(parallel, world_size=ranks))
+        return _with_values(base, "problem", parallel=replace(parallel, world_size=ranks))
 
-    yield NumericField("problem.world_size", problem.parallel.world_size, among, 1, _MAX_RANKS)
+    yield NumericField("problem.world_size", problem.parallel.world_size, with_ranks, 1, _MAX_RANKS)
 
 
-def _requirement_lines(
-    base: EdgeSituation, of: str, name: str, kind: Any, value: object
+def _requirement_fields(
+    base: EdgeSituation, record_name: str, name: str, kind: Any, value: object
 ) -> Iterator[NumericField]:
     """Yield a declared number, or each number of a declared pair; None means unbounded."""
-    field = f"{of}.{name}"
+    field = f"{record_name}.{name}"
 
-    def at(number: int) -> EdgeSituation | None:
-        return _changed(base, of, **{name: number})
+    def with_value(number: int) -> EdgeSituation | None:
+        return _with_values(base, record_name, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
         minimum = 1 if kind == Count else 0
-        yield NumericField(field, value, at, minimum, _UNBOUNDED)
+        yield NumericField(field, value, with_value, minimum, _UNBOUNDED)
     elif set(get_args(kind)) == {int, NoneType}:
-        yield NumericField(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
+        yield NumericField(field, _UNBOUNDED, with_value, 0, _UNBOUNDED, only_decreases=True)
     elif get_origin(kind) is tuple and get_args(kind)[0] is int:
         assert isinstance(value, tuple)
-        for place, bound in enumerate(value):
+        for index, bound in enumerate(value):
 
-            def with_bound(number: int, place: int = place) -> EdgeSituation | None:
-                pair = (*value[:place], number, *value[place + 1 :])
-                return _changed(base, of, **{name: pair})
+            def with_bound(number: int, index: int = index) -> EdgeSituation | None:
+                pair = (*value[:index], number, *value[index + 1 :])
+                return _with_values(base, record_name, **{name: pair})
 
             start = _UNBOUNDED if bound is None else bound
             yield NumericField(
-                f"{field}[{place}]", start, with_bound, 0, _UNBOUNDED, falls=bound is None
+                f"{field}[{index}]", start, with_bound, 0, _UNBOUNDED, only_decreases=bound is None
             )
     elif name == "min_arch" and base.machine.arch is not None:
         number = 10 * base.machine.arch[0] + base.machine.arch[1]
 
         def from_arch(number: int) -> EdgeSituation | None:
-            return _changed(base, of, min_arch=divmod(number, 10))
+            return _with_values(base, record_name, min_arch=divmod(number, 10))
 
         yield NumericField(field, number, from_arch, 0, 199)

@@ -37,8 +37,8 @@ from modular_kernel.testing.edges.refusal_text import contradiction
 from modular_kernel.testing.edges.sites import Site
 
 _START = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
-_RANKS = (1, 2, 4, 8)
-_SHORT = 200  # ranges up to this size are always searched to their ends
+_WORLD_SIZES = (1, 2, 4, 8)
+_SHORT_RANGE = 200  # ranges up to this size are always searched to their ends
 _HIDDEN = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -63,7 +63,7 @@ class EdgeReason:
 class Edge:
     """An accepted and a refused situation that differ in `field` alone.
 
-    The second is refused by `rejection`, from no rule but that of `reason`. values: (passing,
+    The second is refused by `rejection`; no other rule rejects it. values: (passing,
     failing) values of the field if it is numeric.
     """
 
@@ -89,24 +89,24 @@ class Edge:
 class Edges:
     """Result of a search.
 
-    base: the start; None if the pairing accepted none of the problems tried. by_place: one edge per
-    reason, field and direction. met: every reason that occurred.
+    base: the start; None if the pairing accepted none of the problems tried. edges_by_key: one edge
+    for each (reason, field, direction). reasons: every reason that occurred.
     """
 
     base: EdgeSituation | None
-    by_place: dict[tuple[EdgeReason, str, bool], Edge] = field(default_factory=dict)
-    met: dict[EdgeReason, Rejection] = field(default_factory=dict)
+    edges_by_key: dict[tuple[EdgeReason, str, bool], Edge] = field(default_factory=dict)
+    reasons: dict[EdgeReason, Rejection] = field(default_factory=dict)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
         """The edges in the order they were found."""
-        return tuple(self.by_place.values())
+        return tuple(self.edges_by_key.values())
 
     @property
-    def without(self) -> tuple[EdgeReason, ...]:
+    def reasons_without_edge(self) -> tuple[EdgeReason, ...]:
         """Reasons that never occurred alone, one step from a valid problem."""
         with_edge = {edge.reason for edge in self.edges}
-        return tuple(reason for reason in self.met if reason not in with_edge)
+        return tuple(reason for reason in self.reasons if reason not in with_edge)
 
 
 def edges_of(
@@ -119,23 +119,25 @@ def edges_of(
 ) -> Edges:
     """Search around a problem that a pairing accepts and return the edges found.
 
-    machine: tried first; then a GPU with everything that both parts require. depth: number of
-    fields, including the edge's, that may differ from the start. More finds rules about unusual
-    problems only, and takes a hundred times as long per level. start: the first problem, with its
+    machine: tried first, then a GPU with everything that both parts require. depth: number of
+    fields, including the edge's, that may differ from the start. Each level takes a hundred times
+    as long and only adds rules about unusual problems. start: the first problem, with its
     ranks if there are several; None uses a small one in the part's first scheme.
     """
-    base = _valid(pf, experts, machine, start or _start(experts.requires))
+    base = _find_valid(pf, experts, machine, start or _start_problem(experts.requires))
     edges = Edges(base)
     with _record_sites() as sites:
         bases = [] if base is None else [base]
         for step in range(depth):
             bases = [
-                other for one in bases for other in _search_around(one, edges, sites, far=step == 0)
+                neighbor
+                for situation in bases
+                for neighbor in _search_around(situation, edges, sites, search_far=step == 0)
             ]
     return edges
 
 
-def _valid(
+def _find_valid(
     pf: type[PrepareAndFinalize],
     experts: type[PermuteExpertsUnpermute],
     machine: Machine,
@@ -150,7 +152,7 @@ def _valid(
     sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
     is_multi_rank = start.parallel.world_size > 1
     for candidate_machine in (machine, gpu):
-        for parallel in (start.parallel,) if is_multi_rank else map(Parallel, _RANKS):
+        for parallel in (start.parallel,) if is_multi_rank else map(Parallel, _WORLD_SIZES):
             for hidden in sizes:
                 problem = replace(start, hidden=hidden, parallel=parallel)
                 situation = EdgeSituation(
@@ -161,7 +163,7 @@ def _valid(
     return None
 
 
-def _start(requires: ExpertsRequirements) -> Problem:
+def _start_problem(requires: ExpertsRequirements) -> Problem:
     """Return _START with sizes and a scheme that the part supports."""
     intermediate = math.lcm(_START.intermediate, requires.intermediate_multiple)
     act = replace(_START.act, up_first=requires.up_first)
@@ -172,87 +174,96 @@ def _start(requires: ExpertsRequirements) -> Problem:
 
 
 def _search_around(
-    base: EdgeSituation, found: Edges, sites: dict[int, Site], *, far: bool
+    base: EdgeSituation, edges: Edges, sites: dict[int, Site], *, search_far: bool
 ) -> list[EdgeSituation]:
-    """Record the edges around `base`, with `far` also distant ones; return the valid neighbors."""
+    """Record the edges around `base`; return the valid neighbors.
+
+    search_far: also search numeric fields beyond the direct neighbors.
+    """
     valid = list[EdgeSituation]()
 
-    for name, other in changed_fields(base):
-        if not other.verdict.ok:
-            _note(found, sites, name, base, other)
-        elif not isinstance(getattr(*_record_and_field(other, name)), frozenset):
-            valid.append(other)  # skip smaller declared sets, which reveal no further rule
-    for line in numeric_fields(base):
-        for low, high in _breakpoints(line, far):
-            passing, failing = line.at(low), line.at(high)
+    for name, neighbor in changed_fields(base):
+        if not neighbor.verdict.ok:
+            _record_edges(edges, sites, name, base, neighbor)
+        elif not isinstance(getattr(*_record_and_field(neighbor, name)), frozenset):
+            valid.append(neighbor)  # skip smaller declared sets, which reveal no further rule
+    for numeric_field in numeric_fields(base):
+        for low, high in _breakpoints(numeric_field, search_far):
+            passing, failing = numeric_field.situation_with(low), numeric_field.situation_with(high)
             assert passing is not None
             assert failing is not None
-            _note(found, sites, line.field, passing, failing, (low, high))
+            _record_edges(edges, sites, numeric_field.field, passing, failing, (low, high))
     return valid
 
 
-def _record_and_field(one: EdgeSituation, name: str) -> tuple[object, str]:
+def _record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]:
     """Return the record of a field, and the field's name in it."""
     record_name, _, field_name = name.partition(".")
-    return getattr(one, record_name), field_name
+    return getattr(situation, record_name), field_name
 
 
-def _breakpoints(line: NumericField, far: bool) -> Iterator[tuple[int, int]]:
+def _breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) values between which the verdict changes.
 
-    These are the start and its neighbors and, with `far`, the last accepted values in steps of the
-    least accepted multiple.
+    These are the start and its neighbors and, with `search_far`, the last accepted values in steps
+    of the least accepted multiple.
     """
 
     @cache
-    def judged(number: int) -> bool | None:
-        one = line.at(number) if line.low <= number <= line.high else None
-        return None if one is None else one.verdict.ok
+    def is_accepted(number: int) -> bool | None:
+        situation = (
+            numeric_field.situation_with(number)
+            if numeric_field.low <= number <= numeric_field.high
+            else None
+        )
+        return None if situation is None else situation.verdict.ok
 
     def passes(number: int) -> bool:
-        return judged(number) is True
+        return is_accepted(number) is True
 
-    def refused(number: int) -> bool:
-        return judged(number) is False
+    def is_refused(number: int) -> bool:
+        return is_accepted(number) is False
 
-    if not passes(line.start):
+    if not passes(numeric_field.start):
         return
-    for step in (-1,) if line.falls else (1, -1):
-        if refused(line.start + step):
-            yield line.start, line.start + step
-        while refused(line.start + step) and abs(step) <= line.start:
+    for step in (-1,) if numeric_field.only_decreases else (1, -1):
+        if is_refused(numeric_field.start + step):
+            yield numeric_field.start, numeric_field.start + step
+        while is_refused(numeric_field.start + step) and abs(step) <= numeric_field.start:
             step *= 2
-        if far or line.high - line.low <= _SHORT:
-            last = _last_passing(line, step, passes)
-            if last != line.start and refused(last + step):
+        if search_far or numeric_field.high - numeric_field.low <= _SHORT_RANGE:
+            last = _last_passing(numeric_field, step, passes)
+            if last != numeric_field.start and is_refused(last + step):
                 yield last, last + step
 
 
-def _last_passing(line: NumericField, step: int, passes: Callable[[int], bool]) -> int:
-    """Return the last value from the line's start in steps of `step` that passes.
+def _last_passing(numeric_field: NumericField, step: int, passes: Callable[[int], bool]) -> int:
+    """Return the last passing value in steps of `step` from the field's start.
 
-    The value after it fails or is outside the line's range.
+    The next value fails or is out of range.
     """
-    start = line.start
-    max_steps = (line.high - start if step > 0 else start - line.low) // abs(step)
+    start = numeric_field.start
+    max_steps = (numeric_field.high - start if step > 0 else start - numeric_field.low) // abs(step)
     end = start + step * max_steps
-    if "requires" in line.field and passes(end):
+    if "requires" in numeric_field.field and passes(end):
         return end  # a declaration is a bound, so all values before it pass too
-    good, bad = 0, 1
-    while passes(start + step * bad):
-        good, bad = bad, 2 * bad
-    if bad > max_steps and passes(end):
+    passing_steps, failing_steps = 0, 1
+    while passes(start + step * failing_steps):
+        passing_steps, failing_steps = failing_steps, 2 * failing_steps
+    if failing_steps > max_steps and passes(end):
         return end
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if passes(start + step * middle) else (good, middle)
-    return start + step * good
+    while failing_steps - passing_steps > 1:
+        middle = (passing_steps + failing_steps) // 2
+        passing_steps, failing_steps = (
+            (middle, failing_steps) if passes(start + step * middle) else (passing_steps, middle)
+        )
+    return start + step * passing_steps
 
 
-def _note(
-    found: Edges,
+def _record_edges(
+    edges: Edges,
     sites: dict[int, Site],
-    name: str,
+    field_name: str,
     passing: EdgeSituation,
     failing: EdgeSituation,
     values: tuple[int, int] | None = None,
@@ -262,11 +273,11 @@ def _note(
     for rejection in rejections:
         need = re.sub(r"\d+(\.\d+)?", "#", rejection.need)
         reason = EdgeReason(rejection.rule, rejection.parties, need, sites[id(rejection)])
-        found.met.setdefault(reason, rejection)
+        edges.reasons.setdefault(reason, rejection)
         if is_single_rule:
             is_increasing = values is not None and values[0] < values[1]
-            edge = Edge(reason, name, passing, failing, rejection, values)
-            found.by_place.setdefault((reason, name, is_increasing), edge)
+            edge = Edge(reason, field_name, passing, failing, rejection, values)
+            edges.edges_by_key.setdefault((reason, field_name, is_increasing), edge)
 
 
 @contextmanager
@@ -275,12 +286,12 @@ def _record_sites() -> Iterator[dict[int, Site]]:
     sites: dict[int, Site] = {}
     original_init = Rejection.__init__
 
-    def noted(self: Rejection, *given: Any, **named: Any) -> None:
-        original_init(self, *given, **named)
+    def recording_init(self: Rejection, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
         caller = sys._getframe(1)
         sites[id(self)] = (caller.f_code.co_filename, caller.f_lineno)
 
-    with mock.patch.object(Rejection, "__init__", noted):
+    with mock.patch.object(Rejection, "__init__", recording_init):
         yield sites
 
 
@@ -289,10 +300,13 @@ def case_of(edge: Edge) -> Case | None:
 
     None if its declarations differ from those of the parts.
     """
-    one = edge.passing
-    if not one.as_declared:
+    situation = edge.passing
+    if not situation.as_declared:
         return None
-    names, ranks = (one.pf.__name__, one.experts.__name__), one.problem.parallel.world_size
+    names, ranks = (
+        (situation.pf.__name__, situation.experts.__name__),
+        situation.problem.parallel.world_size,
+    )
     if ranks == 1:
-        return Case(*names, one.problem)
-    return RankCase(*names, one.problem, tokens=(one.problem.tokens,) * ranks)
+        return Case(*names, situation.problem)
+    return RankCase(*names, situation.problem, tokens=(situation.problem.tokens,) * ranks)

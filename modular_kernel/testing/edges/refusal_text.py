@@ -2,7 +2,7 @@
 
 A rule reports what it got and what it needs. If the need is a bound, a multiple, a range or a list,
 it can be parsed: the refused value must not satisfy it, and the accepted value one step away must.
-A rule whose comparison is off by one contradicts its text.
+A rule with an off-by-one comparison contradicts its own text.
 """
 
 import re
@@ -25,13 +25,13 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
     if satisfied is None or values is None:
         return ""
     is_declared = "requires" in field
-    words = need if is_declared else got
-    passing, failing = (_format_number(value, words) for value in values)
-    matches = [match for match in _NUMBER.finditer(words) if match.group() == failing]
+    text = need if is_declared else got
+    passing, failing = (_format_number(value, text) for value in values)
+    matches = [match for match in _NUMBER.finditer(text) if match.group() == failing]
     if not matches:
         return ""
     start, end = matches[-1 if field.endswith("[1]") else 0].span()
-    changed = words[:start] + passing + words[end:]
+    changed = text[:start] + passing + text[end:]
     got, need = (got, changed) if is_declared else (changed, need)
     return (
         f"accepted although {got} does not satisfy {need}"
@@ -40,29 +40,32 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
     )
 
 
-def _format_number(number: int, words: str) -> str:
-    """Format a number as in `words`: 90 becomes 9.0 where they contain a compute capability."""
-    first = _NUMBER.search(words)
+def _format_number(number: int, text: str) -> str:
+    """Format a number as in `text`: 90 becomes 9.0 where they contain a compute capability."""
+    first = _NUMBER.search(text)
     is_dotted = first is not None and "." in first.group()
     return f"{number // 10}.{number % 10}" if is_dotted else str(number)
 
 
 def _is_satisfied(got: str, need: str) -> bool | None:
     """Return whether `got` satisfies `need`, or None if the text cannot be parsed."""
-    for pattern, holds in _NEEDS:
+    for pattern, is_met in _NEED_PATTERNS:
         match = re.match(pattern, need)
         number = _NUMBER.search(got.partition("=")[2] or got)
         if match and number:
-            return holds(float(number.group()), *map(float, match.groups()))
+            return is_met(float(number.group()), *map(float, match.groups()))
     allowed = [word.strip() for word in re.split(r", | or ", need.removeprefix("one of "))]
     if len(allowed) > 1 and not any(" " in word for word in allowed):
         return got.split()[0] in allowed
     return None
 
 
-_NEEDS: tuple[tuple[str, Callable[..., bool]], ...] = (
-    (r"(?:<=|at most)(?: its)? (\d+(?:\.\d+)?)", lambda got, most: got <= most),
-    (r"(?:>=|at least) (\d+(?:\.\d+)?)", lambda got, least: got >= least),
+_NEED_PATTERNS: tuple[tuple[str, Callable[..., bool]], ...] = (
+    (r"(?:<=|at most)(?: its)? (\d+(?:\.\d+)?)", lambda got, maximum: got <= maximum),
+    (r"(?:>=|at least) (\d+(?:\.\d+)?)", lambda got, minimum: got >= minimum),
     (r"(\d+) to (\d+)$", lambda got, low, high: low <= got <= high),
-    (r"a multiple of (?:the \S+ group |world_size )?(\d+)", lambda got, of: got % of == 0),
+    (
+        r"a multiple of (?:the \S+ group |world_size )?(\d+)",
+        lambda got, divisor: got % divisor == 0,
+    ),
 )

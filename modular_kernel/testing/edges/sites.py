@@ -1,4 +1,4 @@
-"""Places where a pairing can be refused: Rejections made by the rules or by a part's own checks."""
+"""Source lines where a pairing can be refused, in the rules or in a part's own checks."""
 
 import ast
 import inspect
@@ -18,31 +18,35 @@ def sites_of_rules() -> frozenset[Site]:
 
 
 def sites_of_part(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
-    """Return the sites in a part's `extra_rejections`, its bases' and the functions they name."""
+    """Return the sites in a part's `extra_rejections`, inherited or not, and functions it calls."""
     methods = (vars(cls).get("extra_rejections") for cls in part.__mro__)
     return frozenset(_sites(getattr(method, "__func__", method) for method in methods if method))
 
 
-def _sites(asked: Iterable[object]) -> Iterator[Site]:
-    for function in _reachable_functions(asked):
-        first = function.__code__.co_firstlineno
+def _sites(roots: Iterable[object]) -> Iterator[Site]:
+    for function in _reachable_functions(roots):
+        first_line = function.__code__.co_firstlineno
         for node in ast.walk(ast.parse(dedent(inspect.getsource(function)))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Rejection":
-                yield function.__code__.co_filename, first + node.lineno - 1
+                yield function.__code__.co_filename, first_line + node.lineno - 1
 
 
 def _is_frozen(function: FunctionType) -> bool:
     return function.__code__.co_filename.startswith("<frozen ")
 
 
-def _reachable_functions(asked: Iterable[object]) -> set[FunctionType]:
-    """Return these functions and all that they name, except frozen ones, which have no source."""
-    functions, pending = set[FunctionType](), list(asked)
+def _reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
+    """Return these functions and all that they refer to, except those without source."""
+    functions, pending = set[FunctionType](), list(roots)
     while pending:
-        one = pending.pop()
-        if isinstance(one, FunctionType) and one not in functions and not _is_frozen(one):
-            functions.add(one)
-            pending += [one.__globals__.get(name) for name in _names(one.__code__)]
+        candidate = pending.pop()
+        if (
+            isinstance(candidate, FunctionType)
+            and candidate not in functions
+            and not _is_frozen(candidate)
+        ):
+            functions.add(candidate)
+            pending += [candidate.__globals__.get(name) for name in _names(candidate.__code__)]
     return functions
 
 

@@ -21,7 +21,7 @@ def _slots(args: CallArguments) -> torch.Tensor:
     return slots_T
 
 
-def other_slot(args: CallArguments) -> CallArguments:
+def swap_slots(args: CallArguments) -> CallArguments:
     """Exchange slots 0 and 1."""
     slots_T = _slots(args)
     return _with_slots(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
@@ -58,24 +58,24 @@ def gate_for_up(args: CallArguments) -> CallArguments:
     """Add B of the gate rows to the up values too."""
     interleaved = args.problem.act.interleaved
 
-    def changed(b_LeNR: torch.Tensor) -> torch.Tensor:
+    def use_gate_rows(b_LeNR: torch.Tensor) -> torch.Tensor:
         if interleaved:
             return b_LeNR[:, :, 0::2].repeat_interleave(2, 2)
         return b_LeNR[:, :, : b_LeNR.shape[2] // 2].repeat(1, 1, 2, 1)
 
-    return _change_weight(args, "lora_b13", changed)
+    return _change_weight(args, "lora_b13", use_gate_rows)
 
 
-def one_a(args: CallArguments) -> CallArguments:
+def gate_a_for_up(args: CallArguments) -> CallArguments:
     """Compute u of up with the gate rows of A."""
 
-    def changed(a_LeRH: torch.Tensor) -> torch.Tensor:
+    def use_gate_rows(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
 
-    return _change_weight(args, "lora_a13", changed)
+    return _change_weight(args, "lora_a13", use_gate_rows)
 
 
-def next_expert_s(args: CallArguments) -> CallArguments:
+def a2_of_next_expert(args: CallArguments) -> CallArguments:
     """Give each expert its neighbor's A of the second GEMM."""
     return _change_weight(args, "lora_a2", lambda a: a.roll(1, 1))
 
@@ -87,49 +87,53 @@ def _change_weight(args: CallArguments, name: str, change: object) -> CallArgume
     return replace(args, weights=weights)
 
 
-def _adapted(problem: Problem, routing: str) -> bool:
+def _has_adapters(problem: Problem, routing: str) -> bool:
     """Return whether pairs of tokens with and without an adapter are certainly computed."""
     return problem.adapters is not None and when.all_routed(problem, routing) and problem.tokens > 9
 
 
-_several = when.both(_adapted, lambda p: p.adapters is not None and p.adapters.adapters > 2)
-_two_a = when.both(
-    _adapted, lambda p: p.act.gated and p.adapters is not None and not p.adapters.a13_shared
+_has_several_adapters = when.both(
+    _has_adapters, lambda p: p.adapters is not None and p.adapters.adapters > 2
+)
+_has_gate_and_up_a = when.both(
+    _has_adapters, lambda p: p.act.gated and p.adapters is not None and not p.adapters.a13_shared
 )
 
 ADAPTER_MUTANTS = (
-    CallMutant("adapter_wrong", "slots 0 and 1 are exchanged", _several, arguments=other_slot),
+    CallMutant(
+        "adapter_wrong", "slots 0 and 1 are exchanged", _has_several_adapters, arguments=swap_slots
+    ),
     CallMutant(
         "adapter_of_neighbor",
         "token t has the adapter of t - 1",
-        _several,
+        _has_several_adapters,
         arguments=slot_of_neighbor,
     ),
-    CallMutant("adapter_lost", "no token has an adapter", _adapted, arguments=lost_slots),
-    CallMutant("adapter_wraps", "-1 is the last slot", _adapted, arguments=wrapped_slots),
+    CallMutant("adapter_lost", "no token has an adapter", _has_adapters, arguments=lost_slots),
+    CallMutant("adapter_wraps", "-1 is the last slot", _has_adapters, arguments=wrapped_slots),
     CallMutant(
         "adapter_scaled_twice",
         "an adapter's scaling is applied once more",
-        _adapted,
+        _has_adapters,
         arguments=scaled_twice,
     ),
     CallMutant(
         "adapter_beyond_rank",
         "rows beyond an adapter's rank count",
-        _several,
+        _has_several_adapters,
         arguments=beyond_rank,
     ),
     CallMutant(
         "adapter_gate_for_up",
         "B of gate is added to up",
-        when.both(_adapted, lambda p: p.act.gated),
+        when.both(_has_adapters, lambda p: p.act.gated),
         arguments=gate_for_up,
     ),
-    CallMutant("adapter_one_a", "A of gate serves up", _two_a, arguments=one_a),
+    CallMutant("adapter_one_a", "A of gate serves up", _has_gate_and_up_a, arguments=gate_a_for_up),
     CallMutant(
         "adapter_expert",
         "an expert's adapter is its neighbor's",
-        when.both(_adapted, lambda p: p.e > 1),
-        arguments=next_expert_s,
+        when.both(_has_adapters, lambda p: p.e > 1),
+        arguments=a2_of_next_expert,
     ),
 )

@@ -11,7 +11,7 @@ Applies = Callable[[Problem, str], bool]
 PF = PrepareFinalizeRequirements
 EX = ExpertsRequirements
 
-_FEW_IDS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
+_PARTIAL_ROUTINGS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
 
 
 def has_tokens(problem: Problem, _routing: str) -> bool:
@@ -20,13 +20,15 @@ def has_tokens(problem: Problem, _routing: str) -> bool:
 
 def routed(problem: Problem, routing: str) -> bool:
     """Return whether some pair certainly has a local expert."""
-    partly = problem.expert_map or routing in _FEW_IDS
-    return routing != "all_skipped" and problem.tokens >= (7 if partly else 1)
+    is_partial = problem.expert_map or routing in _PARTIAL_ROUTINGS
+    return routing != "all_skipped" and problem.tokens >= (7 if is_partial else 1)
 
 
 def all_routed(problem: Problem, routing: str) -> bool:
     """Return whether every pair certainly has a local expert."""
-    return has_tokens(problem, routing) and not problem.expert_map and routing not in _FEW_IDS
+    return (
+        has_tokens(problem, routing) and not problem.expert_map and routing not in _PARTIAL_ROUTINGS
+    )
 
 
 def weighted(problem: Problem, routing: str) -> bool:
@@ -62,27 +64,27 @@ def clamped(problem: Problem, routing: str) -> bool:
 
 def batch_invariant(problem: Problem, routing: str) -> bool:
     """Return whether batch invariance is required and the number of tokens is even."""
-    even = problem.tokens % 2 == 0
-    return problem.batch_invariant and has_tokens(problem, routing) and even
+    is_even = problem.tokens % 2 == 0
+    return problem.batch_invariant and has_tokens(problem, routing) and is_even
 
 
-def both(one: Applies, other: Callable[[Problem], bool]) -> Applies:
-    return lambda problem, routing: one(problem, routing) and other(problem)
+def both(condition: Applies, problem_condition: Callable[[Problem], bool]) -> Applies:
+    return lambda problem, routing: condition(problem, routing) and problem_condition(problem)
 
 
 def on_routing(*routings: str) -> Applies:
     return lambda problem, routing: problem.tokens > 0 and routing in routings
 
 
-def some_elsewhere(problem: Problem, routing: str) -> bool:
-    """Return whether some pair certainly has no local expert but its row is read.
+def reads_remote_pairs(problem: Problem, routing: str) -> bool:
+    """Return whether some pair certainly has no local expert although its row is read.
 
-    On one rank the sum and the weighting of kept rows leave out such rows.
+    On one rank, the sum and the weighted top-k rows leave out such pairs.
     """
-    one_rank = problem.parallel.world_size == 1
-    if problem.tokens < 7 or (one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
+    is_one_rank = problem.parallel.world_size == 1
+    if problem.tokens < 7 or (is_one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
         return False
-    return routing in _FEW_IDS or (problem.expert_map and problem.e < problem.experts - 1)
+    return routing in _PARTIAL_ROUTINGS or (problem.expert_map and problem.e < problem.experts - 1)
 
 
 def batched_pair(pf: PF, _ex: EX) -> bool:

@@ -1,4 +1,4 @@
-"""Effect of a defect: one that changes nothing is neither killed nor a survivor.
+"""Effect of a defect. A defect without effect is neither killed nor a survivor.
 
 Changes of arguments, rows or results always count. A changed problem, handle or tokens may be equal
 to the original, and a changed field of a handle may never be read.
@@ -18,101 +18,103 @@ from modular_kernel.testing.ranks.pool import RankError
 
 
 class Effect(IntEnum):
-    """Effect of a defect, the strongest last."""
+    """Effect of a defect, in ascending order of strength."""
 
     NONE = 0
     UNREAD = 1
     USED = 2
 
 
-_WHY = {
+_NO_EFFECT_REASONS = {
     Effect.NONE: "the tensors it changes are absent",
     Effect.UNREAD: "what it changes is never read",
 }
-_noted: dict[str, Effect] = {}  # strongest effect by name of the defect, in this process
+_strongest_effect: dict[str, Effect] = {}  # strongest effect by name of the defect, in this process
 
 
-def note(name: str, effect: Effect) -> None:
+def record_effect(name: str, effect: Effect) -> None:
     """Record an effect, unless a stronger one is recorded."""
-    _noted[name] = max(effect, _noted.get(name, Effect.NONE))
+    _strongest_effect[name] = max(effect, _strongest_effect.get(name, Effect.NONE))
 
 
-def take(name: str) -> Effect:
+def pop_effect(name: str) -> Effect:
     """Return and clear the recorded effect of a defect; USED if none is recorded."""
-    return _noted.pop(name, Effect.USED)
+    return _strongest_effect.pop(name, Effect.USED)
 
 
-def take_over_ranks(name: str, pool: AnyRanks) -> Effect:
+def pop_effect_over_ranks(name: str, pool: AnyRanks) -> Effect:
     """Return and clear the strongest effect on any rank.
 
     USED if a rank fails, since it may have had an effect.
     """
     try:
-        return max(pool.run(_take_on_rank, name))
+        return max(pool.run(_pop_on_rank, name))
     except RankError:
         return Effect.USED
 
 
-def _take_on_rank(_rank: int, _world_size: int, _group: object, name: str) -> Effect:
-    return take(name)
+def _pop_on_rank(_rank: int, _world_size: int, _group: object, name: str) -> Effect:
+    return pop_effect(name)
 
 
-def why_nothing(effect: Effect) -> str | None:
+def no_effect_reason(effect: Effect) -> str | None:
     """Return why a defect has no effect, or None if it has one."""
-    return _WHY.get(effect)
+    return _NO_EFFECT_REASONS.get(effect)
 
 
-def watched_handle(name: str, given: Handle, changed: Handle) -> Handle:
+def with_recorded_reads(name: str, original: Handle, changed: Handle) -> Handle:
     """Return the changed handle, which records when a changed field is read."""
-    if _same(given, changed):
-        return given
-    note(name, Effect.UNREAD)
-    handle: Handle = _watched(given, changed, lambda: note(name, Effect.USED))
+    if _equal(original, changed):
+        return original
+    record_effect(name, Effect.UNREAD)
+    handle: Handle = _with_read_callback(
+        original, changed, lambda: record_effect(name, Effect.USED)
+    )
     return handle
 
 
-def _watched(given: Any, changed: Any, read: Callable[[], None]) -> Any:
-    """Return a copy of `changed` that calls `read` when a field that differs is accessed."""
-    if type(given) is not type(changed) or not is_dataclass(changed):
-        read()  # accesses cannot be detected
+def _with_read_callback(original: Any, changed: Any, on_read: Callable[[], None]) -> Any:
+    """Return a copy of `changed` that calls `on_read` when a changed field is read."""
+    if type(original) is not type(changed) or not is_dataclass(changed):
+        on_read()  # accesses cannot be detected
         return changed
-    changed_names, inner = set[str](), dict[str, Any]()
+    changed_names, changed_children = set[str](), dict[str, Any]()
     for field in fields(changed):
-        old, new = getattr(given, field.name), getattr(changed, field.name)
-        if _same(old, new):
+        old_value, new_value = getattr(original, field.name), getattr(changed, field.name)
+        if _equal(old_value, new_value):
             continue
-        if is_dataclass(new) and type(old) is type(new):
-            inner[field.name] = _watched(old, new, read)
+        if is_dataclass(new_value) and type(old_value) is type(new_value):
+            changed_children[field.name] = _with_read_callback(old_value, new_value, on_read)
         else:
             changed_names.add(field.name)
 
-    def look(self: Any, name: str) -> Any:
+    def getattribute(self: Any, name: str) -> Any:
         if name in changed_names:
-            read()
+            on_read()
         return object.__getattribute__(self, name)
 
-    watched, kind = copy.copy(changed), type(changed)
-    for name, value in inner.items():
-        object.__setattr__(watched, name, value)
+    copied, cls = copy.copy(changed), type(changed)
+    for name, value in changed_children.items():
+        object.__setattr__(copied, name, value)
     # A subclass, so that isinstance checks and methods still work.
     object.__setattr__(
-        watched, "__class__", type(kind.__name__, (kind,), {"__getattribute__": look})
+        copied, "__class__", type(cls.__name__, (cls,), {"__getattribute__": getattribute})
     )
-    return watched
+    return copied
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     """Return whether two values are equal; tensors must also agree in dtype, shape and stride."""
-    if one is other:
+    if left is right:
         return True
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return False
-    if isinstance(one, torch.Tensor):
-        same_layout = one.shape == other.shape and one.dtype == other.dtype
-        return same_layout and one.stride() == other.stride() and torch.equal(one, other)
-    if is_dataclass(one):
-        names = [field.name for field in fields(one)]
-        return all(_same(getattr(one, name), getattr(other, name)) for name in names)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    if isinstance(left, torch.Tensor):
+        same_layout = left.shape == right.shape and left.dtype == right.dtype
+        return same_layout and left.stride() == right.stride() and torch.equal(left, right)
+    if is_dataclass(left):
+        names = [field.name for field in fields(left)]
+        return all(_equal(getattr(left, name), getattr(right, name)) for name in names)
+    if isinstance(left, tuple | list):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)

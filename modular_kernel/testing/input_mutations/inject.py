@@ -1,6 +1,6 @@
 """Injection of a defect into a kernel by wrapping its parts and its calls.
 
-A `CallMutant` names the places where it acts. The rest of the pairing is composed unchanged, so the
+A `CallMutant` has a hook for each step at which it acts. Everything else is unchanged, so the
 checks see the same behavior as if a part had the defect.
 """
 
@@ -29,7 +29,11 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.input_mutations import effect
+from modular_kernel.testing.input_mutations.effect import (
+    Effect,
+    record_effect,
+    with_recorded_reads,
+)
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 Memory = dict[str, Any]  # state that a defect wrongly keeps between calls
@@ -51,27 +55,27 @@ class CallArguments:
 class StartedCall:
     """A call after its dispatch.
 
-    given: the caller's arguments. before: a copy of the initial contents of `out`.
+    arguments: those of the caller. initial_out: a copy of `out` before the call.
     """
 
-    given: CallArguments
+    arguments: CallArguments
     out: torch.Tensor
-    before: torch.Tensor
+    initial_out: torch.Tensor
     workspace: Workspace
     specs: Mapping[str, BufferSpec]
 
 
-def _always(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> bool:
+def _any_pair(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> bool:
     return True
 
 
 @dataclass(frozen=True)
 class CallMutant:
-    """One defect: a name, a description, when it must be visible, and at least one place of action.
+    """One defect: its name, description, conditions, and at least one hook.
 
-    applies: the problems and kinds of routing whose output or properties it must break. pairs: the
-    pairings in which it can occur. device: the only device type on which it can occur, if
-    restricted.
+    applies: returns whether the defect must be visible with a problem and a kind of routing. pairs:
+    returns whether it can occur in a pairing. device: the only device type on which it can occur,
+    if restricted.
 
     problem: changes the parts' problem. arguments: changes the parts' arguments. dispatched:
     changes the tokens that the experts receive. rows: changes the experts' output in place, given
@@ -85,7 +89,7 @@ class CallMutant:
     description: str
     applies: Callable[[Problem, str], bool]
     _: KW_ONLY
-    pairs: Callable[[PrepareFinalizeRequirements, ExpertsRequirements], bool] = _always
+    pairs: Callable[[PrepareFinalizeRequirements, ExpertsRequirements], bool] = _any_pair
     device: str | None = None
     problem: Callable[[Problem], Problem] | None = None
     arguments: Callable[[CallArguments], CallArguments] | None = None
@@ -118,7 +122,7 @@ class CallMutant:
         problem = self.problem(case.problem) if self.problem else case.problem
         hooks = (self.arguments, self.rows, self.receive, self.started, self.finished)
         has_effect = problem != case.problem or any(hook is not None for hook in hooks)
-        effect.note(self.name, effect.Effect.USED if has_effect else effect.Effect.NONE)
+        record_effect(self.name, Effect.USED if has_effect else Effect.NONE)
         pf = catalog.prepare_finalize(case.prepare_finalize)(problem, group)
         experts = catalog.experts(case.experts)(problem)
         return MutatedKernel(
@@ -192,8 +196,8 @@ class MutatedPending(Pending):
         out = super().finish()
         if self.mutant.finished is None:
             return out
-        other = self.mutant.finished(self.started)
-        return out if other is None else other
+        replacement = self.mutant.finished(self.started)
+        return out if replacement is None else replacement
 
 
 def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
@@ -247,7 +251,7 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
     ) -> None:
         if self.mutant.handle:
             changed = self.mutant.handle(handle)
-            handle = effect.watched_handle(self.mutant.name, handle, changed)
+            handle = with_recorded_reads(self.mutant.name, handle, changed)
         self.part.finalize(expert_output, handle=handle, reduce=reduce, out=out)
 
 
@@ -276,7 +280,7 @@ class _WrappedExperts(PermuteExpertsUnpermute):
         if self.mutant.dispatched:
             changed = self.mutant.dispatched(tokens)
             if changed is not tokens:
-                effect.note(self.mutant.name, effect.Effect.USED)
+                record_effect(self.mutant.name, Effect.USED)
             tokens = changed
         self.part.apply(tokens, weights=weights, workspace=workspace, output=output)
         if self.mutant.rows:

@@ -103,8 +103,8 @@ def count_skips(args: CallArguments) -> CallArguments:
 
 def drop_duplicates(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
-    earlier = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
-    return _with_ids(args, ids.masked_fill(earlier, -1))
+    is_repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
+    return _with_ids(args, ids.masked_fill(is_repeated, -1))
 
 
 def misread_int64(args: CallArguments) -> CallArguments:
@@ -147,33 +147,33 @@ def narrow_operands(args: CallArguments) -> CallArguments:
 def _narrow(value: torch.Tensor) -> torch.Tensor:
     if value.dtype == torch.float32:
         return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
-    narrow = torch.bfloat16 if value.dtype == torch.float16 else torch.float8_e4m3fn
-    return value.to(narrow).to(value.dtype)
+    narrow_dtype = torch.bfloat16 if value.dtype == torch.float16 else torch.float8_e4m3fn
+    return value.to(narrow_dtype).to(value.dtype)
 
 
 def swap_gate_and_up(args: CallArguments) -> CallArguments:
-    w, interleaved = args.weights, args.problem.act.interleaved
+    weights, interleaved = args.weights, args.problem.act.interleaved
 
-    def swapped(rows: torch.Tensor) -> torch.Tensor:
+    def swap_rows(rows: torch.Tensor) -> torch.Tensor:
         if interleaved:
             return torch.stack([rows[:, 1::2], rows[:, 0::2]], dim=2).flatten(1, 2)
         return torch.cat(rows.chunk(2, dim=1)[::-1], dim=1)
 
-    b1 = None if w.b1 is None else swapped(w.b1)
-    return replace(args, weights=replace(w, w1=swapped(w.w1), b1=b1))
+    b1 = None if weights.b1 is None else swap_rows(weights.b1)
+    return replace(args, weights=replace(weights, w1=swap_rows(weights.w1), b1=b1))
 
 
-def lose_h(args: CallArguments) -> CallArguments:
+def drop_last_h(args: CallArguments) -> CallArguments:
     """Omit the last value of the contraction of GEMM 1."""
-    return _replace_weight(args, "w1", _without_last(args.weights.w1))
+    return _replace_weight(args, "w1", _zero_last_column(args.weights.w1))
 
 
-def lose_i(args: CallArguments) -> CallArguments:
+def drop_last_i(args: CallArguments) -> CallArguments:
     """Omit the last value of the contraction of GEMM 2."""
-    return _replace_weight(args, "w2", _without_last(args.weights.w2))
+    return _replace_weight(args, "w2", _zero_last_column(args.weights.w2))
 
 
-def _without_last(matrix: torch.Tensor) -> torch.Tensor:
+def _zero_last_column(matrix: torch.Tensor) -> torch.Tensor:
     matrix = matrix.clone()
     matrix[..., -1] = 0
     return matrix
@@ -192,16 +192,18 @@ def weigh_bias(args: CallArguments) -> CallArguments:
 
 def ignore_strides(args: CallArguments) -> CallArguments:
     """Read the weight matrices as if they were contiguous."""
-    weights = replace(args.weights, w1=_dense(args.weights.w1), w2=_dense(args.weights.w2))
+    weights = replace(
+        args.weights, w1=_as_contiguous(args.weights.w1), w2=_as_contiguous(args.weights.w2)
+    )
     return replace(args, weights=weights)
 
 
 def ignore_row_stride(args: CallArguments) -> CallArguments:
     """Read x as if it were contiguous."""
-    return replace(args, x_TH=_dense(args.x_TH))
+    return replace(args, x_TH=_as_contiguous(args.x_TH))
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def _as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim())]
     return tensor.as_strided(tensor.shape, strides)
 
@@ -219,13 +221,13 @@ def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> Cal
 
 def reuse_tokens(args: CallArguments) -> CallArguments:
     """Use the rows of x of the previous call, as far as there are any."""
-    last = args.memory.get("x")
+    previous = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
-    if last is None:
+    if previous is None:
         return args
     x_TH = args.x_TH.clone()
-    count = min(len(x_TH), len(last))
-    x_TH[:count] = last[:count]
+    count = min(len(x_TH), len(previous))
+    x_TH[:count] = previous[:count]
     return replace(args, x_TH=x_TH)
 
 
@@ -260,7 +262,7 @@ def freeze_routing(args: CallArguments) -> CallArguments:
 
 
 def shift_scales(args: CallArguments, dim: int) -> CallArguments:
-    """Give each scale of both matrices its neighbor's value along experts, rows or groups.
+    """Shift the scales of both matrices by one expert, row or group.
 
     dim: 0 for experts, 1 for rows, 2 for groups.
     """
@@ -306,7 +308,7 @@ def swap_nibbles(args: CallArguments, names: tuple[str, str]) -> CallArguments:
     return args
 
 
-def shrink_given_scale(args: CallArguments) -> CallArguments:
+def shrink_static_scale(args: CallArguments) -> CallArguments:
     """Use a static activation scale that is too small for most values, which then saturate."""
     assert args.weights.a2_scale is not None
     return _replace_weight(args, "a2_scale", args.weights.a2_scale / 64)

@@ -11,93 +11,96 @@ import torch
 
 from modular_kernel.spec.problem import Combine
 from modular_kernel.testing.input_mutations import conditions as when
-from modular_kernel.testing.input_mutations import inputs as given
-from modular_kernel.testing.input_mutations import outputs as done
+from modular_kernel.testing.input_mutations import inputs, outputs
 from modular_kernel.testing.input_mutations.inject import CallMutant
 from modular_kernel.testing.input_mutations.memory import MEMORY_MUTANTS
 
 MUTANTS: tuple[CallMutant, ...] = (
     # Computation.
-    CallMutant("zeros", "the output is zero", when.routed, finished=done.write_zeros),
+    CallMutant("zeros", "the output is zero", when.routed, finished=outputs.write_zeros),
     CallMutant(
         "gate_up_swapped",
         "gate rows are read as up rows",
         when.gated,
-        arguments=given.swap_gate_and_up,
+        arguments=inputs.swap_gate_and_up,
     ),
     CallMutant(
         "interleave_ignored",
         "interleaved rows are read as halves, or vice versa",
         when.gated,
-        problem=lambda p: given.with_activation(p, interleaved=not p.act.interleaved),
+        problem=lambda p: inputs.with_activation(p, interleaved=not p.act.interleaved),
     ),
     CallMutant(
         "activation_replaced",
         "another activation: gelu for silu, silu for gelu",
         when.activation_kinds("silu", "gelu", "gelu_tanh"),
-        problem=given.other_activation,
+        problem=inputs.other_activation,
     ),
     CallMutant(
         "gelu_variant",
         "gelu by its tanh approximation, or the reverse",
         when.activation_kinds("gelu", "gelu_tanh", exact=True),
-        problem=given.other_gelu,
+        problem=inputs.other_gelu,
     ),
     CallMutant(
         "clamp_ignored",
         "the limit has no effect",
         when.clamped,
-        problem=lambda p: given.with_activation(p, limit=1e4),
+        problem=lambda p: inputs.with_activation(p, limit=1e4),
     ),
     CallMutant(
         "clamp_rule_swapped",
         "the limit acts before silu instead of after it, or the reverse",
         when.both(when.clamped, lambda p: p.act.kind.startswith("swiglu_clamp")),
-        problem=given.other_clamp,
+        problem=inputs.other_clamp,
     ),
     CallMutant(
         "alpha_ignored",
         "swiglu_oai or situ with alpha 1",
         when.activation_kinds("swiglu_oai", "situ"),
-        problem=lambda p: given.with_activation(p, alpha=1.0),
+        problem=lambda p: inputs.with_activation(p, alpha=1.0),
     ),
     CallMutant(
         "plus_one_forgotten",
         "swiglu_oai without the 1 that is added to the up values (and alpha 1)",
         when.activation_kinds("swiglu_oai"),
-        problem=lambda p: given.with_activation(p, kind="swiglu_clamp_before", alpha=None),
+        problem=lambda p: inputs.with_activation(p, kind="swiglu_clamp_before", alpha=None),
     ),
     CallMutant(
         "narrow_operands",
         "products of operands in the next narrower type",
         when.both(when.routed, lambda p: p.fp32_precision == "ieee"),
-        arguments=given.narrow_operands,
+        arguments=inputs.narrow_operands,
     ),
     CallMutant(
-        "hidden_tail", "GEMM 1 leaves out the last of H", when.routed, arguments=given.lose_h
+        "hidden_tail", "GEMM 1 leaves out the last of H", when.routed, arguments=inputs.drop_last_h
     ),
     CallMutant(
-        "inner_tail", "GEMM 2 leaves out the last of I", when.routed, arguments=given.lose_i
+        "inner_tail", "GEMM 2 leaves out the last of I", when.routed, arguments=inputs.drop_last_i
     ),
     CallMutant(
         "weight_strides_ignored",
         "transposed weights are read as contiguous",
         when.routed,
-        arguments=given.ignore_strides,
+        arguments=inputs.ignore_strides,
     ),
     CallMutant(
         "x_stride_ignored",
         "x is read as if its rows were contiguous",
         when.both(when.several_tokens, lambda p: not p.inplace and p.tokens > 2),
-        arguments=given.ignore_row_stride,
+        arguments=inputs.ignore_row_stride,
     ),
-    CallMutant("b1_missing", "no b1", when.biased, arguments=partial(given.forget_bias, name="b1")),
-    CallMutant("b2_missing", "no b2", when.biased, arguments=partial(given.forget_bias, name="b2")),
+    CallMutant(
+        "b1_missing", "no b1", when.biased, arguments=partial(inputs.forget_bias, name="b1")
+    ),
+    CallMutant(
+        "b2_missing", "no b2", when.biased, arguments=partial(inputs.forget_bias, name="b2")
+    ),
     CallMutant(
         "b1_weighted",
         "b1 is multiplied by the router weight",
         when.both(when.biased, lambda p: p.apply_router_weight_on_input),
-        arguments=given.weigh_bias,
+        arguments=inputs.weigh_bias,
     ),
     CallMutant(
         "b2_unweighted",
@@ -106,87 +109,87 @@ MUTANTS: tuple[CallMutant, ...] = (
             when.biased,
             lambda p: p.combine is Combine.SUM and not p.apply_router_weight_on_input,
         ),
-        finished=done.add_unweighted_bias,
+        finished=outputs.add_unweighted_bias,
     ),
     # Choice of expert.
     CallMutant(
         "expert_dropped",
         "the busiest expert is skipped",
         when.routed,
-        arguments=given.drop_busiest_expert,
+        arguments=inputs.drop_busiest_expert,
     ),
     CallMutant(
         "wrong_expert",
         "expert e + 1 serves the pairs of e",
         when.several_experts,
-        arguments=given.next_expert,
+        arguments=inputs.next_expert,
     ),
     CallMutant(
         "last_slot_dropped",
         "the last of the K slots is skipped",
         lambda p, r: when.several_slots(p, r) and not (p.expert_map and r == "all_to_one"),
-        arguments=given.drop_last_slot,
+        arguments=inputs.drop_last_slot,
     ),
     CallMutant(
         "rank_offset",
         "the expert map is one expert off",
         when.both(when.several_experts, lambda p: p.expert_map),
-        arguments=given.shift_expert_map,
+        arguments=inputs.shift_expert_map,
     ),
     CallMutant(
         "minus_one_wraps",
         "-1 means the last expert, as in Python",
         lambda p, r: r in ("skips", "all_skipped") and p.tokens > 0 and not p.expert_map,
-        arguments=given.wrap_minus_one,
+        arguments=inputs.wrap_minus_one,
     ),
     CallMutant(
         "out_of_range_wraps",
         "ids outside [-1, E) are taken modulo E",
         when.on_routing("out_of_range"),
-        arguments=given.wrap_out_of_range,
+        arguments=inputs.wrap_out_of_range,
     ),
     CallMutant(
         "out_of_range_uncounted",
         "ids outside [-1, E) are skipped silently",
         when.on_routing("out_of_range"),
-        arguments=given.skip_uncounted,
+        arguments=inputs.skip_uncounted,
     ),
     CallMutant(
         "skips_counted",
         "-1 is counted as an invalid id",
         when.on_routing("skips", "all_skipped"),
-        arguments=given.count_skips,
+        arguments=inputs.count_skips,
     ),
     CallMutant(
         "duplicates_once",
         "an expert that a token names twice counts once",
         lambda p, r: when.routed(p, r) and p.top_k > 1 and r == "duplicates",
-        arguments=given.drop_duplicates,
+        arguments=inputs.drop_duplicates,
     ),
     CallMutant(
         "int64_misread",
         "int64 ids are read as int32",
         when.both(when.several_experts, lambda p: p.ids_dtype is torch.int64),
-        arguments=given.misread_int64,
+        arguments=inputs.misread_int64,
     ),
     # Router weights and scaling.
     CallMutant(
         "router_weight_twice",
         "the router weight is applied twice",
         when.weighted,
-        arguments=given.square_weights,
+        arguments=inputs.square_weights,
     ),
     CallMutant(
         "router_weight_never",
         "the router weight is not applied",
         when.weighted,
-        arguments=given.forget_weights,
+        arguments=inputs.forget_weights,
     ),
     CallMutant(
         "router_weights_averaged",
         "each slot gets the mean weight",
         when.several_weights,
-        arguments=given.average_weights,
+        arguments=inputs.average_weights,
     ),
     CallMutant(
         "router_weight_moved",
@@ -213,34 +216,34 @@ MUTANTS: tuple[CallMutant, ...] = (
         "tokens_shifted",
         "token t gets x of t - 1",
         when.several_tokens,
-        arguments=given.shift_tokens,
+        arguments=inputs.shift_tokens,
     ),
     CallMutant(
         "slots_permuted",
         "kept top-k slots come out in another order",
         when.both(when.several_slots, lambda p: p.combine is not Combine.SUM),
-        finished=done.permute_slots,
+        finished=outputs.permute_slots,
     ),
     CallMutant(
         "batch_counts_short",
         "each expert leaves out its last row",
         when.routed,
         pairs=when.batched_pair,
-        dispatched=done.shorten_counts,
+        dispatched=outputs.shorten_counts,
     ),
     CallMutant(
         "batch_experts_shifted",
         "expert e gets the rows of e - 1",
         when.both(when.routed, lambda p: p.e > 1 and p.top_k < p.experts),
         pairs=when.batched_pair,
-        dispatched=done.shift_experts,
+        dispatched=outputs.shift_experts,
     ),
     CallMutant(
         "batch_rows_shifted",
         "finalize gathers the rows of the token before",
         when.several_tokens,
         pairs=when.batched_pair,
-        handle=partial(done.shift_handle, name="row_of_pair_TK"),
+        handle=partial(outputs.shift_handle, name="row_of_pair_TK"),
     ),
     CallMutant(
         "finalize_weights_shifted",
@@ -250,7 +253,7 @@ MUTANTS: tuple[CallMutant, ...] = (
             lambda p: not p.apply_router_weight_on_input,
         ),
         pairs=when.finalize_weighs,
-        handle=partial(done.shift_handle, name="topk_weights_TK"),
+        handle=partial(outputs.shift_handle, name="topk_weights_TK"),
     ),
     *MEMORY_MUTANTS,
 )

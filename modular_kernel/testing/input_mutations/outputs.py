@@ -10,16 +10,16 @@ from modular_kernel.testing.input_mutations.inputs import local_ids, valid
 
 
 def reuse_output(call: StartedCall) -> None:
-    memory, out = call.given.memory, call.out
-    last = memory.get("out")
+    memory, out = call.arguments.memory, call.out
+    previous = memory.get("out")
     memory["out"] = out.clone()
-    if last is not None:
-        count = min(len(out), len(last))
-        out[:count] = last[:count]
+    if previous is not None:
+        count = min(len(out), len(previous))
+        out[:count] = previous[:count]
 
 
-def receive_the_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
-    """Store dispatched tokens on the part, not in the handle: a later call replaces them."""
+def receive_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
+    """Store dispatched tokens in the part, not the handle, so that a later call replaces them."""
     memory["arrived"] = arrived
     return LatestArrival(memory)
 
@@ -37,18 +37,18 @@ class LatestArrival:
 
 def flip_every_other_call(call: StartedCall) -> None:
     """Flip the last bit of one value in every other call."""
-    memory, out = call.given.memory, call.out
+    memory, out = call.arguments.memory, call.out
     memory["calls"] = memory.get("calls", 0) + 1
     if memory["calls"] % 2 == 0:
-        kind = torch.int32 if out.element_size() == 4 else torch.int16
-        out.view(-1)[:1].view(kind).bitwise_xor_(1)
+        int_dtype = torch.int32 if out.element_size() == 4 else torch.int16
+        out.view(-1)[:1].view(int_dtype).bitwise_xor_(1)
 
 
 def flip_in_even_calls(call: StartedCall) -> None:
     """Flip the last bit of one value in calls of an even number of tokens."""
     if len(call.out) % 2 == 0:
-        kind = torch.int32 if call.out.element_size() == 4 else torch.int16
-        call.out.view(-1)[:1].view(kind).bitwise_xor_(1)
+        int_dtype = torch.int32 if call.out.element_size() == 4 else torch.int16
+        call.out.view(-1)[:1].view(int_dtype).bitwise_xor_(1)
 
 
 def shorten_counts(tokens: Dispatched) -> Dispatched:
@@ -84,7 +84,7 @@ def write_zeros(call: StartedCall) -> None:
 
 
 def leave_last_token(call: StartedCall) -> None:
-    call.out[-1] = call.before[-1]
+    call.out[-1] = call.initial_out[-1]
 
 
 def zero_last_token(call: StartedCall) -> None:
@@ -93,27 +93,27 @@ def zero_last_token(call: StartedCall) -> None:
 
 def zero_last_token_of_smaller_plan(call: StartedCall) -> None:
     """Zero the last token if `out` is part of a plan's larger output."""
-    rows = call.given.problem.tokens
+    rows = call.arguments.problem.tokens
     row_bytes = call.out[0].numel() * call.out.element_size()
     if len(call.out) < rows and call.out.untyped_storage().nbytes() == rows * row_bytes:
         call.out[-1] = 0
 
 
 def leave_last_column(call: StartedCall) -> None:
-    call.out[..., -1] = call.before[..., -1]
+    call.out[..., -1] = call.initial_out[..., -1]
 
 
 def leave_last_chunk(call: StartedCall) -> None:
-    chunk = call.given.problem.chunk_tokens
+    chunk = call.arguments.problem.chunk_tokens
     assert chunk is not None
     start = (len(call.out) - 1) // chunk * chunk
     if start > 0:
-        call.out[start:] = call.before[start:]
+        call.out[start:] = call.initial_out[start:]
 
 
 def leave_skipped_tokens(call: StartedCall) -> None:
-    skipped_T = ~valid(call.given).any(1)
-    call.out[skipped_T] = call.before[skipped_T]
+    skipped_T = ~valid(call.arguments).any(1)
+    call.out[skipped_T] = call.initial_out[skipped_T]
 
 
 def permute_slots(call: StartedCall) -> None:
@@ -121,16 +121,16 @@ def permute_slots(call: StartedCall) -> None:
 
 
 def accumulate(call: StartedCall) -> None:
-    call.out.add_(call.before)
+    call.out.add_(call.initial_out)
 
 
 def add_unweighted_bias(call: StartedCall) -> None:
     """Add b2 of every pair in full instead of by its router weight."""
-    args = call.given
+    args = call.arguments
     assert args.weights.b2 is not None
-    local = local_ids(args)
-    missing = (1 - args.routing.topk_weights_TK) * (local >= 0)
-    bias_TKH = args.weights.b2.float()[local.clamp(min=0)] * missing[..., None]
+    local_ids_TK = local_ids(args)
+    missing_weight = (1 - args.routing.topk_weights_TK) * (local_ids_TK >= 0)
+    bias_TKH = args.weights.b2.float()[local_ids_TK.clamp(min=0)] * missing_weight[..., None]
     call.out.add_(bias_TKH.sum(1) * args.problem.routed_scaling_factor)
 
 
@@ -139,26 +139,26 @@ def return_copy(call: StartedCall) -> torch.Tensor:
 
 
 def write_x(call: StartedCall) -> None:
-    call.given.x_TH[0, 0] += 1
+    call.arguments.x_TH[0, 0] += 1
 
 
 def write_ids(call: StartedCall) -> None:
-    call.given.routing.topk_ids_TK[0, 0] += 1
+    call.arguments.routing.topk_ids_TK[0, 0] += 1
 
 
 def write_sentinel(call: StartedCall) -> None:
-    ids = call.given.routing.topk_ids_TK
-    ids.masked_fill_(ids == -1, call.given.problem.experts)
+    ids = call.arguments.routing.topk_ids_TK
+    ids.masked_fill_(ids == -1, call.arguments.problem.experts)
 
 
 def write_weights(call: StartedCall) -> None:
-    call.given.weights.w2[0, 0, 0] += 1
+    call.arguments.weights.w2[0, 0, 0] += 1
 
 
 def write_past_output(call: StartedCall) -> None:
-    past = call.out.storage_offset() + call.out.numel()
-    if call.out.untyped_storage().nbytes() > past * call.out.element_size():
-        call.out.as_strided((1,), (1,), past).zero_()
+    end = call.out.storage_offset() + call.out.numel()
+    if call.out.untyped_storage().nbytes() > end * call.out.element_size():
+        call.out.as_strided((1,), (1,), end).zero_()
 
 
 def write_past_workspace(call: StartedCall) -> None:

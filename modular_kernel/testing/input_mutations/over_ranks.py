@@ -5,7 +5,7 @@ from functools import partial
 
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.input_mutations.effect import take_over_ranks
+from modular_kernel.testing.input_mutations.effect import pop_effect_over_ranks
 from modular_kernel.testing.input_mutations.rank_operators import (
     RANK_MUTANTS,
     RankMutant,
@@ -16,8 +16,8 @@ from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first checks, which make half of the calls. A mutant that fails any of them is killed.
-EARLY = CHECKS[: CHECKS.index(plan_reused) + 1]
+# The first checks, which make half of the calls and suffice to kill a mutant.
+EARLY_CHECKS = CHECKS[: CHECKS.index(plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
 
@@ -45,7 +45,7 @@ def sensitivity_ranks(
             if case not in proven:
                 proven[case] = first_of(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
-            proof = prove_ranks(case, pool, machine, build, checks=EARLY)
-            failure, effect = first_of(proof.failures), take_over_ranks(mutant.name, pool)
-            kills.append(Kill.judged(mutant.name, case, proven[case], failure, effect))
+            proof = prove_ranks(case, pool, machine, build, checks=EARLY_CHECKS)
+            failure, effect = first_of(proof.failures), pop_effect_over_ranks(mutant.name, pool)
+            kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

@@ -4,7 +4,7 @@ from functools import partial
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.input_mutations import conditions as when
-from modular_kernel.testing.input_mutations import inputs as given
+from modular_kernel.testing.input_mutations import inputs
 from modular_kernel.testing.input_mutations.inject import CallMutant
 
 
@@ -27,66 +27,66 @@ SCALE_MUTANTS: tuple[CallMutant, ...] = (
         "scale_of_next_expert",
         "every expert has its neighbor's scales",
         _several_experts,
-        arguments=partial(given.shift_scales, dim=0),
+        arguments=partial(inputs.shift_scales, dim=0),
     ),
     _quantized(
         "scale_of_next_row",
         "every row (or row of blocks) has its neighbor's scales: a wrong stride",
         when.both(when.routed, _scales_per_row),
-        arguments=partial(given.shift_scales, dim=1),
+        arguments=partial(inputs.shift_scales, dim=1),
     ),
     _quantized(
         "scale_of_next_group",
         "every group along the depth has its neighbor's scale: a wrong block",
         when.both(when.routed, _several_groups),
-        arguments=partial(given.shift_scales, dim=2),
+        arguments=partial(inputs.shift_scales, dim=2),
     ),
     _quantized(
         "zero_point_of_next_row",
         "every row has its neighbor's zero points",
         when.both(when.routed, lambda p: p.scheme.zero_points),
-        arguments=given.shift_zero_points,
+        arguments=inputs.shift_zero_points,
     ),
     _quantized(
         "zero_points_swapped",
         "the zero points of even and odd rows are exchanged",
         when.both(when.routed, lambda p: p.scheme.zero_points and p.scheme.packed),
-        arguments=partial(given.swap_nibbles, names=("w1_zero_point", "w2_zero_point")),
+        arguments=partial(inputs.swap_nibbles, names=("w1_zero_point", "w2_zero_point")),
     ),
     _quantized(
         "nibbles_swapped",
         "the weights of even and odd k are exchanged",
         when.both(when.routed, lambda p: p.scheme.packed),
-        arguments=partial(given.swap_nibbles, names=("w1", "w2")),
+        arguments=partial(inputs.swap_nibbles, names=("w1", "w2")),
     ),
     _quantized(
         "matrix_scales_swapped",
         "the scales of the gate and the up matrix are exchanged",
         when.both(when.routed, lambda p: p.scheme.matrix_scales and p.act.gated),
-        arguments=given.swap_matrix_scales,
+        arguments=inputs.swap_matrix_scales,
     ),
     _quantized(
         "matrix_scale_of_next_expert",
         "each expert's second matrix has the scale of another one's",
         when.both(when.routed, lambda p: p.scheme.matrix_scales and p.e > 1),
-        arguments=given.shift_matrix_scales,
+        arguments=inputs.shift_matrix_scales,
     ),
     _quantized(
         "order_ignored",
         "columns of w1 multiply columns of x as they lie",
         when.both(when.routed, lambda p: p.scheme.act_order),
-        arguments=given.ignore_order,
+        arguments=inputs.ignore_order,
     ),
     _quantized(
         "order_of_next_expert",
         "each expert has the order of columns of another one",
         when.both(when.routed, lambda p: p.scheme.act_order and p.e > 1),
-        arguments=given.shift_order,
+        arguments=inputs.shift_order,
     ),
     _quantized(
         "given_scale_wrong",
         "a static activation scale is far too small",
         when.both(when.routed, lambda p: p.scheme.static),
-        arguments=given.shrink_given_scale,
+        arguments=inputs.shrink_static_scale,
     ),
 )

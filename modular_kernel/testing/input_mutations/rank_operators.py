@@ -35,7 +35,7 @@ class RankMutant:
     description: str
     applies: Callable[[RankCase], bool]
     make: Callable[[Problem], CallMutant]
-    waits: float | None = None
+    deadline_s: float | None = None
 
 
 def build_mutant(
@@ -46,7 +46,7 @@ def build_mutant(
     `partial(build_mutant, name)` is a RankBuild.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
-    with nullcontext() if mutant.waits is None else use_deadline(mutant.waits):
+    with nullcontext() if mutant.deadline_s is None else use_deadline(mutant.deadline_s):
         return mutant.make(case.problem).build(case, machine, poison, group)
 
 
@@ -104,15 +104,15 @@ def _on_all_ranks(
 
 
 def _on_last_rank(
-    name: str, make: Callable[[Problem], dict[str, Any]]
+    name: str, make_fields: Callable[[Problem], dict[str, Any]]
 ) -> Callable[[Problem], CallMutant]:
-    """Return a `make` that acts on the last rank; `make` returns fields of CallMutant."""
+    """Return `RankMutant.make` of a defect of the last rank with these fields of CallMutant."""
 
-    def made(problem: Problem) -> CallMutant:
+    def make_mutant(problem: Problem) -> CallMutant:
         is_last = problem.parallel.rank == problem.parallel.world_size - 1
-        return replace(_no_defect(name), **(make(problem) if is_last else {}))
+        return replace(_no_defect(name), **(make_fields(problem) if is_last else {}))
 
-    return made
+    return make_mutant
 
 
 def shift_by_a_rank(args: CallArguments) -> CallArguments:
@@ -137,7 +137,7 @@ def lose_last_experts(args: CallArguments) -> CallArguments:
 def _swap_counts(problem: Problem) -> dict[str, Any]:
     world_size = problem.parallel.world_size
 
-    def swapped(value: Any) -> Any:
+    def swap(value: Any) -> Any:
         """Exchange the entries of ranks 0 and 1 in every per-rank list of a handle."""
         if isinstance(value, tuple | list) and len(value) == world_size:
             return type(value)((value[1], value[0], *value[2:]))
@@ -146,14 +146,14 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         if is_dataclass(value) and not isinstance(value, type):
             values = {f.name: getattr(value, f.name) for f in fields(value)}
             changed = {
-                name: swapped(field_value)
+                name: swap(field_value)
                 for name, field_value in values.items()
-                if by_rank(name, field_value)
+                if is_per_rank(name, field_value)
             }
             return replace(value, **changed)
         return value
 
-    def by_rank(name: str, value: object) -> bool:
+    def is_per_rank(name: str, value: object) -> bool:
         """Return whether a field is a per-rank list or may contain one; tensors are named *_W.
 
         Never copy flags that peers write: peer addresses are offsets from them, so with a copy this
@@ -163,8 +163,8 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
             return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
         return is_dataclass(value) or isinstance(value, tuple | list)
 
-    def handle(given: Handle) -> Handle:
-        changed_handle: Handle = swapped(given)
+    def handle(original: Handle) -> Handle:
+        changed_handle: Handle = swap(original)
         return changed_handle
 
     return {"handle": handle, "dispatched": _roll_counts}
@@ -184,7 +184,7 @@ def _double(_problem: Problem) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _reorder(_problem: Problem) -> dict[str, Any]:
+def _rotate_rows(_problem: Problem) -> dict[str, Any]:
     def rows(output: torch.Tensor, tokens: Dispatched) -> None:
         if not isinstance(tokens, BatchedTokens):
             output.copy_(output.roll(1, 0))
@@ -195,15 +195,15 @@ def _reorder(_problem: Problem) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _keep_rows(_problem: Problem) -> dict[str, Any]:
+def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     history: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
         """Return the rows of the previous call, as far as there are any."""
-        history.append(_copied(tokens))
+        history.append(_copy(tokens))
         if len(history) < 2:
             return tokens
-        previous, current = history[-2], _copied(tokens)
+        previous, current = history[-2], _copy(tokens)
         old, new = _rows(previous), _rows(current)
         overlap = tuple(slice(min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
         new[overlap] = old[overlap]
@@ -216,13 +216,13 @@ def _rows(tokens: Dispatched) -> torch.Tensor:
     return tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
 
 
-def _copied(tokens: Dispatched) -> Dispatched:
+def _copy(tokens: Dispatched) -> Dispatched:
     if isinstance(tokens, BatchedTokens):
         return replace(tokens, x_eCH=tokens.x_eCH.clone())
     return replace(tokens, x_TH=tokens.x_TH.clone())
 
 
-def _rest_when_idle(_problem: Problem) -> CallMutant:
+def _skip_when_idle(_problem: Problem) -> CallMutant:
     """Return a mutant, on every rank, that computes nothing in calls without local tokens."""
     is_idle: list[bool] = []
 
@@ -255,7 +255,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
         _has_uneven_counts,
         _on_last_rank("peer_counts_swapped", _swap_counts),
-        waits=6.0,
+        deadline_s=6.0,
     ),
     RankMutant(
         "weights_on_both_sides",
@@ -273,18 +273,18 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "rows_reordered",
         "the last rank returns its rows in another order",
         _is_busy_on_last_rank,
-        _on_last_rank("rows_reordered", _reorder),
+        _on_last_rank("rows_reordered", _rotate_rows),
     ),
     RankMutant(
         "stale_rows",
         "the last rank computes rows of the call before",
         _is_busy_on_last_rank,
-        _on_last_rank("stale_rows", _keep_rows),
+        _on_last_rank("stale_rows", _reuse_rows),
     ),
     RankMutant(
         "idle_rank_rests",
         "a rank without tokens computes nothing for the others",
         _has_idle_rank,
-        _rest_when_idle,
+        _skip_when_idle,
     ),
 )

@@ -5,7 +5,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.input_mutations import conditions as when
-from modular_kernel.testing.input_mutations import inputs as given
+from modular_kernel.testing.input_mutations import inputs
 from modular_kernel.testing.input_mutations.inject import CallMutant
 
 
@@ -23,6 +23,6 @@ ROUNDING_MUTANTS: tuple[CallMutant, ...] = (
         "router_weights_rounded",
         "router weights are rounded to 16 bits",
         when.both(when.weighted, lambda p: p.dtype.itemsize == 2 and p.tokens >= 7),
-        arguments=given.round_weights,
+        arguments=inputs.round_weights,
     ),
 )

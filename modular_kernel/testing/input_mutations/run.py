@@ -11,7 +11,7 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.lists import cases_by_axes, cases_for
 from modular_kernel.testing.input_mutations.adapters import ADAPTER_MUTANTS
-from modular_kernel.testing.input_mutations.effect import Effect, take, why_nothing
+from modular_kernel.testing.input_mutations.effect import Effect, no_effect_reason, pop_effect
 from modular_kernel.testing.input_mutations.inject import CallMutant
 from modular_kernel.testing.input_mutations.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.input_mutations.quantized import SCALE_MUTANTS
@@ -39,15 +39,15 @@ class Kill:
     nothing: str | None = None
 
     @classmethod
-    def judged(
-        cls, mutant: str, case: Case, unsound: str | None, failure: str | None, found: Effect
+    def from_effect(
+        cls, mutant: str, case: Case, unsound: str | None, failure: str | None, effect: Effect
     ) -> "Kill":
         """Make the result from a mutant's first failure and its effect."""
-        why = why_nothing(found)
-        if why is None:
+        reason = no_effect_reason(effect)
+        if reason is None:
             return cls(mutant, case, unsound, failure)
         # A failure without any effect is a failure without the mutant.
-        return cls(mutant, case, unsound or failure, None, why)
+        return cls(mutant, case, unsound or failure, None, reason)
 
     @property
     def ok(self) -> bool:
@@ -71,9 +71,8 @@ def sensitivity(
 ) -> tuple[Kill, ...]:
     """Run each mutant that can occur in the pairing and return which check killed it.
 
-    cases_each: maximum number of cases per mutant. The cases are few enough in all that proving
-    them without a mutant costs little. proven: first failure of each case without a mutant, None if
-    it passes; updated in place.
+    cases_each: maximum number of cases per mutant. proven: first failure of each case without a
+    mutant, None if it passes; updated in place.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
@@ -86,9 +85,9 @@ def sensitivity(
         for case in _spread(candidates, cases_each):
             if case not in proven:
                 proven[case] = first_of(prove(case, machine).failures)
-            killer = first_of(findings(Trial(case, machine, mutant.build)))
-            effect = take(mutant.name)
-            kills.append(Kill.judged(mutant.name, case, proven[case], killer, effect))
+            failure = first_of(findings(Trial(case, machine, mutant.build)))
+            effect = pop_effect(mutant.name)
+            kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)
 
 

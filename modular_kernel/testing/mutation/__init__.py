@@ -15,7 +15,7 @@ from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.over_ranks import OverRanks
 from modular_kernel.testing.mutation.run_mutant import MutationBackend, run_mutant
 from modular_kernel.testing.mutation.score import (
-    SAMPLE,
+    SAMPLE_SIZE,
     Score,
     Survey,
     default_seed,
@@ -29,7 +29,7 @@ from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Edit, Mutant
 
 __all__ = [
-    "SAMPLE",
+    "SAMPLE_SIZE",
     "Coverage",
     "Edit",
     "Mutant",

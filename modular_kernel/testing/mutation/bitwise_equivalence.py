@@ -1,8 +1,8 @@
-"""Bitwise equivalence: whether mutants change any bit of a result; the second proof of equivalence.
+"""Bitwise equivalence: whether mutants change any bit of a result.
 
 Valid problems are derived from the cases that execute a changed line, with random values and
-numbers of tokens, and computed with and without the mutants. Several mutants at different places
-may be applied together. Each problem then counts for the mutants that its case executes.
+numbers of tokens, and computed with and without the mutants. Several mutants of different lines can
+be applied together; each problem then counts for the mutants that its case executes.
 """
 
 import random
@@ -17,7 +17,7 @@ from modular_kernel.testing.mutation.run_mutant import MutationBackend
 from modular_kernel.testing.mutation.source import Mutant
 
 # After one problem per case, further problems are drawn from this number of the fastest cases.
-_FASTEST = 8
+_NUM_FASTEST = 8
 _FEW_TOKENS = 5
 
 
@@ -37,9 +37,9 @@ def compare_bits(
     mutants: Sequence[Mutant],
     coverage: Coverage,
     problems: int,
-    known: dict[Case, str] | None = None,
+    known_digests: dict[Case, str] | None = None,
     *,
-    where: MutationBackend | None = None,
+    backend: MutationBackend | None = None,
 ) -> BitComparison:
     """Compute `problems` random problems for each mutant, without and with all of the mutants.
 
@@ -47,80 +47,80 @@ def compare_bits(
     differs. A mutant that no case executes has no problems. known: digests without mutants, by
     problem; missing ones are computed and added. where: None for one process.
     """
-    where = where or OneProcess()
-    cases_by_mutant = [executing(mutant, coverage) for mutant in mutants]
-    drawn = drawn_problems(cases_by_mutant, problems)
-    cases = [case for case, _ in drawn]
-    known = {} if known is None else known
+    backend = backend or OneProcess()
+    cases_by_mutant = [executing_cases(mutant, coverage) for mutant in mutants]
+    problem_cases = draw_problems(cases_by_mutant, problems)
+    cases = [case for case, _ in problem_cases]
+    known_digests = {} if known_digests is None else known_digests
     # Two cases may lead to the same problem.
-    missing = [case for case in dict.fromkeys(cases) if case not in known]
+    missing = [case for case in dict.fromkeys(cases) if case not in known_digests]
     unchanged_digests, changed_digests = (
-        where.digests(missing, ()),
-        where.digests(cases, tuple(mutants)),
+        backend.digests(missing, ()),
+        backend.digests(cases, tuple(mutants)),
     )
     counts = [0 for _ in mutants]
-    for case, executed in drawn:
+    for case, executed in problem_cases:
         changed_digest = next(changed_digests, None)
-        if case not in known:
-            known[case] = next(unchanged_digests)
-        if changed_digest is None or changed_digest != known[case]:
+        if case not in known_digests:
+            known_digests[case] = next(unchanged_digests)
+        if changed_digest is None or changed_digest != known_digests[case]:
             return BitComparison(min(counts), case)
-        for number in executed:
-            counts[number] += 1
+        for index in executed:
+            counts[index] += 1
     return BitComparison(min(counts), None)
 
 
-def executing(mutant: Mutant, coverage: Coverage) -> tuple[CaseCoverage, ...]:
+def executing_cases(mutant: Mutant, coverage: Coverage) -> tuple[CaseCoverage, ...]:
     """Return the cases that execute a mutant; all cases if only an import executes it."""
     return coverage.executing(mutant) or (coverage.cases if coverage.loads(mutant) else ())
 
 
-def drawn_problems(
-    met: Sequence[Sequence[CaseCoverage]], count: int
+def draw_problems(
+    cases_by_entry: Sequence[Sequence[CaseCoverage]], count: int
 ) -> list[tuple[Case, tuple[int, ...]]]:
-    """Return `count` problems for each entry of `met`, with the indices of the entries each serves.
+    """Return at least `count` problems for each entry, with the indices of their entries.
 
-    Every case occurs once, then the fastest ones in turn, with other values and few tokens.
+    Every case occurs once, then the fastest ones round-robin, with other values and few tokens.
     """
-    entries_of: dict[Case, tuple[int, ...]] = {}
-    for number, cases in enumerate(met):
+    entries_by_case: dict[Case, tuple[int, ...]] = {}
+    for index, cases in enumerate(cases_by_entry):
         for covered in cases:
-            entries_of[covered.case] = (*entries_of.get(covered.case, ()), number)
+            entries_by_case[covered.case] = (*entries_by_case.get(covered.case, ()), index)
     problems, counts, num_drawn = (
         list[tuple[Case, tuple[int, ...]]](),
-        [0 for _ in met],
+        [0 for _ in cases_by_entry],
         dict[Case, int](),
     )
 
-    def add(case: Case) -> None:
-        turn = num_drawn[case] = num_drawn.get(case, 0) + 1
-        problems.append((_problem(case, turn), entries_of[case]))
-        for number in entries_of[case]:
-            counts[number] += 1
+    def add_problem(case: Case) -> None:
+        draw = num_drawn[case] = num_drawn.get(case, 0) + 1
+        problems.append((_problem(case, draw), entries_by_case[case]))
+        for index in entries_by_case[case]:
+            counts[index] += 1
 
-    for case in entries_of:
-        add(case)
-    # Start with the entries of fewest cases: their problems also count for the other entries.
-    for number, cases in sorted(enumerate(met), key=lambda one: len(one[1])):
+    for case in entries_by_case:
+        add_problem(case)
+    # Start with the entries that have the fewest cases: their problems also count for others.
+    for index, cases in sorted(enumerate(cases_by_entry), key=lambda indexed: len(indexed[1])):
         with_tokens = [c for c in sorted(cases, key=lambda c: c.seconds) if c.case.problem.tokens]
-        fast = [covered.case for covered in with_tokens[:_FASTEST]]
-        while fast and counts[number] < count:
-            add(fast[counts[number] % len(fast)])
+        fast = [covered.case for covered in with_tokens[:_NUM_FASTEST]]
+        while fast and counts[index] < count:
+            add_problem(fast[counts[index] % len(fast)])
     return problems
 
 
-def _problem(case: Case, turn: int) -> Case:
-    """Return a similar problem with few tokens, and none on ranks without tokens in the case."""
-    generator = random.Random(f"{case}|{turn}")
+def _problem(case: Case, draw: int) -> Case:
+    """Return a similar problem with few tokens, and none on ranks where the case has none."""
+    generator = random.Random(f"{case}|{draw}")
 
-    def few(most: int) -> int:
-        return generator.randint(min(1, most), min(_FEW_TOKENS, most))
+    def few_tokens(max_tokens: int) -> int:
+        return generator.randint(min(1, max_tokens), min(_FEW_TOKENS, max_tokens))
 
     if not isinstance(case, RankCase):
-        problem = case.problem.with_tokens(few(case.problem.tokens))
-        return replace(case, problem=problem, seed=3 + turn)
-    tokens = tuple(map(few, case.tokens))
+        problem = case.problem.with_tokens(few_tokens(case.problem.tokens))
+        return replace(case, problem=problem, seed=3 + draw)
+    tokens = tuple(map(few_tokens, case.tokens))
     if case.replicated:
         tokens = (tokens[0],) * len(tokens)
     problem = case.problem.with_tokens(max(tokens))
-    return replace(case, problem=problem, tokens=tokens, seed=3 + turn)
+    return replace(case, problem=problem, tokens=tokens, seed=3 + draw)

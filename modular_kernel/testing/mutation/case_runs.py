@@ -25,7 +25,7 @@ def case_list(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], 
     return tuple(dict.fromkeys(cases)), machine
 
 
-def refused(cases: Sequence[Case]) -> list[str]:
+def invalid_cases(cases: Sequence[Case]) -> list[str]:
     """Return the cases that are not valid on this machine."""
     machine = this_machine()
     return [
@@ -38,7 +38,7 @@ def refused(cases: Sequence[Case]) -> list[str]:
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     """Return the first failure of a case, None if it passes, and the seconds that took."""
     start = time.perf_counter()
-    failure = _find_failure(case, machine)
+    failure = _first_failure(case, machine)
     return failure, time.perf_counter() - start
 
 
@@ -68,7 +68,7 @@ def _bytes(out: torch.Tensor) -> bytes:
     return out.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _find_failure(case: Case, machine: Machine) -> str | None:
+def _first_failure(case: Case, machine: Machine) -> str | None:
     try:
         build_kernel(case, machine, False)
         return next(iter(findings(Trial(case, machine))), None)

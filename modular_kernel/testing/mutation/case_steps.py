@@ -8,11 +8,11 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.case_runs import Level, Pair
 from modular_kernel.testing.mutation.coverage import CaseCoverage
-from modular_kernel.testing.mutation.forked_worker import Tell
+from modular_kernel.testing.mutation.forked_worker import Send
 from modular_kernel.text import counted
 
-# Of the cases without a differing bit, about this number are run with every check.
-_WHOLE = 12
+# Number of cases without a differing bit, approximately, on which all checks run.
+_NUM_SAMPLED = 12
 
 
 class CaseRunner(Protocol):
@@ -24,7 +24,7 @@ class CaseRunner(Protocol):
         self, pairs: tuple[Pair, ...], level: Level
     ) -> tuple[Sequence[Case], Machine]: ...
 
-    def refused(self, cases: Sequence[Case]) -> list[str]: ...
+    def invalid_cases(self, cases: Sequence[Case]) -> list[str]: ...
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]: ...
 
@@ -33,77 +33,78 @@ class CaseRunner(Protocol):
 
 @dataclass(frozen=True)
 class CaseListing:
-    """The case list without the mutant, for mutants that may change the list.
+    """How to compare the case list, for mutants that may change which cases are valid.
 
-    first: whether the list is compared before the cases run.
+    known: the valid cases without the mutant. compare_first: whether the list is compared before
+    the cases run.
     """
 
     pairs: tuple[Pair, ...]
     level: Level
     known: tuple[Case, ...]
-    first: bool
+    compare_first: bool
 
 
 def run_cases(
-    cases: Sequence[CaseCoverage], listing: CaseListing | None, runs: CaseRunner, tell: Tell
+    cases: Sequence[CaseCoverage], listing: CaseListing | None, runner: CaseRunner, send: Send
 ) -> None:
-    """Call every case, run all checks where a bit differs, then on some cases where none differs.
+    """Call every case; run all checks where a bit differs, and then on a sample of the others.
 
-    Stops at the first failure, which is sent through `tell`.
+    Stops at the first failure, which is sent through `send`.
     """
-    machine = runs.this_machine()
+    machine = runner.this_machine()
 
-    def proven(number: int, case: Case) -> bool:
-        tell({"case": number})
-        failure = runs.first_failure(case, machine)[0]
+    def passes(index: int, case: Case) -> bool:
+        send({"case": index})
+        failure = runner.first_failure(case, machine)[0]
         if failure is not None:
-            tell({"failure": failure})
+            send({"failure": failure})
         return failure is None
 
     unchanged: list[int] = []
 
-    def called() -> bool:
-        for number, covered in enumerate(cases):
-            tell({"case": number})
-            if runs.digest(covered.case, machine) == covered.digest:
-                unchanged.append(number)
+    def run_all() -> bool:
+        for index, covered in enumerate(cases):
+            send({"case": index})
+            if runner.digest(covered.case, machine) == covered.digest:
+                unchanged.append(index)
                 continue
-            tell({"differs": number})
-            if not proven(number, covered.case):
+            send({"differs": index})
+            if not passes(index, covered.case):
                 return False
         return True
 
-    def listed() -> bool:
-        return listing is None or _listed(listing, len(cases), runs, proven, tell)
+    def list_passes() -> bool:
+        return listing is None or _case_list_passes(listing, len(cases), runner, passes, send)
 
-    steps = (listed, called) if listing and listing.first else (called, listed)
+    steps = (list_passes, run_all) if listing and listing.compare_first else (run_all, list_passes)
     if all(step() for step in steps):
-        sample = unchanged[:: max(1, len(unchanged) // _WHOLE)]
-        all(proven(number, cases[number].case) for number in sample)
+        sample = unchanged[:: max(1, len(unchanged) // _NUM_SAMPLED)]
+        all(passes(index, cases[index].case) for index in sample)
 
 
-def _listed(
+def _case_list_passes(
     listing: CaseListing,
-    beyond: int,
-    runs: CaseRunner,
-    proven: Callable[[int, Case], bool],
-    tell: Tell,
+    new_index: int,
+    runner: CaseRunner,
+    passes: Callable[[int, Case], bool],
+    send: Send,
 ) -> bool:
     """Return whether all valid cases remain valid, and some newly valid ones pass.
 
-    beyond: the number of known cases, which serves as the number of a new case.
+    new_index: the index reported for new cases, which is the number of known cases.
     """
-    tell({"listing": True})
+    send({"listing": True})
     # A mutant can make the rules raise.
     try:
-        now_refused = runs.refused(listing.known)
-        now_valid = () if now_refused else runs.case_list(listing.pairs, listing.level)[0]
+        now_refused = runner.invalid_cases(listing.known)
+        now_valid = () if now_refused else runner.case_list(listing.pairs, listing.level)[0]
     except Exception as error:  # noqa: BLE001
-        tell({"failure": f"list: raised {type(error).__name__}: {error}"})
+        send({"failure": f"list: raised {type(error).__name__}: {error}"})
         return False
     if now_refused:
-        tell({"refused": f"{counted(len(now_refused), 'valid case')}, first {now_refused[0]}"})
+        send({"refused": f"{counted(len(now_refused), 'valid case')}, first {now_refused[0]}"})
         return False
-    before = {str(case) for case in listing.known}
-    new = [case for case in now_valid if str(case) not in before]
-    return all(proven(beyond, case) for case in new[:_WHOLE])
+    known_names = {str(case) for case in listing.known}
+    new = [case for case in now_valid if str(case) not in known_names]
+    return all(passes(new_index, case) for case in new[:_NUM_SAMPLED])

@@ -1,6 +1,6 @@
-"""Code equivalence: whether mutants leave all compiled kernels unchanged; the first proof.
+"""Code equivalence: whether mutants leave all compiled kernels unchanged.
 
-    same = same_code([mutant])          # of a line inside a kernel, or a function that kernels call
+    same = same_code([mutant])          # the mutated line is in a kernel or a function it calls
     assert same.differing == 0 and same.reached == (12,)
 
 Kernels are compiled for a GPU that need not be present, with the launches of the parts (see
@@ -26,9 +26,9 @@ from modular_kernel.testing.mutation.patched_module import part_packages, patch_
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
-# Replaces a mutant in a third compilation, in which kernels that contain the line do not compile.
-_UNKNOWN = "no_such_name_in_any_kernel"
-_FAILED = "does not compile"
+# Replaces a mutant in a third compilation, to find the kernels that contain the line.
+_UNDEFINED_NAME = "no_such_name_in_any_kernel"
+_COMPILE_ERROR = "does not compile"
 
 Code = list[tuple[str, str]]  # (kernel name, digest of its machine code) per launch
 
@@ -59,24 +59,28 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeCompariso
         if not _is_in_kernel(mutant):
             need = "a mutant inside a @triton.jit function"
             raise ConfigurationError(
-                "same code", got=f"{mutant.ident} at {mutant.place}", need=need
+                "same code", got=f"{mutant.ident} at {mutant.location}", need=need
             )
     modules = frozenset(mutant.module for mutant in mutants)
-    without = _unchanged(modules, target)
-    reached = []
+    unchanged = _compile_unchanged(modules, target)
+    num_reached = []
     for mutant in mutants:
-        marked = replace(mutant, edit=replace(mutant.edit, new=_marked(mutant.edit)))
-        reached.append(len(_differing_launches(without, _compiled((marked,), modules, target))))
-    changed = _differing_launches(without, _compiled(mutants, modules, target))
-    return CodeComparison(tuple(reached), len(changed))
+        broken = replace(mutant, edit=replace(mutant.edit, new=_break_edit(mutant.edit)))
+        num_reached.append(
+            len(_differing_launches(unchanged, _compile((broken,), modules, target)))
+        )
+    differing = _differing_launches(unchanged, _compile(mutants, modules, target))
+    return CodeComparison(tuple(num_reached), len(differing))
 
 
 @cache
-def _unchanged(modules: frozenset[str], target: str) -> Code:
+def _compile_unchanged(modules: frozenset[str], target: str) -> Code:
     """Return the compiled code of launches without mutants, cached per process."""
-    code = _compiled((), modules, target)
-    if any(one == _FAILED for _, one in code):
-        raise ConfigurationError("same code", got=_FAILED, need="kernels that compile unchanged")
+    code = _compile((), modules, target)
+    if any(digest == _COMPILE_ERROR for _, digest in code):
+        raise ConfigurationError(
+            "same code", got=_COMPILE_ERROR, need="kernels that compile unchanged"
+        )
     return code
 
 
@@ -86,13 +90,13 @@ def _cache_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def _marked(edit: Edit) -> str:
+def _break_edit(edit: Edit) -> str:
     """Return a replacement with which no kernel compiles; it remains a valid operator."""
     try:
         ast.parse(edit.new)
     except SyntaxError:
-        return f"{edit.new} {_UNKNOWN} +"
-    return _UNKNOWN
+        return f"{edit.new} {_UNDEFINED_NAME} +"
+    return _UNDEFINED_NAME
 
 
 def _is_in_kernel(mutant: Mutant) -> bool:
@@ -105,13 +109,13 @@ def _is_in_kernel(mutant: Mutant) -> bool:
     return False
 
 
-def _differing_launches(without: Code, found: Code) -> set[tuple[str, str]]:
-    """Return the entries of `without` that differ in `found`, compared launch by launch."""
-    assert [kernel for kernel, _ in without] == [kernel for kernel, _ in found]
-    return {before for before, after in zip(without, found, strict=True) if before != after}
+def _differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
+    """Return the entries of `expected` that differ in `actual`, compared launch by launch."""
+    assert [kernel for kernel, _ in expected] == [kernel for kernel, _ in actual]
+    return {before for before, after in zip(expected, actual, strict=True) if before != after}
 
 
-def _compiled(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -> Code:
+def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -> Code:
     """Return the code of each launch of a kernel that uses one of `modules`."""
     # Line numbers must not affect the compiled code.
     settings = {"TRITON_CACHE_DIR": _cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
@@ -135,33 +139,33 @@ def _main() -> None:
     jit: Any = importlib.import_module("triton.runtime.jit").JITFunction
     original_run, launches = jit.run, list[tuple[str, str]]()
 
-    def run(self: Any, *args: object, **kwargs: object) -> None:
-        if modules.isdisjoint(_used_by(self.fn.__module__)):
+    def record_run(self: Any, *args: object, **kwargs: object) -> None:
+        if modules.isdisjoint(_import_closure(self.fn.__module__)):
             return
         # A mutant may make the compiler raise anything, which counts as a difference.
         try:
             kernel = original_run(self, *args, **kwargs)
             code = sha256(kernel.asm["cubin"]).hexdigest()
         except Exception:  # noqa: BLE001
-            code = _FAILED
+            code = _COMPILE_ERROR
         launches.append((self.fn.__name__, code))
 
-    jit.run = run
-    for _ in cases.launched(target):
+    jit.run = record_run
+    for _ in cases.iter_launches(target):
         pass
     json.dump(launches, sys.stdout)
 
 
 @cache
-def _used_by(module: str) -> frozenset[str]:
+def _import_closure(module: str) -> frozenset[str]:
     """Return the module and all modules of this project that it imports, also indirectly."""
     project_roots = {"modular_kernel", *part_packages()}
-    reached, waiting = set[str](), [module]
-    while waiting:
-        name = waiting.pop()
+    reached, pending = set[str](), [module]
+    while pending:
+        name = pending.pop()
         if name not in reached:
             reached.add(name)
-            waiting += [n for n in imports_of(name) if n.split(".", maxsplit=1)[0] in project_roots]
+            pending += [n for n in imports_of(name) if n.split(".", maxsplit=1)[0] in project_roots]
     return frozenset(reached)
 
 

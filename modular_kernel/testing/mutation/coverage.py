@@ -15,15 +15,15 @@ from typing import Any
 
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.case_runs import Level, Pair, case_list, digest
-from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import unload
 from modular_kernel.testing.mutation.source import Mutant
 
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
-Seen = dict[str, set[int]]
+LineSets = dict[str, set[int]]
 
 # Seconds for the slowest case with tracing.
-_PATIENCE = 300.0
+_CASE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ class CaseCoverage:
 class Coverage:
     """Coverage of all cases of some pairings.
 
-    loading: lines executed by imports, at any time, and by the selection of cases.
+    loading: lines executed by imports, at any time, and by the selection of cases. error: why the
+    coverage is incomplete, or "".
     """
 
     loading: Lines
     cases: tuple[CaseCoverage, ...]
-    ended: str = ""  # why it is incomplete; "" if it is complete
+    error: str = ""
 
     def executing(self, mutant: Mutant) -> tuple[CaseCoverage, ...]:
         """Return the cases that execute a mutant."""
@@ -60,18 +61,18 @@ class Coverage:
 def merge_coverage(coverages: Iterable[Coverage]) -> Coverage:
     """Return the union of the coverage of several lists of cases."""
     loading: dict[str, frozenset[int]] = {}
-    cases, ended = list[CaseCoverage](), ""
+    cases, error = list[CaseCoverage](), ""
     for coverage in coverages:
         loading = merge_lines((loading, coverage.loading))
         cases += coverage.cases
-        ended = ended or coverage.ended
-    return Coverage(loading, tuple(cases), ended)
+        error = error or coverage.error
+    return Coverage(loading, tuple(cases), error)
 
 
-def merge_lines(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
+def merge_lines(line_maps: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
     """Return the union of several maps from files to lines."""
     merged: dict[str, frozenset[int]] = {}
-    for lines in each:
+    for lines in line_maps:
         for file, numbers in lines.items():
             merged[file] = merged.get(file, frozenset()) | frozenset(numbers)
     return merged
@@ -85,83 +86,86 @@ def cover(
     modules: Mapping[str, Path],
     pairs: Iterable[Pair],
     level: Level,
-    some: Collection[Case] | None = None,
+    selected: Collection[Case] | None = None,
 ) -> Coverage:
     """Call each case of `pairs` twice in a child process and trace the lines of `modules`.
 
-    some: restrict to these cases; None for all.
+    selected: restrict to these cases; None for all.
     """
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
 
-    def work(tell: Tell) -> None:
+    def work(send: Send) -> None:
         unload(set(modules))
         with trace_lines(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
-        tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        for case in _filter(cases, some):
+        send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        for case in _filter(cases, selected):
             start = time.perf_counter()
             with trace_lines(files) as (lines, loaded):
                 bits = digest(case, machine)
             seconds = time.perf_counter() - start
             line_lists = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
-            tell({"digest": bits, "seconds": seconds, **line_lists})
+            send({"digest": bits, "seconds": seconds, **line_lists})
 
-    child = ChildProcess(work, _PATIENCE)
-    cases = _filter(case_list(pairs, level)[0], some)
+    child = ChildProcess(work, _CASE_TIMEOUT_S)
+    cases = _filter(case_list(pairs, level)[0], selected)
     covered = []
     loading: dict[str, frozenset[int]] = {}
-    for number, message in enumerate(child):
+    for index, message in enumerate(child):
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
-        if number:
-            case = cases[number - 1]
+        if index:
+            case = cases[index - 1]
             covered.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
         else:
             loading |= lines
         for file, numbers in message["loaded"].items():
             loading[file] = loading.get(file, frozenset()).union(numbers)
-    ended = child.ended
-    why = "" if ended.how == "done" else f"{ended.how}: {ended.detail}"
-    return Coverage(loading, tuple(covered), why)
+    exit_info = child.exit
+    error = "" if exit_info.status == "done" else f"{exit_info.status}: {exit_info.detail}"
+    return Coverage(loading, tuple(covered), error)
 
 
-def _filter(cases: Iterable[Case], some: Collection[Case] | None) -> tuple[Case, ...]:
-    return tuple(case for case in cases if some is None or case in some)
+def _filter(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:
+    return tuple(case for case in cases if selected is None or case in selected)
 
 
 @contextmanager
-def trace_lines(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
-    """Yield two records of the executed lines of `files`, in this thread and those started inside.
+def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
+    """Yield two records of executed lines of `files`, in this thread and those started inside.
 
-    The second holds lines executed while one of `files` is imported. A module is imported once, in
-    whichever case needs it first, so these lines are not attributed to a case.
+    The second record holds lines executed during the import of one of `files`. These lines are not
+    attributed to a case, because a module is imported only once, by the first case that needs it.
     """
-    called, loaded = Seen(), Seen()
+    call_lines, import_lines = LineSets(), LineSets()
     lines_of: dict[CodeType, set[int]] = {}
 
-    def started(frame: FrameType, _event: str, _: object) -> Any:
+    def trace_call(frame: FrameType, _event: str, _: object) -> Any:
         file = frame.f_code.co_filename
         if file not in files:
             return None
         is_import = _is_importing(frame, files)
-        code, seen = frame.f_code, (loaded if is_import else called).setdefault(file, set())
+        code, executed = (
+            frame.f_code,
+            (import_lines if is_import else call_lines).setdefault(file, set()),
+        )
         if code not in lines_of:
             lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
-        if lines_of[code] <= seen:
+        if lines_of[code] <= executed:
             return None  # every line is recorded: run without tracing
 
-        def local(frame: FrameType, event: str, _: object) -> Any:
+        def trace_line(frame: FrameType, event: str, _: object) -> Any:
             if event == "line":
-                seen.add(frame.f_lineno)
-            return local
+                executed.add(frame.f_lineno)
+            return trace_line
 
-        seen.add(frame.f_lineno)
-        return local
+        executed.add(frame.f_lineno)
+        return trace_line
 
-    threading.settrace(started)
-    sys.settrace(started)
+    threading.settrace(trace_call)
+    sys.settrace(trace_call)
     try:
-        yield called, loaded
+        yield call_lines, import_lines
     finally:
         sys.settrace(None)
         threading.settrace(None)

@@ -1,10 +1,10 @@
-"""Mutants that no run on a CPU can distinguish from the original, by the kind of change."""
+"""Mutants that no run on a CPU can distinguish from the original, with the reason."""
 
 import ast
 import re
 from functools import lru_cache
 
-from modular_kernel.testing.mutation.operators import WIDE
+from modular_kernel.testing.mutation.operators import INT64_LOST
 from modular_kernel.testing.mutation.source import Mutant
 
 # Words in statements that concern a GPU or are executed only on one.
@@ -17,21 +17,25 @@ _RELEASE = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
 # An instruction with its type, as in "and.b32 ".
 _INSTRUCTION = re.compile(r"\b[a-z][a-z0-9]*\.(?:\w+\.)*[bsuf](?:16|32|64)(?:x2)?\s")
 
-OFFSETS = "offsets of 32 bits, wrong from 2^31 elements on (tests/gpu/test_addressing.py)"
-DEVICE = "statements about a GPU, or about whether an operation is interpreted"
-RELEASES = "statements that depend on the Triton release; only the installed one can be tested"
-REASONS = (OFFSETS, DEVICE, RELEASES)
+OFFSETS_REASON = "offsets of 32 bits, wrong from 2^31 elements on (tests/gpu/test_addressing.py)"
+DEVICE_REASON = "statements about a GPU, or about whether an operation is interpreted"
+RELEASE_REASON = (
+    "statements that depend on the Triton release; only the installed one can be tested"
+)
+REASONS = (OFFSETS_REASON, DEVICE_REASON, RELEASE_REASON)
 
 
 def undetectable_reason(mutant: Mutant) -> str | None:
     """Return why a mutant is listed instead of run, or None if it is run."""
-    if mutant.edit.operator == WIDE:
-        return OFFSETS
+    if mutant.edit.operator == INT64_LOST:
+        return OFFSETS_REASON
     text = mutant.path.read_text(encoding="utf-8")
     statement = "\n".join(text.splitlines()[mutant.first - 1 : mutant.last])
     if _RELEASE.search(statement):
-        return RELEASES
-    return DEVICE if _GPU.search(statement) or mutant.first in _lines_with_asm(text) else None
+        return RELEASE_REASON
+    return (
+        DEVICE_REASON if _GPU.search(statement) or mutant.first in _lines_with_asm(text) else None
+    )
 
 
 @lru_cache(maxsize=64)

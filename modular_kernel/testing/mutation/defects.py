@@ -1,4 +1,4 @@
-"""Hand-written defects: a piece of a file and its replacement, applied like a mutant.
+"""Hand-written defects: text in a file and its replacement, applied like a mutant.
 
 [{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
 """
@@ -16,7 +16,7 @@ from modular_kernel.testing.mutation.source import Edit, Mutant, Source, last_li
 class Defect:
     """A description of the mistake, and the change that causes it."""
 
-    what: str
+    description: str
     mutant: Mutant
 
 

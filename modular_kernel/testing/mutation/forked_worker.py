@@ -17,29 +17,29 @@ from typing import Any, NoReturn
 import torch
 
 Message = dict[str, Any]
-Tell = Callable[[Message], None]
+Send = Callable[[Message], None]
 
-# Address space that a child may use in addition to its parent's.
-_MORE_BYTES = 6 << 30
+# Address space that a child may use beyond that of its parent.
+_EXTRA_MEMORY_BYTES = 6 << 30
 
 
 @dataclass(frozen=True)
 class ChildExit:
-    """How a child ended: "done", "hang", or "crash" with a signal or an exit status."""
+    """How a child ended. status: "done", "hang" or "crash". detail: the signal or exit status."""
 
-    how: str
+    status: str
     detail: str = ""
 
 
 class ChildProcess:
-    """A working child process. Iterate over its messages; then `ended` holds how it ended.
+    """A forked child process. Iterate over its messages; afterwards `exit` says how it ended.
 
-    patience: timeout in seconds for the next message; may be changed between messages.
+    timeout_s: timeout for the next message; may be changed between messages.
     """
 
-    def __init__(self, work: Callable[[Tell], None], patience: float) -> None:
-        self.patience = patience
-        self.ended = ChildExit("crash", "sent no message")
+    def __init__(self, work: Callable[[Send], None], timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.exit = ChildExit("crash", "sent no message")
         self._reader, writer = os.pipe()
         self._pid = os.fork()
         if not self._pid:
@@ -48,37 +48,37 @@ class ChildProcess:
         os.close(writer)
 
     def __iter__(self) -> Iterator[Message]:
-        rest = b""
+        buffer = b""
         try:
             while True:
-                ready, _, _ = select.select([self._reader], [], [], self.patience)
+                ready, _, _ = select.select([self._reader], [], [], self.timeout_s)
                 if not ready:
-                    self.ended = ChildExit("hang", f"no message for {self.patience:.0f} s")
+                    self.exit = ChildExit("hang", f"no message for {self.timeout_s:.0f} s")
                     return
                 data = os.read(self._reader, 1 << 20)
                 if not data:
-                    self._died()
+                    self._record_exit()
                     return
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
                     message = json.loads(line)
                     if message.get("done"):
-                        self.ended = ChildExit("done")
+                        self.exit = ChildExit("done")
                     else:
                         yield message
         finally:
-            self._end()
+            self._close()
 
-    def _died(self) -> None:
+    def _record_exit(self) -> None:
         """Record how the child ended, after it closed its end of the pipe."""
-        if self.ended.how == "done":
+        if self.exit.status == "done":
             return
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         code = os.waitstatus_to_exitcode(status)
-        self.ended = ChildExit("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
+        self.exit = ChildExit("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         """Close the pipe and kill the child if it still runs."""
         os.close(self._reader)
         if self._pid:
@@ -87,25 +87,25 @@ class ChildProcess:
             self._pid = 0
 
 
-def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
+def _run(work: Callable[[Send], None], writer: int) -> NoReturn:
     """Run the work in the child and exit."""
     status = 1
     try:
-        confine()
+        silence_and_limit_memory()
         torch.set_num_threads(1)
 
-        def tell(message: Message) -> None:
+        def send(message: Message) -> None:
             os.write(writer, json.dumps(message).encode() + b"\n")
 
-        work(tell)
-        tell({"done": True})
+        work(send)
+        send({"done": True})
         status = 0
     finally:
         sys.settrace(None)
         os._exit(status)
 
 
-def confine() -> None:
+def silence_and_limit_memory() -> None:
     """Silence this process and limit its memory to 6 GiB more than it uses now."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -113,5 +113,5 @@ def confine() -> None:
     statm = Path("/proc/self/statm")
     if statm.exists():
         pages = int(statm.read_text(encoding="utf-8").split()[0])
-        limit = pages * resource.getpagesize() + _MORE_BYTES
+        limit = pages * resource.getpagesize() + _EXTRA_MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

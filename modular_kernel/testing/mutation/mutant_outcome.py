@@ -1,4 +1,4 @@
-"""`MutantOutcome`: outcome of a mutant; `OutcomeTracker`: tracks it while the cases run."""
+"""`MutantOutcome`, and `OutcomeTracker`, which derives it from the messages of running cases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ SLOWER, GRACE_S = 10, 15.0
 class MutantOutcome:
     """Outcome of a mutant.
 
-    how: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
-    "equivalent" (reviewed and not run), or "not executed" by any case. by: the check and its
-    finding. ran: number of cases run. differing: the number of them in which a bit differs. shared:
-    the part whose score it was killed in, by a case that also belongs to this part; it was not run
-    again.
+    status: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
+    "equivalent" (reviewed and not run), or "not executed" by any case. finding: the check that
+    failed and its message. num_cases: number of cases run. differing: the number of them in which a
+    bit differs. shared: the part in whose score a case that also belongs to this part killed the
+    mutant, which was not run again.
     """
 
     mutant: Mutant
-    how: str
-    by: str = ""
+    status: str
+    finding: str = ""
     case: Case | None = None
-    ran: int = 0
+    num_cases: int = 0
     differing: int = 0
     seconds: float = 0.0
     shared: str = ""
 
     @classmethod
-    def before(cls, mutant: Mutant, killer: str) -> "MutantOutcome":
+    def from_record(cls, mutant: Mutant, killer: str) -> "MutantOutcome":
         """Return the outcome of a mutant that a record lists as killed by `killer`."""
         if killer in ("hang", "crash", "refused"):
             return cls(mutant, killer, "before")
@@ -41,51 +41,53 @@ class MutantOutcome:
 
     @property
     def killed(self) -> bool:
-        return self.how in ("killed", "hang", "crash", "refused")
+        return self.status in ("killed", "hang", "crash", "refused")
 
 
 class OutcomeTracker:
-    """Tracks messages of the cases of a mutant. fate: None until one of them fails.
+    """Tracks messages of the cases of a mutant. outcome: None until one of them fails.
 
-    patience: timeout in seconds for the next message.
+    timeout_s: timeout for the next message.
     """
 
     def __init__(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> None:
-        self.fate: MutantOutcome | None = None
-        self.patience = GRACE_S
+        self.outcome: MutantOutcome | None = None
+        self.timeout_s = GRACE_S
         self._mutant, self._cases = mutant, cases
-        self._ran, self._differing = set[int](), 0
+        self._cases_run, self._differing = set[int](), 0
         self._case: Case | None = None
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         if "case" in message:
-            number = message["case"]
-            self._ran.add(number)
-            covered = self._cases[number] if number < len(self._cases) else None
+            index = message["case"]
+            self._cases_run.add(index)
+            covered = self._cases[index] if index < len(self._cases) else None
             self._case = covered.case if covered else None
             seconds = covered.seconds if covered else max(c.seconds for c in self._cases)
-            self.patience = GRACE_S + SLOWER * seconds
+            self.timeout_s = GRACE_S + SLOWER * seconds
         elif "differs" in message:
             self._differing += 1
         elif "listing" in message:
-            self.patience = 10 * GRACE_S
+            self.timeout_s = 10 * GRACE_S
             self._case = None
         elif "refused" in message:
-            self.fate = MutantOutcome(self._mutant, "refused", message["refused"])
+            self.outcome = MutantOutcome(self._mutant, "refused", message["refused"])
         elif "failure" in message:
             failure = message["failure"]
-            self.fate = self._make_outcome(
+            self.outcome = self._make_outcome(
                 "refused" if failure.startswith("refused:") else "killed", failure
             )
 
-    def ended(self, ended: ChildExit) -> MutantOutcome:
+    def finish(self, exit_info: ChildExit) -> MutantOutcome:
         """Return the outcome after the last message."""
-        if self.fate is not None:
-            return self.fate
-        if ended.how == "done":
-            ran, differing = len(self._ran), self._differing
-            return MutantOutcome(self._mutant, "survived", ran=ran, differing=differing)
-        return self._make_outcome(ended.how, ended.detail)
+        if self.outcome is not None:
+            return self.outcome
+        if exit_info.status == "done":
+            num_cases, differing = len(self._cases_run), self._differing
+            return MutantOutcome(self._mutant, "survived", num_cases=num_cases, differing=differing)
+        return self._make_outcome(exit_info.status, exit_info.detail)
 
-    def _make_outcome(self, how: str, by: str) -> MutantOutcome:
-        return MutantOutcome(self._mutant, how, by, self._case, len(self._ran), self._differing)
+    def _make_outcome(self, status: str, finding: str) -> MutantOutcome:
+        return MutantOutcome(
+            self._mutant, status, finding, self._case, len(self._cases_run), self._differing
+        )

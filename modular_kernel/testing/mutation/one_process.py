@@ -10,17 +10,17 @@ from modular_kernel.testing.cases.lists import Case, cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, first_failure
 from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, cover
-from modular_kernel.testing.mutation.forked_worker import ChildProcess, Tell
+from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, MutantOutcome, OutcomeTracker
 from modular_kernel.testing.mutation.patched_module import dependents, patch_modules, reattach
 from modular_kernel.testing.mutation.source import Mutant
 
-_PROOF_S = 600.0  # timeout for a case without a mutant
-_DIGEST_S = 300.0  # timeout for a digest, including the imports of the first one
+_CASE_TIMEOUT_S = 600.0  # timeout for a case without a mutant
+_DIGEST_TIMEOUT_S = 300.0  # timeout for a digest, including the imports of the first one
 
 
 class OneProcess:
-    """`Where` for one process."""
+    """`MutationBackend` for one process."""
 
     world_size = 1
     ranks_per_host = None
@@ -31,54 +31,54 @@ class OneProcess:
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
         return cover(modules, pairs, level)
 
-    def put_in(
+    def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
         dependents({mutant.module})  # reads imports once for all children
-        follower = OutcomeTracker(mutant, cases)
-        child = ChildProcess(lambda tell: _work(mutant, cases, listing, tell), GRACE_S)
+        tracker = OutcomeTracker(mutant, cases)
+        child = ChildProcess(lambda send: _run_in_child(mutant, cases, listing, send), GRACE_S)
         for message in child:
-            follower.hear(message)
-            if follower.fate is not None:
+            tracker.receive(message)
+            if tracker.outcome is not None:
                 break
-            child.patience = follower.patience
-        return follower.ended(child.ended)
+            child.timeout_s = tracker.timeout_s
+        return tracker.finish(child.exit)
 
     def failure(self, case: Case) -> str | None:
         child = ChildProcess(
-            lambda tell: tell({"failure": first_failure(case, this_machine())[0]}), _PROOF_S
+            lambda send: send({"failure": first_failure(case, this_machine())[0]}), _CASE_TIMEOUT_S
         )
         failure: str | None = next((m["failure"] for m in child), "ended")
         return failure
 
     def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
         dependents({mutant.module for mutant in mutants})
-        child = ChildProcess(lambda tell: _send_digests(cases, mutants, tell), _DIGEST_S)
+        child = ChildProcess(lambda send: _send_digests(cases, mutants, send), _DIGEST_TIMEOUT_S)
         return (message["digest"] for message in child)
 
 
-def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
+def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) -> None:
     """Send one digest per case; runs in the child."""
     if mutants:
         patch_modules(*mutants)
-    runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
+    runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     reattach()
-    machine = runs.this_machine()
+    machine = runner.this_machine()
     for case in cases:
-        tell({"digest": runs.digest(case, machine)})
+        send({"digest": runner.digest(case, machine)})
 
 
-def _work(
-    mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None, tell: Tell
+def _run_in_child(
+    mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None, send: Send
 ) -> None:
     """Apply the mutant and run its cases; runs in the child."""
     try:
         patch_modules(mutant)
-        runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
+        runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
-        runs.this_machine()
+        runner.this_machine()
     # A mutant that raises anything when it is imported or probed is killed.
     except Exception as error:  # noqa: BLE001
-        tell({"failure": f"import: raised {type(error).__name__}: {error}"})
+        send({"failure": f"import: raised {type(error).__name__}: {error}"})
         return
-    run_cases(cases, listing, runs, tell)
+    run_cases(cases, listing, runner, send)

@@ -8,12 +8,12 @@ import ast
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from modular_kernel.testing.mutation.source import Edit, Placed, Source
+from modular_kernel.testing.mutation.source import Edit, Positioned, Source
 
 Edits = Iterator[Edit]
 Operator = Callable[[Source, ast.AST], Edits]
 
-_COMPARED = {
+_COMPARISONS = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
     ast.Gt: (">", ">="),
@@ -25,7 +25,7 @@ _COMPARED = {
     ast.Is: ("is", "is not"),
     ast.IsNot: ("is not", "is"),
 }
-_SYMBOLS: dict[type[ast.operator], tuple[str, str | None]] = {
+_ARITHMETIC: dict[type[ast.operator], tuple[str, str | None]] = {
     ast.Add: ("+", "-"),
     ast.Sub: ("-", "+"),
     ast.Mult: ("*", None),
@@ -38,42 +38,44 @@ _SYMBOLS: dict[type[ast.operator], tuple[str, str | None]] = {
     ast.BitOr: ("|", None),
     ast.BitXor: ("^", None),
 }
-_WORDS = {"float32": "float16", "int64": "int32", "ieee": "tf32", "tf32": "ieee"}
-_TORCH_WORDS = {**_WORDS, "float32": "bfloat16"}
-_PEERS = {"hidden": "intermediate", "intermediate": "hidden", "w1": "w2", "w2": "w1"}
+_PRECISIONS = {"float32": "float16", "int64": "int32", "ieee": "tf32", "tf32": "ieee"}
+_TORCH_PRECISIONS = {**_PRECISIONS, "float32": "bfloat16"}
+_SWAPPED_NAMES = {"hidden": "intermediate", "intermediate": "hidden", "w1": "w2", "w2": "w1"}
 _CLAMPS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
-# 32-bit addresses, wrong from 2^31 elements on.
-WIDE = "64 bits lost"
+# Operator of edits that make addresses 32-bit, which fails from 2^31 elements on.
+INT64_LOST = "64 bits lost"
 # Launch options that affect speed, not results.
-SPEED = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "eviction_policy"})
+PERFORMANCE_OPTIONS = frozenset(
+    {"num_warps", "num_stages", "num_ctas", "maxnreg", "eviction_policy"}
+)
 
 
 def compare(source: Source, node: ast.AST) -> Edits:
-    """Yield a comparison off by one or negated."""
+    """Yield a comparison that is off by one or negated."""
     assert isinstance(node, ast.Compare)
     left = node.left
     for operator, right in zip(node.ops, node.comparators, strict=True):
-        old, new = _COMPARED[type(operator)]
-        at = _between(source, left, right, old)
-        if at is not None:
-            yield Edit("compare", at, at + len(old), new)
+        old, new = _COMPARISONS[type(operator)]
+        offset = _between(source, left, right, old)
+        if offset is not None:
+            yield Edit("compare", offset, offset + len(old), new)
         left = right
 
 
 def binary(source: Source, node: ast.AST) -> Edits:
-    """Yield another sign, a lost operand (offset, stride, scale, half a mask), another rounding."""
+    """Yield another operator, a dropped operand (offset, stride, half a mask), or rounding."""
     assert isinstance(node, ast.BinOp)
-    if type(node.op) not in _SYMBOLS or _is_text(node.left) or _is_text(node.right):
+    if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
         return
-    symbol, other = _SYMBOLS[type(node.op)]
-    at = _between(source, node.left, node.right, symbol)
-    if at is None:
+    symbol, replacement = _ARITHMETIC[type(node.op)]
+    offset = _between(source, node.left, node.right, symbol)
+    if offset is None:
         return
     start, end = source.start(node), source.end(node)
-    left = source.text(start, at).rstrip()
-    right = source.text(at + len(symbol), end).lstrip()
-    if other is not None:
-        yield Edit("arithmetic", at, at + len(symbol), other)
+    left = source.text(start, offset).rstrip()
+    right = source.text(offset + len(symbol), end).lstrip()
+    if replacement is not None:
+        yield Edit("arithmetic", offset, offset + len(symbol), replacement)
     if not isinstance(node.op, ast.Sub | ast.LShift | ast.RShift):
         yield Edit("operand lost", start, end, left)
     if isinstance(node.op, ast.BitAnd | ast.BitOr):
@@ -88,23 +90,25 @@ def binary(source: Source, node: ast.AST) -> Edits:
 
 
 def boolean(source: Source, node: ast.AST) -> Edits:
-    """Yield the loss of each one of several conditions."""
+    """Yield the expression without one of its conditions."""
     assert isinstance(node, ast.BoolOp)
     word = " and " if isinstance(node.op, ast.And) else " or "
-    for lost in range(len(node.values)):
-        remaining = [f"({source.of(value)})" for i, value in enumerate(node.values) if i != lost]
-        yield source.replaced("condition lost", node, word.join(remaining))
+    for dropped in range(len(node.values)):
+        remaining = [
+            f"({source.text_of(value)})" for i, value in enumerate(node.values) if i != dropped
+        ]
+        yield source.replace_node("condition lost", node, word.join(remaining))
 
 
 def unary(source: Source, node: ast.AST) -> Edits:
     """Yield a lost sign or negation; 0 or -2 in place of -1, the id of a skipped pair."""
     assert isinstance(node, ast.UnaryOp)
-    operand = source.of(node.operand)
+    operand = source.text_of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        yield source.replaced("constant", node, "0")
-        yield source.replaced("constant", node, f"(-{operand} - 1)")
+        yield source.replace_node("constant", node, "0")
+        yield source.replace_node("constant", node, f"(-{operand} - 1)")
     else:
-        yield source.replaced("sign", node, f"({operand})")
+        yield source.replace_node("sign", node, f"({operand})")
 
 
 def constant(source: Source, node: ast.AST) -> Edits:
@@ -112,75 +116,75 @@ def constant(source: Source, node: ast.AST) -> Edits:
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
-        yield source.replaced("constant", node, str(not value))
+        yield source.replace_node("constant", node, str(not value))
     elif isinstance(value, int):
-        yield source.replaced("constant", node, str(value + 1))
+        yield source.replace_node("constant", node, str(value + 1))
         if value > 1:
-            yield source.replaced("constant", node, str(value - 1))
+            yield source.replace_node("constant", node, str(value - 1))
     elif isinstance(value, float):
-        yield source.replaced("constant", node, repr(value * 1.25 if value else 1.0))
-    elif isinstance(value, str) and value in _WORDS:
-        yield source.replaced("precision", node, repr(_WORDS[value]))
+        yield source.replace_node("constant", node, repr(value * 1.25 if value else 1.0))
+    elif isinstance(value, str) and value in _PRECISIONS:
+        yield source.replace_node("precision", node, repr(_PRECISIONS[value]))
 
 
 def duration(source: Source, node: ast.expr) -> Edits:
     """Yield 0 seconds, or seconds read as milliseconds; no run detects smaller changes."""
     assert isinstance(node, ast.Constant) and isinstance(node.value, float)  # noqa: PT018
-    yield source.replaced("constant", node, "0.0")
-    yield source.replaced("constant", node, repr(node.value * 1000.0))
+    yield source.replace_node("constant", node, "0.0")
+    yield source.replace_node("constant", node, repr(node.value * 1000.0))
 
 
 def name(source: Source, node: ast.AST) -> Edits:
     """Yield a similar operand (w2 for w1, I for H), or an accumulator or offset of fewer bits."""
     if isinstance(node, ast.Attribute):
-        word, place = node.attr, source.end(node) - len(node.attr.encode())
+        identifier, start = node.attr, source.end(node) - len(node.attr.encode())
     else:
         assert isinstance(node, ast.Name)
-        word, place = node.id, source.start(node)
-    end = place + len(word.encode())
-    head, _, tail = word.partition("_")
-    if head in _PEERS and word != "hidden_states":
-        new = _PEERS[head] + (f"_{tail}" if tail else "")
-        yield Edit("swapped operand", place, end, new)
+        identifier, start = node.id, source.start(node)
+    end = start + len(identifier.encode())
+    head, _, tail = identifier.partition("_")
+    if head in _SWAPPED_NAMES and identifier != "hidden_states":
+        new = _SWAPPED_NAMES[head] + (f"_{tail}" if tail else "")
+        yield Edit("swapped operand", start, end, new)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        words = {"tl": _WORDS, "torch": _TORCH_WORDS}.get(node.value.id, {})
-        if word in words:
-            operator = WIDE if word == "int64" else "dtype"
-            yield Edit(operator, place, end, words[word])
+        replacements = {"tl": _PRECISIONS, "torch": _TORCH_PRECISIONS}.get(node.value.id, {})
+        if identifier in replacements:
+            operator = INT64_LOST if identifier == "int64" else "dtype"
+            yield Edit(operator, start, end, replacements[identifier])
 
 
 def call(source: Source, node: ast.AST) -> Edits:
     """Yield changes of clamps, selections, casts, masks, ranges and arguments of a call."""
     assert isinstance(node, ast.Call)
-    called = _called(node)
-    yield from _clamp(source, node, called)
-    yield from _cast(source, node, called)
-    yield from _keywords(source, node, called)
-    yield from _range(source, node, called)
-    if called == "where" and len(node.args) == 3:
-        yield source.replaced("selection", node, f"({source.of(node.args[1])})")
-        yield source.replaced("selection", node, f"({source.of(node.args[2])})")
+    callee = _callee_name(node)
+    yield from _clamp(source, node, callee)
+    yield from _cast(source, node, callee)
+    yield from _keywords(source, node, callee)
+    yield from _range(source, node, callee)
+    if callee == "where" and len(node.args) == 3:
+        yield source.replace_node("selection", node, f"({source.text_of(node.args[1])})")
+        yield source.replace_node("selection", node, f"({source.text_of(node.args[2])})")
     names = [a for a in node.args if isinstance(a, ast.Name | ast.Attribute)]
-    if len(names) == len(node.args) and len(names) >= 2 and called not in _CLAMPS:
-        yield from _exchange(source, node.args[0], node.args[1])
+    if len(names) == len(node.args) and len(names) >= 2 and callee not in _CLAMPS:
+        yield from _swap_operands(source, node.args[0], node.args[1])
 
 
-def _clamp(source: Source, node: ast.Call, called: str) -> Edits:
-    if called in _CLAMPS and len(node.args) == 2:
-        yield source.replaced("clamp", node, f"({source.of(node.args[0])})")
-        yield source.replaced("clamp", node, f"({source.of(node.args[1])})")
-    elif called in ("clamp", "clamp_") and isinstance(node.func, ast.Attribute):
-        kept = node.args[0] if _is_module(node.func.value) else node.func.value
-        yield source.replaced("clamp", node, _operand(source, kept))
+def _clamp(source: Source, node: ast.Call, callee: str) -> Edits:
+    if callee in _CLAMPS and len(node.args) == 2:
+        yield source.replace_node("clamp", node, f"({source.text_of(node.args[0])})")
+        yield source.replace_node("clamp", node, f"({source.text_of(node.args[1])})")
+    elif callee in ("clamp", "clamp_") and isinstance(node.func, ast.Attribute):
+        value = node.args[0] if _is_module(node.func.value) else node.func.value
+        yield source.replace_node("clamp", node, _operand(source, value))
 
 
-def _cast(source: Source, node: ast.Call, called: str) -> Edits:
-    if called in ("to", "float", "long", "contiguous") and isinstance(node.func, ast.Attribute):
-        to = source.of(node.args[0]) if node.args else ""
-        if to.endswith(".dtype.element_ty"):
+def _cast(source: Source, node: ast.Call, callee: str) -> Edits:
+    if callee in ("to", "float", "long", "contiguous") and isinstance(node.func, ast.Attribute):
+        target = source.text_of(node.args[0]) if node.args else ""
+        if target.endswith(".dtype.element_ty"):
             return  # tl.store casts anyway
-        operator = WIDE if called == "long" or to.endswith("int64") else "cast lost"
-        yield source.replaced(operator, node, _operand(source, node.func.value))
+        operator = INT64_LOST if callee == "long" or target.endswith("int64") else "cast lost"
+        yield source.replace_node(operator, node, _operand(source, node.func.value))
 
 
 def _operand(source: Source, node: ast.expr) -> str:
@@ -188,44 +192,44 @@ def _operand(source: Source, node: ast.expr) -> str:
 
     The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include its parentheses.
     """
-    whole = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
-    return source.of(node) if whole else f"({source.of(node)})"
+    is_primary = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    return source.text_of(node) if is_primary else f"({source.text_of(node)})"
 
 
-def _keywords(source: Source, node: ast.Call, called: str) -> Edits:
-    rule = called.endswith("Requirements")
+def _keywords(source: Source, node: ast.Call, callee: str) -> Edits:
+    is_declaration = callee.endswith("Requirements")
     keywords = [keyword for keyword in node.keywords if keyword.arg is not None]
     for keyword in keywords:
         if keyword.arg == "mask" and not _is_none(keyword.value):
-            yield source.replaced("mask lost", keyword, "mask=None")
-        if rule:
-            yield Edit("weakened rule", source.start(keyword), _past_comma(source, keyword), "")
-    for one, two in pairwise(keywords):
-        if _stem(one) == _stem(two) and not _is_constant(one) and not _is_constant(two):
-            yield from _exchange(source, one.value, two.value)
+            yield source.replace_node("mask lost", keyword, "mask=None")
+        if is_declaration:
+            yield Edit("weakened rule", source.start(keyword), _end_with_comma(source, keyword), "")
+    for first, second in pairwise(keywords):
+        if _stem(first) == _stem(second) and not _is_constant(first) and not _is_constant(second):
+            yield from _swap_operands(source, first.value, second.value)
 
 
-def _range(source: Source, node: ast.Call, called: str) -> Edits:
-    if called not in ("range", "static_range") or len(node.args) > 2:
+def _range(source: Source, node: ast.Call, callee: str) -> Edits:
+    if callee not in ("range", "static_range") or len(node.args) > 2:
         return
-    head = source.of(node.func)
-    first = source.of(node.args[0]) if len(node.args) == 2 else "0"
-    last = source.of(node.args[-1])
-    yield source.replaced("loop", node, f"{head}({first}, ({last}) - 1)")
-    yield source.replaced("loop", node, f"{head}(({first}) + 1, {last})")
-    yield source.replaced("order", node, f"{head}(({last}) - 1, ({first}) - 1, -1)")
+    head = source.text_of(node.func)
+    first = source.text_of(node.args[0]) if len(node.args) == 2 else "0"
+    last = source.text_of(node.args[-1])
+    yield source.replace_node("loop", node, f"{head}({first}, ({last}) - 1)")
+    yield source.replace_node("loop", node, f"{head}(({first}) + 1, {last})")
+    yield source.replace_node("order", node, f"{head}(({last}) - 1, ({first}) - 1, -1)")
 
 
 def ternary(source: Source, node: ast.AST) -> Edits:
     """Yield the other branch."""
     assert isinstance(node, ast.IfExp)
-    yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
+    yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
 def branch(source: Source, node: ast.AST) -> Edits:
     """Yield the other branch of a statement."""
     assert isinstance(node, ast.If | ast.While)
-    yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
+    yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
 
 
 def slice_(source: Source, node: ast.AST) -> Edits:
@@ -233,7 +237,7 @@ def slice_(source: Source, node: ast.AST) -> Edits:
     assert isinstance(node, ast.Slice)
     for bound, sign in ((node.lower, "+"), (node.upper, "-")):
         if bound is not None and not isinstance(bound, ast.Constant):
-            yield source.replaced("slice", bound, f"({source.of(bound)}) {sign} 1")
+            yield source.replace_node("slice", bound, f"({source.text_of(bound)}) {sign} 1")
 
 
 def statement(source: Source, node: ast.AST) -> Edits:
@@ -242,7 +246,7 @@ def statement(source: Source, node: ast.AST) -> Edits:
     if isinstance(node, ast.AugAssign) or isinstance(
         node.value, ast.Call | ast.Yield | ast.YieldFrom
     ):
-        yield source.replaced("step lost", node, "pass")
+        yield source.replace_node("step lost", node, "pass")
 
 
 OPERATORS: dict[type[ast.AST], Operator] = {
@@ -263,28 +267,28 @@ OPERATORS: dict[type[ast.AST], Operator] = {
 }
 
 
-def _between(source: Source, left: Placed, right: Placed, symbol: str) -> int | None:
+def _between(source: Source, left: Positioned, right: Positioned, symbol: str) -> int | None:
     """Return the position of `symbol` between two nodes, or None."""
     start, end = source.end(left), source.start(right)
     position = source.data.find(symbol.encode(), start, end)
     return position if position >= 0 else None
 
 
-def _exchange(source: Source, one: Placed, two: Placed) -> Edits:
-    a, b = source.of(one), source.of(two)
+def _swap_operands(source: Source, first: Positioned, second: Positioned) -> Edits:
+    a, b = source.text_of(first), source.text_of(second)
     if a != b:
-        middle = source.text(source.end(one), source.start(two))
-        start, end = source.start(one), source.end(two)
+        middle = source.text(source.end(first), source.start(second))
+        start, end = source.start(first), source.end(second)
         yield Edit("swapped operand", start, end, f"{b}{middle}{a}")
 
 
-def _past_comma(source: Source, keyword: ast.keyword) -> int:
+def _end_with_comma(source: Source, keyword: ast.keyword) -> int:
     end = source.end(keyword)
     rest = source.data[end:].lstrip()
     return end + (len(source.data) - end - len(rest)) + 1 if rest.startswith(b",") else end
 
 
-def _called(node: ast.Call) -> str:
+def _callee_name(node: ast.Call) -> str:
     """Return the last component of the called name."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr

@@ -1,6 +1,6 @@
 """Cases over ranks, with each mutant in newly forked ranks.
 
-Ranks that wait for a peer that never answers end after several seconds, all others at once.
+Ranks that wait for a peer that never answers end after several seconds.
 """
 
 import time
@@ -26,27 +26,27 @@ from modular_kernel.testing.ranks.pool import DIED, NO_ANSWER, RankError, RankPo
 from modular_kernel.testing.verify.checks import numeric
 from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_unchecked
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 # Deadlines of an exchange and of a run: a constant plus a multiple of the duration of the case's
 # two calls.
-_WAITS_S, _WAITS = 4.0, 4.0
-_RUN_S, _RUN = 30.0, 40.0
-_UNKNOWN_S = 15.0  # assumed duration of two calls of a case that was not traced
-_WATCHED_S = 120.0
+_EXCHANGE_TIMEOUT_S, _EXCHANGE_FACTOR = 4.0, 4.0
+_RUN_TIMEOUT_S, _RUN_FACTOR = 30.0, 40.0
+_DEFAULT_CASE_S = 15.0  # assumed duration of two calls of a case that was not traced
+_TRACED_TIMEOUT_S = 120.0
 _RANK_GRACE_S = 0.5  # wait for the other ranks after one has failed
 
 
 class RanksEnded(Exception):
     """Ranks died or did not answer in time."""
 
-    def __init__(self, ended: ChildExit) -> None:
-        super().__init__(f"{ended.how}: {ended.detail}")
-        self.ended = ended
+    def __init__(self, exit_info: ChildExit) -> None:
+        super().__init__(f"{exit_info.status}: {exit_info.detail}")
+        self.exit_info = exit_info
 
 
 class Ranks(Closeable):
-    """Ranks that run the mutated source: `Runs` over a RankPool. mutants: () for none."""
+    """`CaseRunner` over a RankPool whose ranks run the mutated source. mutants: () for none."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Ranks(Closeable):
         self._pool: RankPool | None = None
 
     def close(self) -> None:
-        """End these ranks; the next run starts new ones."""
+        """End the ranks; the next run starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -70,7 +70,7 @@ class Ranks(Closeable):
         if self._pool is None:
             self._pool = RankPool(
                 self.world_size,
-                group_timeout=_RUN_S,
+                group_timeout=_RUN_TIMEOUT_S,
                 grace=_RANK_GRACE_S,
                 ranks_per_host=self._per_host,
             )
@@ -84,13 +84,13 @@ class Ranks(Closeable):
 
     def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
         machine = self.this_machine()
-        asked = rank_tasks.CaseQuery(pairs, level, machine, self._per_host)
-        return self._asked(rank_tasks.listed, asked), machine
+        query = rank_tasks.CaseQuery(pairs, level, machine, self._per_host)
+        return self._run_on_rank_0(rank_tasks.list_cases, query), machine
 
-    def refused(self, cases: Sequence[Case]) -> list[str]:
-        return self._asked(rank_tasks.refused, tuple(cases), self.this_machine())
+    def invalid_cases(self, cases: Sequence[Case]) -> list[str]:
+        return self._run_on_rank_0(rank_tasks.invalid_cases, tuple(cases), self.this_machine())
 
-    def _asked(self, task: Callable[..., R], *arguments: object) -> R:
+    def _run_on_rank_0(self, task: Callable[..., Result], *arguments: object) -> Result:
         """Return the result of rank 0. Raise RuntimeError with the error of a failed rank."""
         try:
             return self.start().run(task, *arguments)[0]
@@ -100,19 +100,19 @@ class Ranks(Closeable):
 
     def digest(self, case: Case, machine: Machine) -> str:
         """Return the digests of all ranks, or "raised". Raise RanksEnded if ranks are lost."""
-        waits, limit = self._limits(case)
+        timeout, limit = self._limits(case)
         start = time.perf_counter()
         try:
             return join_digests(
-                self.start().run(rank_tasks.digest, case, machine, waits, timeout=limit)
+                self.start().run(rank_tasks.digest, case, machine, timeout, timeout=limit)
             )
         except RankError as error:
             self.close()
-            ended = ended_by(next(iter(error.failures.values())))
-            if ended is None and time.perf_counter() - start >= waits:
-                ended = ChildExit("hang", f"after {waits:.0f} s {_last_line(error)}")
-            if ended is not None:
-                raise RanksEnded(ended) from error
+            exit_info = lost_rank_exit(next(iter(error.failures.values())))
+            if exit_info is None and time.perf_counter() - start >= timeout:
+                exit_info = ChildExit("hang", f"after {timeout:.0f} s {_last_line(error)}")
+            if exit_info is not None:
+                raise RanksEnded(exit_info) from error
             return "raised"
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
@@ -121,11 +121,11 @@ class Ranks(Closeable):
         Raises RanksEnded if ranks are lost.
         """
         assert isinstance(case, RankCase)
-        waits, limit = self._limits(case)
-        build = rank_tasks.build_with_deadline(waits)
-        early = (numeric, faults) if case.fault else (numeric,)
+        timeout, limit = self._limits(case)
+        build = rank_tasks.build_with_deadline(timeout)
+        first_checks = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
-        for checks in (early, RANK_CHECKS):  # most failures occur in the first call
+        for checks in (first_checks, RANK_CHECKS):  # most failures occur in the first call
             limit *= len(checks)
             proof = prove_unchecked(
                 case, self.start(), machine, build, checks=checks, timeout=limit
@@ -133,23 +133,26 @@ class Ranks(Closeable):
             seconds += proof.seconds
             if proof.failures:
                 self.close()  # other ranks may still be in an exchange
-                return _finding(proof.failures[0]), seconds
+                return _format_failure(proof.failures[0]), seconds
         return None, seconds
 
     def _limits(self, case: Case) -> tuple[float, float]:
         """Return the timeouts in seconds of an exchange and of a run of two calls."""
-        seconds = self._seconds.get(case, max(self._seconds.values(), default=_UNKNOWN_S))
-        return _WAITS_S + _WAITS * seconds, _RUN_S + _RUN * seconds
+        seconds = self._seconds.get(case, max(self._seconds.values(), default=_DEFAULT_CASE_S))
+        return (
+            _EXCHANGE_TIMEOUT_S + _EXCHANGE_FACTOR * seconds,
+            _RUN_TIMEOUT_S + _RUN_FACTOR * seconds,
+        )
 
 
 class OverRanks:
-    """`Where` for several ranks on this CPU, optionally on several simulated hosts."""
+    """`MutationBackend` for several ranks on this CPU, optionally on several simulated hosts."""
 
     def __init__(self, world_size: int, ranks_per_host: int | None = None) -> None:
         self.world_size, self.ranks_per_host = world_size, ranks_per_host
 
-    def _ranks(self, *given: Any) -> Ranks:
-        return Ranks(self.world_size, self.ranks_per_host, *given)
+    def _ranks(self, *args: Any) -> Ranks:
+        return Ranks(self.world_size, self.ranks_per_host, *args)
 
     def has_cases(self, pair: Pair, level: Level) -> bool:
         machine, per_host = this_machine(device="cpu"), self.ranks_per_host
@@ -162,13 +165,15 @@ class OverRanks:
         covered: list[CaseCoverage] = []
         with self._ranks() as ranks:
             run = ranks.start().run
-            asked = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
+            query = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
             try:
-                results = run(rank_tasks.trace_imports, files, known_imports(), asked)
+                results = run(rank_tasks.trace_imports, files, known_imports(), query)
                 loading = merge_lines(lines for _, lines in results)
                 for case in results[0][0]:
-                    args = case, machine, _WATCHED_S, tuple(files.values())
-                    rank_results = run(rank_tasks.watched_digest, *args, timeout=2 * _WATCHED_S)
+                    args = case, machine, _TRACED_TIMEOUT_S, tuple(files.values())
+                    rank_results = run(
+                        rank_tasks.traced_digest, *args, timeout=2 * _TRACED_TIMEOUT_S
+                    )
                     bits, seconds, lines, loaded = zip(*rank_results, strict=True)
                     covered.append(
                         CaseCoverage(case, max(seconds), join_digests(bits), merge_lines(lines))
@@ -178,19 +183,19 @@ class OverRanks:
                 return Coverage({}, tuple(covered), str(error))
         return Coverage(loading, tuple(covered))
 
-    def put_in(
+    def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
-        follower = OutcomeTracker(mutant, cases)
+        tracker = OutcomeTracker(mutant, cases)
         with self._ranks((mutant,), cases) as ranks:
             try:
                 ranks.start()
-                run_cases(cases, listing, ranks, follower.hear)
+                run_cases(cases, listing, ranks, tracker.receive)
             except RanksEnded as error:
-                return follower.ended(error.ended)
+                return tracker.finish(error.exit_info)
             except RankError as error:
-                follower.hear({"failure": f"import: {_last_line(error)}"})
-        return follower.ended(ChildExit("done"))
+                tracker.receive({"failure": f"import: {_last_line(error)}"})
+        return tracker.finish(ChildExit("done"))
 
     def failure(self, case: Case) -> str | None:
         with self._ranks() as ranks:
@@ -215,15 +220,15 @@ def join_digests(digests: Collection[str]) -> str:
     return " ".join(digests)
 
 
-def _finding(failure: str) -> str:
+def _format_failure(failure: str) -> str:
     """Return a failure over ranks in the format of one process, with the check first.
 
     Raises RanksEnded if ranks were lost.
     """
     rank_text, _, message = failure.partition(": ")
-    ended = ended_by(message)
-    if ended is not None:
-        raise RanksEnded(ended)
+    exit_info = lost_rank_exit(message)
+    if exit_info is not None:
+        raise RanksEnded(exit_info)
     if "raised IncompatibleError" in message:
         return f"refused: {message} ({rank_text})"
     return (
@@ -233,12 +238,12 @@ def _finding(failure: str) -> str:
     )
 
 
-def ended_by(failure: str) -> ChildExit | None:
+def lost_rank_exit(failure: str) -> ChildExit | None:
     """Return how a rank that did not raise ended; None if it raised."""
-    first = failure.splitlines()[0]
-    if first.startswith(DIED):
-        return ChildExit("crash", first)
-    return ChildExit("hang", first) if first.startswith(NO_ANSWER) else None
+    first_line = failure.splitlines()[0]
+    if first_line.startswith(DIED):
+        return ChildExit("crash", first_line)
+    return ChildExit("hang", first_line) if first_line.startswith(NO_ANSWER) else None
 
 
 def _last_line(error: RankError) -> str:

@@ -21,7 +21,7 @@ from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Mutant, Source
 
 # Loads parts at run time, so it depends on all of them.
-_FINDS_PARTS = "modular_kernel.catalog"
+_PART_LOADER = "modular_kernel.catalog"
 
 
 def patch_modules(*mutants: Mutant) -> None:
@@ -29,7 +29,7 @@ def patch_modules(*mutants: Mutant) -> None:
 
     Raises SyntaxError if a changed text is not valid Python, ConfigurationError if changes overlap.
     """
-    for module, (file, text) in texts_of(mutants).items():
+    for module, (file, text) in changed_texts(mutants).items():
         ast.parse(text)
         # Triton reads kernel source from here; an entry without a time stamp is never refreshed.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -37,13 +37,13 @@ def patch_modules(*mutants: Mutant) -> None:
     unload({mutant.module for mutant in mutants})
 
 
-def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
+def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
     """Return {module: (file, changed text)}; raise ConfigurationError if two changes overlap."""
     texts: dict[str, tuple[str, str]] = {}
     for module in dict.fromkeys(mutant.module for mutant in mutants):
         module_mutants = [mutant for mutant in mutants if mutant.module == module]
         module_mutants.sort(key=lambda mutant: mutant.edit.start, reverse=True)
-        if any(one.edit.start < two.edit.end for one, two in pairwise(module_mutants)):
+        if any(first.edit.start < second.edit.end for first, second in pairwise(module_mutants)):
             raise ConfigurationError(
                 "mutants", got="two at the same place", need="different places"
             )
@@ -92,12 +92,12 @@ def dependents(modules: set[str]) -> set[str]:
         for used in imports_of(name):
             users.setdefault(used, set()).add(name)
     reached: set[str] = set()
-    waiting = [*modules, _FINDS_PARTS]
-    while waiting:
-        name = waiting.pop()
+    pending = [*modules, _PART_LOADER]
+    while pending:
+        name = pending.pop()
         if name not in reached:
             reached.add(name)
-            waiting += users.get(name, ())
+            pending += users.get(name, ())
     return reached
 
 

@@ -18,7 +18,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, digest_of
 from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
-from modular_kernel.testing.mutation.forked_worker import confine
+from modular_kernel.testing.mutation.forked_worker import silence_and_limit_memory
 from modular_kernel.testing.mutation.patched_module import patch_modules, reattach, unload
 from modular_kernel.testing.mutation.scope import add_known_imports
 from modular_kernel.testing.mutation.source import Mutant
@@ -29,7 +29,7 @@ Lines = dict[str, list[int]]  # by file
 
 
 class CaseQuery(NamedTuple):
-    """The requested cases. ranks_per_host: None if all ranks are on one host."""
+    """Which cases to list. ranks_per_host: None if all ranks are on one host."""
 
     pairs: tuple[Pair, ...]
     level: Level
@@ -44,7 +44,7 @@ def apply_mutants(
 
     imports: see `add_known_imports`.
     """
-    confine()
+    silence_and_limit_memory()
     add_known_imports(imports)
     patch_modules(*mutants)
     importlib.import_module(__name__)
@@ -57,26 +57,26 @@ def trace_imports(
     _group: object,
     modules: Mapping[str, str],
     imports: Imports,
-    asked: CaseQuery,
+    query: CaseQuery,
 ) -> tuple[list[RankCase], Lines]:
     """Import `modules` (name -> file) again; return the cases and the executed lines.
 
     Must be the first task.
     """
-    confine()
+    silence_and_limit_memory()
     add_known_imports(imports)
     unload(set(modules))
     with trace_lines(set(modules.values())) as (lines, loaded):
-        fresh = importlib.import_module(__name__)
+        reimported = importlib.import_module(__name__)
         reattach()
-        cases: list[RankCase] = fresh.listed(rank, world_size, None, asked)
+        cases: list[RankCase] = reimported.list_cases(rank, world_size, None, query)
     all_lines = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
     return cases, as_lists(all_lines)
 
 
-def listed(_rank: int, world_size: int, _group: object, asked: CaseQuery) -> list[RankCase]:
+def list_cases(_rank: int, world_size: int, _group: object, query: CaseQuery) -> list[RankCase]:
     """Return every valid case of the requested pairings, without repetition."""
-    pairs, level, machine, per_host = asked
+    pairs, level, machine, per_host = query
     cases = (
         case
         for pair in pairs
@@ -85,7 +85,7 @@ def listed(_rank: int, world_size: int, _group: object, asked: CaseQuery) -> lis
     return list(dict.fromkeys(cases))
 
 
-def refused(
+def invalid_cases(
     _rank: int, _world_size: int, _group: object, cases: tuple[RankCase, ...], machine: Machine
 ) -> list[str]:
     """Return the cases that are not valid on this machine."""
@@ -93,32 +93,32 @@ def refused(
 
 
 def digest(
-    rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, waits: float
+    rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
     """Return `digest_of` the case on this rank. waits: deadline in seconds of an exchange."""
-    built: list[FusedMoEModularKernel] = []
+    kernels: list[FusedMoEModularKernel] = []
 
-    def here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-        built.append(build(waits, of_rank, machine, poison, group))
-        return built[-1]
+    def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        kernels.append(build(timeout, rank_case, machine, poison, group))
+        return kernels[-1]
 
-    trial = over_ranks.RankTrial(case, rank, machine, here)
+    trial = over_ranks.RankTrial(case, rank, machine, build_on_rank)
     bits = digest_of(trial)
     if case.fault:
         outcomes = repr([outcomes for outcomes, _ in trial.scenario_outcomes])
         bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()
-    for kernel in built:
+    for kernel in kernels:
         kernel.prepare_finalize.destroy()
     return bits
 
 
-def watched_digest(
+def traced_digest(
     rank: int,
     world_size: int,
     group: object,
     case: RankCase,
     machine: Machine,
-    waits: float,
+    timeout: float,
     files: Collection[str],
 ) -> tuple[str, float, Lines, Lines]:
     """Return the digest, its seconds, and the executed lines of `files`.
@@ -127,21 +127,21 @@ def watched_digest(
     """
     start = time.perf_counter()
     with trace_lines(set(files)) as (lines, loaded):
-        bits = digest(rank, world_size, group, case, machine, waits)
+        bits = digest(rank, world_size, group, case, machine, timeout)
     return bits, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
 
 
 def build(
-    waits: float, case: Case, machine: Machine, poison: bool, group: object
+    timeout: float, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Make a rank's kernel whose exchanges time out after `waits` seconds.
+    """Make a rank's kernel whose exchanges time out after `timeout` seconds.
 
     `partial(build, waits)` is a RankBuild.
     """
-    with use_deadline(waits):
+    with use_deadline(timeout):
         return over_ranks.build_kernel(case, machine, poison, group)
 
 
-def build_with_deadline(waits: float) -> over_ranks.RankBuild:
+def build_with_deadline(timeout: float) -> over_ranks.RankBuild:
     """Return `build` with this deadline in seconds."""
-    return partial(build, waits)
+    return partial(build, timeout)

@@ -18,30 +18,30 @@ def record_of(score: Score) -> Record:
         "part": survey.part,
         "seed": score.seed,
         "level": survey.level,
-        "world_size": survey.where.world_size,
-        "ranks_per_host": survey.where.ranks_per_host,
+        "world_size": survey.backend.world_size,
+        "ranks_per_host": survey.backend.ranks_per_host,
         "pairings": [" x ".join(pair) for pair in survey.pairs],
         "cases": len(survey.coverage.cases),
         "versions": {name: version(name) for name in ("torch", "triton")},
         "mutants": len(survey.mutants),
         "executed": score.executed,
-        "put_in": len(score.fates),
+        "put_in": len(score.outcomes),
         "killed": len(score.killed),
-        "shared": sum(bool(fate.shared) for fate in score.killed),
+        "shared": sum(bool(outcome.shared) for outcome in score.killed),
         "score": round(score.share, 4),
         "killed_by": killers(score.killed),
-        "died": {fate.mutant.ident: killer(fate) for fate in score.killed},
+        "died": {outcome.mutant.ident: killer(outcome) for outcome in score.killed},
         "equivalent": [
             {
-                **_describe(fate),
-                "reason": why.reason,
-                "proof": why.proof,
-                **_size(why),
+                **_describe(outcome),
+                "reason": review.reason,
+                "proof": review.proof,
+                **_proof_size(review),
             }
-            for fate, why in score.equivalent
+            for outcome, review in score.equivalent
         ],
-        "survivors": [_survivor(fate, survey) for fate in score.survivors],
-        "apart": score.apart,
+        "survivors": [_survivor(outcome, survey) for outcome in score.survivors],
+        "apart": score.undetectable,
         "not_executed": score.not_executed,
     }
 
@@ -51,55 +51,55 @@ def killers(killed: tuple[MutantOutcome, ...]) -> dict[str, int]:
     return dict(Counter(map(killer, killed)).most_common())
 
 
-def killer(fate: MutantOutcome) -> str:
+def killer(outcome: MutantOutcome) -> str:
     """Return what killed a mutant: a check's name, "hang", "crash" or "refused"."""
-    return fate.by.partition(":")[0] if fate.how == "killed" else fate.how
+    return outcome.finding.partition(":")[0] if outcome.status == "killed" else outcome.status
 
 
-def recorded_kills(record: Record, found: Survey) -> dict[str, str]:
+def recorded_kills(record: Record, survey: Survey) -> dict[str, str]:
     """Return {identity: killer} of the mutants killed in a record, to continue from it.
 
     {} if the record is for another part, level, number of ranks or hosts, or other pairings.
     """
-    pairings, where = [" x ".join(pair) for pair in found.pairs], found.where
+    pairings, backend = [" x ".join(pair) for pair in survey.pairs], survey.backend
     recorded = record["part"], record["level"], record["world_size"], record["pairings"]
-    current = found.part, found.level, where.world_size, pairings
-    is_same = recorded == current and record.get("ranks_per_host") == where.ranks_per_host
+    current = survey.part, survey.level, backend.world_size, pairings
+    is_same = recorded == current and record.get("ranks_per_host") == backend.ranks_per_host
     killers_by_ident: dict[str, str] = record.get("died", {})
     return killers_by_ident if is_same else {}
 
 
-def reproducer(fate: MutantOutcome, found: Survey) -> str:
+def reproducer(outcome: MutantOutcome, survey: Survey) -> str:
     """Return the command that runs this mutant again with the same cases."""
-    words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
-    if found.where.world_size > 1:
-        words += ["--world-size", str(found.where.world_size)]
-    if found.where.ranks_per_host:
-        words += ["--ranks-per-host", str(found.where.ranks_per_host)]
-    if len(found.pairs) == 1:
-        words += ["--pf-type", found.pairs[0][0], "--experts-type", found.pairs[0][1]]
-    if found.level != "full":
-        words += ["--level", found.level]
-    return " ".join(words)
+    arguments = ["mk", "test", "--mutate", survey.part, "--only", outcome.mutant.ident]
+    if survey.backend.world_size > 1:
+        arguments += ["--world-size", str(survey.backend.world_size)]
+    if survey.backend.ranks_per_host:
+        arguments += ["--ranks-per-host", str(survey.backend.ranks_per_host)]
+    if len(survey.pairs) == 1:
+        arguments += ["--pf-type", survey.pairs[0][0], "--experts-type", survey.pairs[0][1]]
+    if survey.level != "full":
+        arguments += ["--level", survey.level]
+    return " ".join(arguments)
 
 
-def _survivor(fate: MutantOutcome, found: Survey) -> Record:
-    counts = {"cases": fate.ran, "differing": fate.differing}
-    return {**_describe(fate), **counts, "command": reproducer(fate, found)}
+def _survivor(outcome: MutantOutcome, survey: Survey) -> Record:
+    counts = {"cases": outcome.num_cases, "differing": outcome.differing}
+    return {**_describe(outcome), **counts, "command": reproducer(outcome, survey)}
 
 
-def _size(why: Equivalent) -> Record:
+def _proof_size(review: Equivalent) -> Record:
     """Return the extent of the proof."""
-    if why.proof == "code":
-        return {"forms": why.forms}
-    return {"problems": why.problems, "beside": why.beside}
+    if review.proof == "code":
+        return {"forms": review.forms}
+    return {"problems": review.problems, "beside": review.beside}
 
 
-def _describe(fate: MutantOutcome) -> Record:
-    mutant = fate.mutant
+def _describe(outcome: MutantOutcome) -> Record:
+    mutant = outcome.mutant
     return {
         "id": mutant.ident,
-        "place": mutant.place,
+        "place": mutant.location,
         "operator": mutant.edit.operator,
         "diff": mutant.diff(),
     }

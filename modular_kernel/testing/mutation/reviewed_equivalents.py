@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-LEAST_PROBLEMS = 2000
+MIN_PROBLEMS = 2000
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def _read(path: Path) -> dict[str, Equivalent]:
 
 def find_equivalent(ident: str, part: str) -> Equivalent | None:
     """Return why a mutant is equivalent when `part` is scored; None if it is not."""
-    entry = EQUIVALENT.get(ident)
+    entry = EQUIVALENTS.get(ident)
     return entry if entry is not None and (not entry.parts or part in entry.parts) else None
 
 
-EQUIVALENT = _read(Path(__file__).with_suffix(".json"))
+EQUIVALENTS = _read(Path(__file__).with_suffix(".json"))

@@ -17,7 +17,7 @@ from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.source import Mutant
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 # Fields of a case that are not an axis.
 _NOT_AXES = frozenset({"problem", "seed"})
@@ -27,8 +27,8 @@ class MutationBackend(Protocol):
     """Runs cases in one process or over ranks.
 
     world_size: number of ranks. ranks_per_host: None if all are on one host. has_cases: returns
-    whether a pairing has a case there. cover: as the function of that name. put_in: returns the
-    outcome of a mutant on these cases. failure: the first failure of a case without mutants.
+    whether a pairing has a case there. cover: as the function of that name. run_mutant: returns
+    the outcome of a mutant on these cases. failure: the first failure of a case without mutants.
     digests: yields a digest per case, with all of these mutants; stops early if a process is lost.
     """
 
@@ -44,7 +44,7 @@ class MutationBackend(Protocol):
         self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level
     ) -> Coverage: ...
 
-    def put_in(
+    def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome: ...
 
@@ -58,47 +58,51 @@ class KillHistory:
 
     def __init__(self) -> None:
         self._kills: Counter[tuple[str, Case]] = Counter()
-        self._sound: set[Case] = set()
+        self._passing: set[Case] = set()
 
-    def ordered(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> list[CaseCoverage]:
+    def order(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> list[CaseCoverage]:
         """Order cases, cheap ones and earlier killers first.
 
-        They are preceded by cases that together execute every line of the module, and then by cases
-        that together have every value of every axis. So a defect in a rare branch or for a large
-        problem meets the cases that reveal it.
+        First come cases that together execute every line of the module, then cases that together
+        have every value of every axis, so that defects in rare branches or with large problems are
+        found early.
         """
-        cheap = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
+        by_cost = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
-        first, others = _split_covering(cheap, lambda covered: covered.lines.get(file, frozenset()))
-        second, rest = _split_covering(others, lambda covered: axes(covered.case), first)
-        return first + second + rest
+        line_covering, uncovered = _split_covering(
+            by_cost, lambda covered: covered.lines.get(file, frozenset())
+        )
+        axis_covering, others = _split_covering(
+            uncovered, lambda covered: axes(covered.case), line_covering
+        )
+        return line_covering + axis_covering + others
 
-    def note(self, mutant: Mutant, case: Case) -> None:
+    def add(self, mutant: Mutant, case: Case) -> None:
         self._kills[mutant.module, case] += 1
 
-    def must_pass(self, case: Case, where: MutationBackend) -> None:
+    def check_passes(self, case: Case, backend: MutationBackend) -> None:
         """Raise ConfigurationError if the case fails without any mutant."""
-        if case in self._sound:
+        if case in self._passing:
             return
-        failure = where.failure(case)
+        failure = backend.failure(case)
         if failure is not None:
             need = "cases that pass before anything is changed"
             raise ConfigurationError("--mutate", got=f"{case}: {failure}", need=need)
-        self._sound.add(case)
+        self._passing.add(case)
 
 
 def _split_covering(
     cases: Sequence[CaseCoverage],
-    has: Callable[[CaseCoverage], frozenset[T]],
-    before: Sequence[CaseCoverage] = (),
+    items_of: Callable[[CaseCoverage], frozenset[Item]],
+    preceding: Sequence[CaseCoverage] = (),
 ) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
-    """Split cases into those with something that none before them has, and the rest."""
-    seen = {item for covered in before for item in has(covered)}
-    first, rest = list[CaseCoverage](), list[CaseCoverage]()
+    """Split cases into those with an item that no earlier case has, and the rest."""
+    covered_items = {item for covered in preceding for item in items_of(covered)}
+    covering, rest = list[CaseCoverage](), list[CaseCoverage]()
     for covered in cases:
-        (rest if has(covered) <= seen else first).append(covered)
-        seen |= has(covered)
-    return first, rest
+        (rest if items_of(covered) <= covered_items else covering).append(covered)
+        covered_items |= items_of(covered)
+    return covering, rest
 
 
 @lru_cache(maxsize=8192)
@@ -116,20 +120,21 @@ def run_mutant(
     coverage: Coverage,
     pairs: tuple[Pair, ...],
     level: Level,
-    killers: KillHistory | None = None,
+    history: KillHistory | None = None,
     *,
-    most: int | None = None,
-    where: MutationBackend | None = None,
+    max_cases: int | None = None,
+    backend: MutationBackend | None = None,
 ) -> MutantOutcome:
     """Run a mutant in separate processes and return its outcome.
 
     Every case that executes it is called twice. All checks run on cases in which a bit differs, and
-    on some in which none does. The mutant survives if all of them pass. most: maximum number of
-    cases, two thirds of them the first in order; None for all. where: None for one process. Raises
+    on some in which none does. The mutant survives if all of them pass. max_cases: maximum
+    number of cases, two thirds of them the first in order; None for all. backend: None for one
+    process. Raises
     ConfigurationError if a failed case also fails without the mutant.
     """
     start = time.perf_counter()
-    where = where or OneProcess()
+    backend = backend or OneProcess()
     is_loaded = coverage.loads(mutant)
     candidates = coverage.executing(mutant)
     only_selects = is_loaded and not candidates  # visible only in the list of cases
@@ -137,21 +142,24 @@ def run_mutant(
         candidates = coverage.cases
     if not candidates:
         return MutantOutcome(mutant, "not executed")
-    killers = killers or KillHistory()
-    cases = _limit_cases(killers.ordered(mutant, candidates), most)
+    history = history or KillHistory()
+    cases = _limit_cases(history.order(mutant, candidates), max_cases)
     all_cases = tuple(c.case for c in coverage.cases)
     listing = CaseListing(pairs, level, all_cases, only_selects) if is_loaded else None
-    fate = where.put_in(mutant, cases, listing)
-    if fate.killed:
+    outcome = backend.run_mutant(mutant, cases, listing)
+    if outcome.killed:
         # A mutant that breaks imports counts only if imports work without it.
-        killers.must_pass(fate.case or cases[0].case, where)
-    if fate.case is not None and fate.killed:
-        killers.note(mutant, fate.case)
-    return replace(fate, seconds=time.perf_counter() - start)
+        history.check_passes(outcome.case or cases[0].case, backend)
+    if outcome.case is not None and outcome.killed:
+        history.add(mutant, outcome.case)
+    return replace(outcome, seconds=time.perf_counter() - start)
 
 
-def _limit_cases(cases: list[CaseCoverage], most: int | None) -> list[CaseCoverage]:
-    if most is None or len(cases) <= most:
+def _limit_cases(cases: list[CaseCoverage], max_cases: int | None) -> list[CaseCoverage]:
+    if max_cases is None or len(cases) <= max_cases:
         return cases
-    head = 2 * most // 3
-    return cases[:head] + cases[head :: -(-(len(cases) - head) // (most - head))]
+    num_first = 2 * max_cases // 3
+    return (
+        cases[:num_first]
+        + cases[num_first :: -(-(len(cases) - num_first) // (max_cases - num_first))]
+    )

@@ -16,10 +16,10 @@ from pathlib import Path
 from modular_kernel.catalog import Catalog
 from modular_kernel.errors import ConfigurationError
 
-_SHARED = ("modular_kernel.ops", "topk_reduce")
+_SHARED_PACKAGES = ("modular_kernel.ops", "topk_reduce")
 
 # Imported modules that are not mutated, with the reason.
-LEFT_OUT: tuple[tuple[str, str], ...] = (
+NOT_MUTATED: tuple[tuple[str, str], ...] = (
     ("experts.triton.configs*", "chooses configurations: every choice must give right numbers"),
     ("experts.triton.tuning*", "tries configurations: every choice must give right numbers"),
     ("experts.triton*candidates", "tries configurations: every choice must give right numbers"),
@@ -53,24 +53,24 @@ def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
         raise ConfigurationError("--mutate", got=repr(part), need=need)
     start = inspect.getmodule(parts[0].cls)
     assert start is not None
-    roots = (start.__name__.split(".", maxsplit=1)[0], *_SHARED)
+    roots = (start.__name__.split(".", maxsplit=1)[0], *_SHARED_PACKAGES)
     reached: dict[str, Path] = {}
-    waiting = [start.__name__]
-    while waiting:
-        module = waiting.pop()
+    pending = [start.__name__]
+    while pending:
+        module = pending.pop()
         path = file_of(module)
-        if path is None or module in reached or is_left_out(module):
+        if path is None or module in reached or is_not_mutated(module):
             continue
         reached[module] = path
-        waiting += [name for name in imports_of(module) if _below(name, roots)]
+        pending += [name for name in imports_of(module) if _is_below(name, roots)]
     return dict(sorted(reached.items()))
 
 
-def is_left_out(module: str) -> bool:
-    return any(fnmatch(module, pattern) for pattern, _ in LEFT_OUT)
+def is_not_mutated(module: str) -> bool:
+    return any(fnmatch(module, pattern) for pattern, _ in NOT_MUTATED)
 
 
-def _below(module: str, roots: Iterable[str]) -> bool:
+def _is_below(module: str, roots: Iterable[str]) -> bool:
     return any(module == root or module.startswith(f"{root}.") for root in roots)
 
 
@@ -120,23 +120,23 @@ def _read_imports(module: str) -> tuple[str, ...]:
     if path is None or path.suffix != ".py":
         return ()
     tree = ast.parse(path.read_bytes())
-    return tuple(dict.fromkeys(_imported(tree, module, is_package=path.name == "__init__.py")))
+    return tuple(dict.fromkeys(_find_imports(tree, module, is_package=path.name == "__init__.py")))
 
 
-def _imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
+def _find_imports(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = _base(node, module, is_package=is_package)
-            below = [f"{base}.{alias.name}" for alias in node.names]
-            inside = [name for name in below if _is_module(name)]
-            yield from inside
-            if len(inside) < len(below):
+            base = _import_base(node, module, is_package=is_package)
+            candidates = [f"{base}.{alias.name}" for alias in node.names]
+            submodules = [name for name in candidates if _is_module(name)]
+            yield from submodules
+            if len(submodules) < len(candidates):
                 yield base
 
 
-def _base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+def _import_base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
     """Return the absolute package name of a `from` import."""
     if not node.level:
         return node.module or ""

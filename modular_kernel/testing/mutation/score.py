@@ -1,7 +1,7 @@
 """Mutation score of a part: the share of its mutants that the cases kill, and the survivors.
 
 score = mutation_score(survey("TorchExperts"))
-print(score.share, [fate.mutant.diff() for fate in score.survivors])
+print(score.share, [outcome.mutant.diff() for outcome in score.survivors])
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
 
 # Sample size where running all mutants would take more than an hour.
-SAMPLE = 150
-_HERE = OneProcess()
+SAMPLE_SIZE = 150
+_ONE_PROCESS = OneProcess()
 
 
 @dataclass(frozen=True)
 class Survey:
     """The mutants of a part and the cases that execute them.
 
-    pairs: the pairings of the part. where: in one process or over ranks.
+    pairs: the pairings of the part. backend: runs the cases, in one process or over ranks.
     """
 
     part: str
@@ -41,7 +41,7 @@ class Survey:
     level: Level
     mutants: tuple[Mutant, ...]
     coverage: Coverage
-    where: MutationBackend = field(default_factory=OneProcess)
+    backend: MutationBackend = field(default_factory=OneProcess)
 
     def executed(self) -> tuple[Mutant, ...]:
         """Return the mutants that some case executes and that a CPU can detect."""
@@ -57,36 +57,39 @@ class Survey:
 
 @dataclass(frozen=True)
 class Score:
-    """Outcomes of the mutants that were run, with totals.
+    """Outcomes of the mutants that were run, and counts of the others.
 
-    seed: the seed of the sample. executed: number of mutants it was drawn from. not_executed:
+    seed: the seed of the sample. executed: number of mutants that it was drawn from. not_executed:
     module -> number of mutants that no case executes. apart: reason why a CPU cannot detect a
     mutant -> number.
     """
 
     survey: Survey
     seed: str
-    fates: tuple[MutantOutcome, ...]
+    outcomes: tuple[MutantOutcome, ...]
     executed: int
     not_executed: dict[str, int]
-    apart: dict[str, int]
+    undetectable: dict[str, int]
 
     @property
     def killed(self) -> tuple[MutantOutcome, ...]:
-        return tuple(fate for fate in self.fates if fate.killed)
+        return tuple(outcome for outcome in self.outcomes if outcome.killed)
 
     @property
     def equivalent(self) -> tuple[tuple[MutantOutcome, Equivalent], ...]:
         """The reviewed equivalent mutants, whether they were skipped or survived."""
-        alive = [fate for fate in self.fates if not fate.killed]
-        reviews = ((f, find_equivalent(f.mutant.ident, self.survey.part)) for f in alive)
-        return tuple((fate, why) for fate, why in reviews if why is not None)
+        not_killed = [outcome for outcome in self.outcomes if not outcome.killed]
+        reviews = (
+            (outcome_, find_equivalent(outcome_.mutant.ident, self.survey.part))
+            for outcome_ in not_killed
+        )
+        return tuple((outcome, review) for outcome, review in reviews if review is not None)
 
     @property
     def survivors(self) -> tuple[MutantOutcome, ...]:
         """The survivors that are not known to be equivalent."""
-        equivalents = {fate.mutant for fate, _ in self.equivalent}
-        return tuple(f for f in self.fates if not f.killed and f.mutant not in equivalents)
+        equivalents = {outcome.mutant for outcome, _ in self.equivalent}
+        return tuple(f for f in self.outcomes if not f.killed and f.mutant not in equivalents)
 
     @property
     def share(self) -> float:
@@ -96,14 +99,18 @@ class Score:
 
 
 def survey(
-    part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, where: MutationBackend = _HERE
+    part: str,
+    pairs: Sequence[Pair] = (),
+    level: Level = "full",
+    *,
+    backend: MutationBackend = _ONE_PROCESS,
 ) -> Survey:
     """Find the mutants of a part and run its cases once on this CPU.
 
-    pairs: the pairings whose cases run; () for every pairing of the part. where: in one process, or
+    pairs: the pairings whose cases run; () for every pairing of the part. backend: OneProcess or
     OverRanks. Raises ConfigurationError for an unknown part and for one without cases there.
     """
-    return surveys((part,), pairs, level, where=where)[0]
+    return surveys((part,), pairs, level, backend=backend)[0]
 
 
 def surveys(
@@ -111,21 +118,21 @@ def surveys(
     pairs: Sequence[Pair] = (),
     level: Level = "full",
     *,
-    where: MutationBackend = _HERE,
+    backend: MutationBackend = _ONE_PROCESS,
 ) -> tuple[Survey, ...]:
     """Survey several parts; the cases of each pairing run once for all parts.
 
     Each part uses those of `pairs` that contain it; a reducer uses all.
     """
-    pairs_by_part = {part: _select_pairs(part, pairs, level, where) for part in parts}
+    pairs_by_part = {part: _select_pairs(part, pairs, level, backend) for part in parts}
     catalog = load_catalog()
     modules = {m: path for part in parts for m, path in modules_of(part, catalog).items()}
     coverage_by_pair: dict[Pair, Coverage] = {}
     for pair in dict.fromkeys(pair for part_pairs in pairs_by_part.values() for pair in part_pairs):
-        coverage_by_pair[pair] = where.cover(modules, (pair,), level)
-        if coverage_by_pair[pair].ended:
+        coverage_by_pair[pair] = backend.cover(modules, (pair,), level)
+        if coverage_by_pair[pair].error:
             need = "cases that pass before anything is changed"
-            raise ConfigurationError("--mutate", got=coverage_by_pair[pair].ended, need=need)
+            raise ConfigurationError("--mutate", got=coverage_by_pair[pair].error, need=need)
     return tuple(
         Survey(
             part,
@@ -133,18 +140,18 @@ def surveys(
             level,
             mutants_in(part, catalog),
             merge_coverage(coverage_by_pair[p] for p in part_pairs),
-            where,
+            backend,
         )
         for part, part_pairs in pairs_by_part.items()
     )
 
 
 def _select_pairs(
-    part: str, pairs: Sequence[Pair], level: Level, where: MutationBackend
+    part: str, pairs: Sequence[Pair], level: Level, backend: MutationBackend
 ) -> tuple[Pair, ...]:
     """Return the pairings of a part among `pairs`. Raise ConfigurationError if there are none."""
     if not pairs:
-        return pairs_of(part, level, where=where)
+        return pairs_of(part, level, backend=backend)
     catalog = load_catalog()
     modules_of(part, catalog)
     is_reducer = part in catalog.names("topk_reduce")
@@ -171,7 +178,7 @@ def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
 
 
 def pairs_of(
-    part: str, level: Level = "full", *, where: MutationBackend = _HERE
+    part: str, level: Level = "full", *, backend: MutationBackend = _ONE_PROCESS
 ) -> tuple[Pair, ...]:
     """Return the pairings of the part that have cases; for a reducer all pairings with cases.
 
@@ -186,13 +193,15 @@ def pairs_of(
     )
     is_reducer = part in catalog.names("topk_reduce")
     candidates = (pair for pair in all_pairs if is_reducer or part in pair)
-    pairs = tuple(pair for pair in candidates if where.has_cases(pair, level))
+    pairs = tuple(pair for pair in candidates if backend.has_cases(pair, level))
     if not pairs:
-        raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, where.world_size))
+        raise ConfigurationError(
+            "--mutate", got=repr(part), need=_needed_part(part, backend.world_size)
+        )
     return pairs
 
 
-def _needed(part: str, world_size: int) -> str:
+def _needed_part(part: str, world_size: int) -> str:
     if world_size > 1:
         return f"a part with a case over {world_size} ranks on a CPU"
     catalog = load_catalog()
@@ -216,23 +225,23 @@ def default_seed() -> str:
     return version("modular-kernel")
 
 
-def _shared(before: MutantOutcome | None, found: Survey) -> MutantOutcome | None:
+def _shared_outcome(outcome: MutantOutcome | None, part_survey: Survey) -> MutantOutcome | None:
     """Return the outcome from another part's score if a case of this part killed the mutant."""
-    if before is None or not before.killed or before.case is None:
+    if outcome is None or not outcome.killed or outcome.case is None:
         return None
-    met = (covered.case for covered in found.coverage.executing(before.mutant))
-    return before if before.case in met else None
+    executing = (covered.case for covered in part_survey.coverage.executing(outcome.mutant))
+    return outcome if outcome.case in executing else None
 
 
 def mutation_score(
-    found: Survey,
+    part_survey: Survey,
     *,
-    count: int | None = SAMPLE,
+    count: int | None = SAMPLE_SIZE,
     seed: str | None = None,
-    only: str | None = None,
-    known: dict[str, MutantOutcome] | None = None,
-    dead: Mapping[str, str] = MappingProxyType({}),
-    told: Callable[["Score"], None] = lambda _: None,
+    ident: str | None = None,
+    known_outcomes: dict[str, MutantOutcome] | None = None,
+    recorded: Mapping[str, str] = MappingProxyType({}),
+    on_progress: Callable[["Score"], None] = lambda _: None,
 ) -> Score:
     """Run mutants one at a time, each until a case fails.
 
@@ -242,38 +251,40 @@ def mutation_score(
     killer of mutants that are not run either. told: called with the score so far after each mutant.
     """
     seed = default_seed() if seed is None else seed
-    executed = found.executed()
-    if only is not None:
-        selected: tuple[Mutant, ...] = (found.mutant(only),)
+    executed = part_survey.executed()
+    if ident is not None:
+        selected: tuple[Mutant, ...] = (part_survey.mutant(ident),)
     else:
         selected = draw_sample(executed, count, seed)
         # Known outcomes first, so that an interrupted run keeps them.
-        selected = tuple(sorted(selected, key=lambda m: not _known(m, found.part, dead)))
-    killers, score = KillHistory(), _initial_score(found, executed, seed)
-    known = {} if known is None else known
+        selected = tuple(
+            sorted(selected, key=lambda m: not _is_known(m, part_survey.part, recorded))
+        )
+    history, score = KillHistory(), _initial_score(part_survey, executed, seed)
+    known_outcomes = {} if known_outcomes is None else known_outcomes
     for mutant in selected:
-        if only is None and find_equivalent(mutant.ident, found.part):
-            fate = MutantOutcome(mutant, "equivalent")
-        elif only is None and mutant.ident in dead:
-            fate = MutantOutcome.before(mutant, dead[mutant.ident])
+        if ident is None and find_equivalent(mutant.ident, part_survey.part):
+            outcome = MutantOutcome(mutant, "equivalent")
+        elif ident is None and mutant.ident in recorded:
+            outcome = MutantOutcome.from_record(mutant, recorded[mutant.ident])
         else:
-            args = found.coverage, found.pairs, found.level
-            before = _shared(known.get(mutant.ident), found)
-            fate = before or run_mutant(mutant, *args, killers, where=found.where)
-            known.setdefault(mutant.ident, replace(fate, shared=found.part))
-        score = replace(score, fates=(*score.fates, fate))
-        told(score)
+            args = part_survey.coverage, part_survey.pairs, part_survey.level
+            shared = _shared_outcome(known_outcomes.get(mutant.ident), part_survey)
+            outcome = shared or run_mutant(mutant, *args, history, backend=part_survey.backend)
+            known_outcomes.setdefault(mutant.ident, replace(outcome, shared=part_survey.part))
+        score = replace(score, outcomes=(*score.outcomes, outcome))
+        on_progress(score)
     return score
 
 
-def _known(mutant: Mutant, part: str, dead: Mapping[str, str]) -> bool:
-    return find_equivalent(mutant.ident, part) is not None or mutant.ident in dead
+def _is_known(mutant: Mutant, part: str, recorded: Mapping[str, str]) -> bool:
+    return find_equivalent(mutant.ident, part) is not None or mutant.ident in recorded
 
 
-def _initial_score(found: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
+def _initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
     """Return the score before any mutant has run."""
-    others = set(found.mutants) - set(executed)
+    others = set(part_survey.mutants) - set(executed)
     reasons = Counter(reason for m in others if (reason := undetectable_reason(m)) is not None)
     not_executed = Counter(m.module for m in others if undetectable_reason(m) is None)
     counts = dict(sorted(not_executed.items())), dict(sorted(reasons.items()))
-    return Score(found, seed, (), len(executed), *counts)
+    return Score(part_survey, seed, (), len(executed), *counts)

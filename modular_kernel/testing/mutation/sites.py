@@ -1,8 +1,8 @@
 """Mutation sites of a module: every expression and statement that affects the computation.
 
-Not mutated: strings, docstrings, annotations, imports, assertions, arguments of raised errors, and
-conditions that only guard such a raise. They refuse bad input, and `mk test` uses valid input; such
-a guard is only negated.
+Not mutated: strings, docstrings, annotations, imports, assertions and arguments of raised errors. A
+condition that only guards a raise is only negated: it rejects invalid input, and `mk test` uses
+valid input.
 """
 
 import ast
@@ -11,76 +11,75 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from modular_kernel.testing.mutation.operators import OPERATORS, SPEED, duration
+from modular_kernel.testing.mutation.operators import OPERATORS, PERFORMANCE_OPTIONS, duration
 from modular_kernel.testing.mutation.source import (
     Edit,
     Mutant,
-    Placed,
     Source,
     last_line,
-    named,
+    make_mutants,
     names_in,
 )
 
-_SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
-_TEXTS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
+_SKIPPED_NODES = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
+_MESSAGE_CALLS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
 # Statements by which a loop iteration affects a later one or the result.
-_LEAVES = (ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Return, ast.Break)
-_GROWS = ("append", "extend", "insert")
-_TOLD = frozenset({"__str__", "__repr__"})
+_LOOP_EFFECTS = (ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Return, ast.Break)
+_LIST_METHODS = ("append", "extend", "insert")
+_DISPLAY_METHODS = frozenset({"__str__", "__repr__"})
 
-Found = Iterator[tuple[Edit, int, int, str]]
+Sites = Iterator[tuple[Edit, int, int, str]]
 
 
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
     """Return every mutant of a module in the order of its lines."""
     source = Source(module, path)
-    mutants = named(source, _statements(source, source.tree.body, "", set()))
+    mutants = make_mutants(source, _statements(source, source.tree.body, "", set()))
     return tuple(sorted(mutants, key=lambda mutant: (mutant.edit.start, mutant.ident)))
 
 
-def _statements(source: Source, body: list[ast.stmt], function: str, known: set[str]) -> Found:
-    """Yield the edits of a block. known: names assigned before in this function."""
+def _statements(source: Source, body: list[ast.stmt], function: str, assigned: set[str]) -> Sites:
+    """Yield the edits of a block. assigned: names assigned earlier in this function."""
     for node in body:
-        yield from _statement(source, node, function, known)
+        yield from _statement(source, node, function, assigned)
 
 
-def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -> Found:
-    if isinstance(node, _SKIPPED) or _is_text(node) or _is_for_types_only(node):
+def _statement(source: Source, node: ast.stmt, function: str, assigned: set[str]) -> Sites:
+    if isinstance(node, _SKIPPED_NODES) or _is_docstring(node) or _is_for_types_only(node):
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        if node.name not in _TOLD:
+        if node.name not in _DISPLAY_METHODS:
             yield from _definition(source, node, f"{function}.{node.name}")
         return
     first, last = node.lineno, last_line(node)
-    edits = _edits_of_statement(source, node, known)
+    edits = _edits_of_statement(source, node, assigned)
     yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
-        yield from _statements(source, getattr(node, block, []), function, known)
+        yield from _statements(source, getattr(node, block, []), function, assigned)
     for handler in getattr(node, "handlers", []):
-        yield from _statements(source, handler.body, function, known)
+        yield from _statements(source, handler.body, function, assigned)
 
 
-def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str) -> Found:
-    known: set[str] = set()
+def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str) -> Sites:
+    assigned: set[str] = set()
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
-        known = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
+        assigned = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
         defaults = [d for d in (*arguments.defaults, *arguments.kw_defaults) if d is not None]
         for default in defaults:
             for edit in _expression(source, default):
                 yield edit, node.lineno, node.body[0].lineno - 1, name
-    yield from _statements(source, node.body, name, known)
+    yield from _statements(source, node.body, name, assigned)
 
 
-def _edits_of_statement(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
+def _edits_of_statement(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
     """Yield edits of a statement itself, without nested statements."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
-        yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
+        yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
         return
     if type(node) in OPERATORS:
         yield from OPERATORS[type(node)](source, node)
-    yield from _assignment(source, node, known)
+    yield from _assignment(source, node, assigned)
     if _is_duration(node):
         yield from duration(source, node.value)
         return
@@ -97,24 +96,24 @@ def _edits_of_statement(source: Source, node: ast.stmt, known: set[str]) -> Iter
         yield from _expression(source, item.context_expr)
 
 
-def _assignment(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
-    """Yield the loss of a reassignment: a stale tile, a forgotten clamp."""
+def _assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
+    """Yield the removal of a reassignment: a stale tile, a forgotten clamp."""
     if not isinstance(node, ast.Assign):
         return
     names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
-    if names and names <= known:
-        yield source.replaced("stale", node, "pass")
-    known |= names
+    if names and names <= assigned:
+        yield source.replace_node("stale", node, "pass")
+    assigned |= names
 
 
 def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
-    if isinstance(node, _SKIPPED) or (isinstance(node, ast.Call) and _makes_message(node)):
+    if isinstance(node, _SKIPPED_NODES) or (isinstance(node, ast.Call) and _makes_message(node)):
         return
     if type(node) in OPERATORS and not _is_target(node):
         yield from OPERATORS[type(node)](source, node)
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.keyword):
-            if child.arg not in SPEED:
+            if child.arg not in PERFORMANCE_OPTIONS:
                 yield from _expression(source, child.value)
         elif isinstance(child, ast.comprehension):
             for inner in (child.iter, *child.ifs):
@@ -126,7 +125,7 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
 def _has_carried_state(loop: ast.For) -> bool:
     """Return whether an iteration may read what an earlier one wrote, so that order matters."""
     inner = [n for statement in loop.body for n in ast.walk(statement)]
-    if any(isinstance(n, _LEAVES) or _called_on(n) in _GROWS for n in inner):
+    if any(isinstance(n, _LOOP_EFFECTS) or _method_name(n) in _LIST_METHODS for n in inner):
         return True
     assigned = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     known = set[str]()
@@ -139,9 +138,9 @@ def _has_carried_state(loop: ast.For) -> bool:
     return False
 
 
-def _called_on(node: ast.AST) -> str:
-    called = node.func if isinstance(node, ast.Call) else None
-    return called.attr if isinstance(called, ast.Attribute) else ""
+def _method_name(node: ast.AST) -> str:
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else ""
 
 
 def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
@@ -153,7 +152,7 @@ def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
     )
 
 
-def _is_text(node: ast.stmt) -> bool:
+def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -177,8 +176,8 @@ def _is_union(node: ast.expr) -> bool:
         return isinstance(node.op, ast.BitOr) and _is_union(node.left) and _is_union(node.right)
     if isinstance(node, ast.Subscript):
         return _is_union(node.value)
-    named = node.id if isinstance(node, ast.Name) else ""
-    return _is_none(node) or named in dir(builtins) or (named[:1].isupper() and not named.isupper())
+    name = node.id if isinstance(node, ast.Name) else ""
+    return _is_none(node) or name in dir(builtins) or (name[:1].isupper() and not name.isupper())
 
 
 def _is_none(node: ast.expr) -> bool:
@@ -187,9 +186,9 @@ def _is_none(node: ast.expr) -> bool:
 
 def _makes_message(node: ast.Call) -> bool:
     """Return whether a call only makes a message."""
-    called = node.func
-    word = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return str(word).endswith(_TEXTS)
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return str(name).endswith(_MESSAGE_CALLS)
 
 
-__all__ = ["Placed", "mutants_of"]
+__all__ = ["mutants_of"]

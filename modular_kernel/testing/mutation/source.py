@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 # The syntax nodes that operators change.
-Placed = ast.expr | ast.stmt | ast.keyword
+Positioned = ast.expr | ast.stmt | ast.keyword
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Source:
 
     @cached_property
     def readers(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Line that assigns a private constant -> the statements in functions that read it.
+        """Statements in functions that read a private constant, by the line that assigns it.
 
         Only for names that are assigned once and not read during import.
         """
         return readers_of(self.tree)
 
-    def in_kernel(self, node: Placed) -> bool:
+    def in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""
         return any(node.lineno in body for body in self._kernels)
 
@@ -60,10 +60,10 @@ class Source:
             and any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
         ]
 
-    def start(self, node: Placed) -> int:
+    def start(self, node: Positioned) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 
-    def end(self, node: Placed) -> int:
+    def end(self, node: Positioned) -> int:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._starts[node.end_lineno - 1] + node.end_col_offset
@@ -71,15 +71,15 @@ class Source:
     def text(self, start: int, end: int) -> str:
         return self.data[start:end].decode()
 
-    def of(self, node: Placed) -> str:
+    def text_of(self, node: Positioned) -> str:
         """Return the source text of a node."""
         return self.text(self.start(node), self.end(node))
 
-    def replaced(self, operator: str, node: Placed, new: str) -> Edit:
+    def replace_node(self, operator: str, node: Positioned, new: str) -> Edit:
         """Return the edit that replaces the node by `new`."""
         return Edit(operator, self.start(node), self.end(node), new)
 
-    def changed(self, edit: Edit) -> str:
+    def apply(self, edit: Edit) -> str:
         """Return the whole text with one edit applied."""
         return (self.data[: edit.start] + edit.new.encode() + self.data[edit.end :]).decode()
 
@@ -93,9 +93,9 @@ class Mutant:
     """One change of one module.
 
     first, last: the lines of the changed statement; the mutant is executed if one of them is.
-    ident: stays the same as long as the changed lines do. readers: for a private constant that only
-    functions read, the spans of the statements that read it, one of which must be executed instead.
-    None otherwise.
+    ident: does not change unless the line does. readers: for a private constant that only
+    functions read, the line spans of the statements that read it, one of which must be executed
+    instead; None otherwise.
     """
 
     ident: str
@@ -107,7 +107,7 @@ class Mutant:
     readers: tuple[tuple[int, int], ...] | None = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.module}:{self.first}"
 
     @property
@@ -117,7 +117,7 @@ class Mutant:
 
     def text(self) -> str:
         """Return the module's text with the change."""
-        return Source(self.module, self.path).changed(self.edit)
+        return Source(self.module, self.path).apply(self.edit)
 
     def diff(self) -> str:
         """Return the change as a unified diff without context."""
@@ -134,35 +134,35 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id.startswith("_"):
             assigned.setdefault(target.id, []).append(node.lineno)
-    read: dict[str, list[tuple[int, int]]] = {}
+    reads: dict[str, list[tuple[int, int]]] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for statement in (inner for part in function.body for inner in ast.walk(part)):
                 if isinstance(statement, ast.stmt):
                     for name in names_in(statement):
-                        read.setdefault(name.id, []).append(
+                        reads.setdefault(name.id, []).append(
                             (statement.lineno, last_line(statement))
                         )
-    outside = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
+    module_reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
-        outside.subtract(n.id for part in function.body for n in ast.walk(part)
+        module_reads.subtract(n.id for part in function.body for n in ast.walk(part)
                          if isinstance(n, ast.Name))  # fmt: skip
     return {
-        lines[0]: tuple(dict.fromkeys(read.get(name, ())))
+        lines[0]: tuple(dict.fromkeys(reads.get(name, ())))
         for name, lines in assigned.items()
-        if len(lines) == 1 and outside[name] <= 1
+        if len(lines) == 1 and module_reads[name] <= 1
     }
 
 
 def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
     """Yield the names in a statement, excluding nested statements."""
-    waiting: list[ast.AST] = [statement]
-    while waiting:
-        for child in ast.iter_child_nodes(waiting.pop()):
+    pending: list[ast.AST] = [statement]
+    while pending:
+        for child in ast.iter_child_nodes(pending.pop()):
             if isinstance(child, ast.Name):
                 yield child
             if not isinstance(child, ast.stmt):
-                waiting.append(child)
+                pending.append(child)
 
 
 def last_line(node: ast.stmt) -> int:
@@ -172,12 +172,12 @@ def last_line(node: ast.stmt) -> int:
     return max(node.lineno, body[0].lineno - 1) if body else last
 
 
-def named(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterator[Mutant]:
+def make_mutants(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterator[Mutant]:
     """Yield mutants from (edit, first line, last line, function), with unique identities."""
-    seen: set[str] = set()
-    lines, read_at = source.data.splitlines(), source.readers
+    idents: set[str] = set()
+    lines, readers = source.data.splitlines(), source.readers
     for edit, first, last, function in edits:
-        text = source.changed(edit)
+        text = source.apply(edit)
         if text.encode() == source.data:
             continue
         line = source.line(edit.start)
@@ -187,11 +187,11 @@ def named(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterat
         key = (source.module, function, edit.operator, old, str(column), edit.new)
         ident = _digest("|".join(key))
         count = 1
-        while ident in seen:
+        while ident in idents:
             count += 1
             ident = _digest("|".join((*key, str(count))))
-        seen.add(ident)
-        yield Mutant(ident, source.module, source.path, edit, first, last, read_at.get(first))
+        idents.add(ident)
+        yield Mutant(ident, source.module, source.path, edit, first, last, readers.get(first))
 
 
 def _digest(text: str) -> str:

@@ -2,9 +2,9 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
 
-Every rank runs the same command and makes the same runs in the same order. It does its share of a
-run and receives the results of all others through the launcher's store. So all ranks have the same
-results and exit with the same status, and only rank 0 needs to report.
+Every rank runs the same command and the same tasks in the same order. Ranks exchange results
+through the launcher's store, so all of them have the same results and exit with the same status,
+and only rank 0 needs to report.
 """
 
 import pickle
@@ -26,12 +26,12 @@ from modular_kernel.settings import Launcher, hide_gpus, read_settings
 from modular_kernel.testing.ranks.closing import Closeable
 from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, RankPool
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 
 
 class LaunchedRanks(Closeable):
-    """The ranks of a launcher, including this process; `run` is that of `RankPool`.
+    """The ranks of a launcher, including this process, with the interface of `RankPool`.
 
     launcher: from `read_launcher`. backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
     group_timeout: seconds after which a collective that waits for a peer raises. grace: additional
@@ -65,15 +65,17 @@ class LaunchedRanks(Closeable):
         self._generation, self._joined = 0, -1
         self._run = 0
         self._lost: dict[int, str] = {}
-        self._store = self._connected()
-        self._hosts = self._meet(command)
+        self._store = self._connect()
+        self._hosts = self._handshake(command)
 
     @property
     def hosts(self) -> int:
         """The number of distinct hosts, identified by boot id or MK_HOST_ID."""
         return len(set(self._hosts))
 
-    def run(self, function: Callable[..., R], *arguments: Any, timeout: float = 120) -> list[R]:
+    def run(
+        self, function: Callable[..., Result], *arguments: Any, timeout: float = 120
+    ) -> list[Result]:
         """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
         Collective: every rank makes the same run. Results must be picklable. Raises RankError, the
@@ -83,31 +85,31 @@ class LaunchedRanks(Closeable):
         if self._lost:
             raise RankError(self._lost, {})
         started = time.monotonic()
-        what = f"{function.__module__}.{function.__qualname__}"
-        outcome = self._mine(function, arguments, started)
-        outcomes = self._exchange("run", (*outcome, what), started + timeout)
-        answers = {rank: _check_same_run(what, *answer) for rank, answer in outcomes.items()}
-        results = {rank: value for rank, (good, value) in answers.items() if good}
-        failures = {rank: value for rank, (good, value) in answers.items() if not good}
+        task = f"{function.__module__}.{function.__qualname__}"
+        outcome = self._run_local(function, arguments, started)
+        outcomes = self._exchange("run", (*outcome, task), started + timeout)
+        answers = {rank: _check_same_run(task, *answer) for rank, answer in outcomes.items()}
+        results = {rank: value for rank, (is_ok, value) in answers.items() if is_ok}
+        failures = {rank: value for rank, (is_ok, value) in answers.items() if not is_ok}
         ordered = sorted(failures, key=lambda rank: failures[rank][0])
-        texts = {rank: failures[rank][1] for rank in ordered}
-        silent = [rank for rank in range(self.world_size) if rank not in answers]
-        if silent:
-            after = " after another rank failed" if texts else ""
-            self._lost = dict.fromkeys(silent, f"{NO_ANSWER}{after}")
-            texts |= self._lost
-        if texts:
+        messages = {rank: failures[rank][1] for rank in ordered}
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        if missing:
+            after = " after another rank failed" if messages else ""
+            self._lost = dict.fromkeys(missing, f"{NO_ANSWER}{after}")
+            messages |= self._lost
+        if messages:
             self._generation += 1
-            raise RankError(texts, results)
+            raise RankError(messages, results)
         return [results[rank] for rank in range(self.world_size)]
 
-    def collect(self, read: Callable[[int], R], *, timeout: float = 120) -> list[R]:
+    def collect(self, read: Callable[[int], Result], *, timeout: float = 120) -> list[Result]:
         """Call read(rank) on each rank and return the results by rank. Collective."""
         return self.run(_call_read, read, timeout=timeout)
 
     def close(self) -> None:
         """Leave the process group; a later run joins a new one."""
-        self._take_leave()
+        self._announce_exit()
         if self._joined < 0:
             return
         if dist.is_initialized():
@@ -115,7 +117,7 @@ class LaunchedRanks(Closeable):
         self._joined = -1
         self._generation += 1
 
-    def _connected(self) -> Store:
+    def _connect(self) -> Store:
         """Return the launcher's store. Raise RankError if it does not answer in time."""
         from torch.distributed.rendezvous import rendezvous
 
@@ -123,14 +125,13 @@ class LaunchedRanks(Closeable):
         try:
             store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
         except (RuntimeError, ValueError) as error:
-            why = str(error).partition("\n")[0]  # C++ stack frames follow
-            text = (
-                f"rank {self.rank} cannot connect to the store at {self._launcher.address}: {why}"
-            )
+            reason = str(error).partition("\n")[0]  # C++ stack frames follow
+            address = self._launcher.address
+            text = f"rank {self.rank} cannot connect to the store at {address}: {reason}"
             raise RankError({self.rank: text}, {}) from error
         return PrefixStore("modular_kernel", store)
 
-    def _meet(self, command: str) -> list[str]:
+    def _handshake(self, command: str) -> list[str]:
         """Exchange host and command with all ranks; return the host of each rank.
 
         Raise RankError if a rank does not answer, ConfigurationError if commands differ.
@@ -143,11 +144,11 @@ class LaunchedRanks(Closeable):
         commands = {rank: value[1] for rank, (_, value, _) in messages.items()}
         if len(set(commands.values())) > 1:
             got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))
-            self._take_leave()
+            self._announce_exit()
             raise ConfigurationError("commands of ranks", got=got, need="one on all ranks")
         return [messages[rank][1][0] for rank in range(self.world_size)]
 
-    def _take_leave(self) -> None:
+    def _announce_exit(self) -> None:
         """Announce that this rank no longer needs the store.
 
         Rank 0 may host the store, so it waits for the others, up to `grace` seconds.
@@ -159,10 +160,10 @@ class LaunchedRanks(Closeable):
             while time.monotonic() < end and not self._store.check(others):
                 time.sleep(_FIRST_POLL_S)
 
-    def _mine(
+    def _run_local(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
     ) -> tuple[bool, Any]:
-        """Run this rank's share; return (True, result) or (False, (seconds, traceback))."""
+        """Run the task on this rank; return (True, result) or (False, (seconds, traceback))."""
         try:
             self._join()
             return True, function(self.rank, self.world_size, dist.group.WORLD, *arguments)
@@ -192,8 +193,10 @@ class LaunchedRanks(Closeable):
         )
         self._joined = self._generation
 
-    def _exchange(self, kind: str, mine: tuple[bool, Any, str], until: float) -> dict[int, Any]:
-        """Send `mine`; return the messages of all ranks received before the time `until`.
+    def _exchange(
+        self, kind: str, message: tuple[bool, Any, str], deadline: float
+    ) -> dict[int, Any]:
+        """Send `message`; return the messages of all ranks received before the time `deadline`.
 
         After a failure, wait for the others no longer than group_timeout + grace seconds. Raise
         RankError if the store fails.
@@ -202,27 +205,27 @@ class LaunchedRanks(Closeable):
         received: dict[int, Any] = {}
         pause = _FIRST_POLL_S
         try:
-            self._store.set(self._key(kind, self._run, self.rank), _pickled(mine))  # type: ignore[arg-type]
-            while len(received) < self.world_size and time.monotonic() < until:
-                self._listen(kind, received)
-                if any(not good for good, _, _ in received.values()):
-                    until = min(until, time.monotonic() + self._group_timeout + self.grace)
+            self._store.set(self._key(kind, self._run, self.rank), _pickle(message))  # type: ignore[arg-type]
+            while len(received) < self.world_size and time.monotonic() < deadline:
+                self._poll(kind, received)
+                if any(not is_ok for is_ok, _, _ in received.values()):
+                    deadline = min(deadline, time.monotonic() + self._group_timeout + self.grace)
                 if len(received) < self.world_size:
                     time.sleep(pause)
                     pause = min(2 * pause, _LAST_POLL_S)
-            self._forget(kind, complete=len(received) == self.world_size)
+            self._delete_previous(kind, complete=len(received) == self.world_size)
         except RuntimeError as error:
             self._lost = {self.rank: f"the store of {self._launcher.address} fails: {error}"}
             raise RankError(self._lost, {}) from error
         return received
 
-    def _listen(self, kind: str, heard: dict[int, Any]) -> None:
+    def _poll(self, kind: str, received: dict[int, Any]) -> None:
         for rank in range(self.world_size):
             key = self._key(kind, self._run, rank)
-            if rank not in heard and self._store.check([key]):
-                heard[rank] = _unpickled(self._store.get(key))
+            if rank not in received and self._store.check([key]):
+                received[rank] = _unpickle(self._store.get(key))
 
-    def _forget(self, kind: str, *, complete: bool) -> None:
+    def _delete_previous(self, kind: str, *, complete: bool) -> None:
         """Delete this rank's message of the previous run, which every rank has read by now."""
         if complete and self._run > 1:
             self._store.delete_key(self._key("run", self._run - 1, self.rank))
@@ -235,18 +238,20 @@ class LaunchedRanks(Closeable):
 AnyRanks = RankPool | LaunchedRanks
 
 
-def _call_read(rank: int, _world_size: int, _group: object, read: Callable[[int], R]) -> R:
+def _call_read(
+    rank: int, _world_size: int, _group: object, read: Callable[[int], Result]
+) -> Result:
     return read(rank)
 
 
-def _check_same_run(mine: str, good: bool, value: Any, theirs: str) -> tuple[bool, Any]:
+def _check_same_run(task: str, is_ok: bool, value: Any, actual: str) -> tuple[bool, Any]:
     """Return the answer of a rank, or a failure if it ran another function."""
-    if theirs != mine:
-        return False, (0.0, f"ran {theirs} instead of {mine}: all ranks must run the same command")
-    return good, value
+    if actual != task:
+        return False, (0.0, f"ran {actual} instead of {task}: all ranks must run the same command")
+    return is_ok, value
 
 
-def _pickled(answer: tuple[bool, Any, str]) -> bytes:
+def _pickle(answer: tuple[bool, Any, str]) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001  __reduce__ may raise anything
@@ -254,9 +259,9 @@ def _pickled(answer: tuple[bool, Any, str]) -> bytes:
         return pickle.dumps((False, (0.0, text), answer[2]))
 
 
-def _unpickled(told: bytes) -> tuple[bool, Any, str]:
+def _unpickle(data: bytes) -> tuple[bool, Any, str]:
     try:
-        answer: tuple[bool, Any, str] = pickle.loads(told)
+        answer: tuple[bool, Any, str] = pickle.loads(data)
     except Exception as error:  # noqa: BLE001  unpickling may raise anything
         return False, (0.0, f"its result cannot be unpickled: {error!r}"), "?"
     return answer

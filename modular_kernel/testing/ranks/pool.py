@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext  # not everywhere
 
 Backend = Literal["gloo", "nccl"]
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 _PRELOAD = ["modular_kernel.testing.mutation.preload"]
 _STOP = b""  # sent in place of a task to end a process
@@ -75,7 +75,7 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankConfig:
     """The configuration of a rank process."""
 
     rank: int
@@ -108,7 +108,7 @@ class RankPool(Closeable):
 
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
     collective that waits for a peer raises. grace: seconds for ranks to answer after another one
-    failed, before they are killed. ranks_per_host: simulate hosts of so many ranks each; None: one
+    failed, before they are killed. ranks_per_host: number of ranks per simulated host; None for one
     host. Processes start with the first run. Raises ConfigurationError for invalid arguments,
     including fewer GPUs than ranks and ranks_per_host that does not divide world_size.
     """
@@ -153,7 +153,9 @@ class RankPool(Closeable):
         """Process ids by rank; empty before the first run and after `close`."""
         return tuple(rank.process.pid or 0 for rank in self._ranks)
 
-    def run(self, function: Callable[..., R], *arguments: Any, timeout: float = 120) -> list[R]:
+    def run(
+        self, function: Callable[..., Result], *arguments: Any, timeout: float = 120
+    ) -> list[Result]:
         """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
         The function, its arguments and its results must be picklable. Raises ConfigurationError if
@@ -162,10 +164,10 @@ class RankPool(Closeable):
         """
         if self._folder is None:
             raise ConfigurationError("pool", got="a run after close()", need="an open pool")
-        task = _pickled(_Task(self._generation, function, arguments))
+        task = _pickle(_Task(self._generation, function, arguments))
         if not self._ranks:
             self._start()
-        results: dict[int, R] = {}
+        results: dict[int, Result] = {}
         failures: dict[int, str] = {}
         self._raised_at = {}
         try:
@@ -176,10 +178,10 @@ class RankPool(Closeable):
             raise
         if failures:
             self._recover(results, failures)
-            raise RankError(self._by_time(failures), results)
+            raise RankError(self._in_time_order(failures), results)
         return [results[rank] for rank in range(self.world_size)]
 
-    def collect(self, read: Callable[[int], R]) -> list[R]:
+    def collect(self, read: Callable[[int], Result]) -> list[Result]:
         """Call read(rank) in this process for every rank, to read files that ranks wrote."""
         return [read(rank) for rank in range(self.world_size)]
 
@@ -203,7 +205,7 @@ class RankPool(Closeable):
         interpreter = read_settings().triton_interpret
         for rank in range(self.world_size):
             parent_end, child_end = self._mp_context.Pipe()
-            place = _Place(
+            config = _RankConfig(
                 rank,
                 self.world_size,
                 self.backend,
@@ -214,7 +216,7 @@ class RankPool(Closeable):
                 interpreter=interpreter,
             )
             process = self._mp_context.Process(
-                target=_run_worker, args=(place, child_end), name=f"rank {rank}", daemon=True
+                target=_run_worker, args=(config, child_end), name=f"rank {rank}", daemon=True
             )
             process.start()
             child_end.close()
@@ -225,9 +227,11 @@ class RankPool(Closeable):
             try:
                 rank.pipe.send_bytes(task)
             except OSError:
-                failures[number] = self._epitaph(number)
+                failures[number] = self._describe_death(number)
 
-    def _collect(self, results: dict[int, R], failures: dict[int, str], deadline: float) -> None:
+    def _collect(
+        self, results: dict[int, Result], failures: dict[int, str], deadline: float
+    ) -> None:
         """Fill `results` and `failures` until every rank has answered or the deadline passes."""
         pending = set(range(self.world_size)) - set(failures)
         while pending:
@@ -239,29 +243,29 @@ class RankPool(Closeable):
                 pending.remove(number)
                 self._receive(number, results, failures)
             if not ready:
-                self._give_up(pending, failures)
+                self._record_unresponsive(pending, failures)
                 return
 
-    def _receive(self, number: int, results: dict[int, R], failures: dict[int, str]) -> None:
+    def _receive(self, rank: int, results: dict[int, Result], failures: dict[int, str]) -> None:
         try:
-            good, value = pickle.loads(self._ranks[number].pipe.recv_bytes())
+            is_ok, value = pickle.loads(self._ranks[rank].pipe.recv_bytes())
         except (EOFError, OSError):
-            failures[number] = self._epitaph(number)
+            failures[rank] = self._describe_death(rank)
         # Unpickling a result may raise anything.
         except Exception as error:  # noqa: BLE001
-            failures[number] = f"its result cannot be unpickled: {error!r}"
+            failures[rank] = f"its result cannot be unpickled: {error!r}"
         else:
-            if good:
-                results[number] = value
+            if is_ok:
+                results[rank] = value
             else:
-                self._raised_at[number], failures[number] = value
+                self._raised_at[rank], failures[rank] = value
 
-    def _by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
+    def _in_time_order(self, failures: Mapping[int, str]) -> dict[int, str]:
         """Order failures by the time at which they were raised: the first may cause the others."""
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
-    def _epitaph(self, number: int) -> str:
+    def _describe_death(self, number: int) -> str:
         process = self._ranks[number].process
         process.join(self.grace)
         code = process.exitcode
@@ -270,7 +274,7 @@ class RankPool(Closeable):
             reason = f"killed by signal {signal.Signals(-code).name}"
         return f"{DIED}: {reason}\n{self._trace(number)}".rstrip()
 
-    def _give_up(self, pending: set[int], failures: dict[int, str]) -> None:
+    def _record_unresponsive(self, pending: set[int], failures: dict[int, str]) -> None:
         """Record the ranks that do not answer, with their stack traces."""
         after_failure = bool(failures)
         for number in pending:
@@ -314,7 +318,7 @@ def _mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
     return context
 
 
-def _pickled(value: object) -> bytes:
+def _pickle(value: object) -> bytes:
     # By value, without shared memory, so that nothing outlives the processes.
     try:
         return pickle.dumps(value)
@@ -326,44 +330,44 @@ def _trace_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"trace-of-rank-{rank}"
 
 
-def _run_worker(place: _Place, pipe: Connection) -> None:
+def _run_worker(config: _RankConfig, pipe: Connection) -> None:
     """Run tasks from the pipe and send back their answers until a stop message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     torch.set_num_threads(1)
-    if place.backend == "gloo":
+    if config.backend == "gloo":
         hide_gpus()  # gloo ranks use the CPU even if there are GPUs
     generation: int | None = None
-    failed: list[BaseException] = []
-    host_name = use_host_id(place.host or read_settings().host_id)
-    with host_name, _trace_path(place.folder, place.rank).open("w") as traces:
+    errors: list[BaseException] = []
+    host_name = use_host_id(config.host or read_settings().host_id)
+    with host_name, _trace_path(config.folder, config.rank).open("w") as traces:
         faulthandler.enable(file=traces)
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _receive_task(pipe):
             try:
                 task: _Task = pickle.loads(message)
                 if generation != task.generation:
-                    _join(place, task.generation)
+                    _join(config, task.generation)
                     generation = task.generation
                 value = task.function(
-                    place.rank, place.world_size, dist.group.WORLD, *task.arguments
+                    config.rank, config.world_size, dist.group.WORLD, *task.arguments
                 )
                 answer = pickle.dumps((True, value))
             # Any error is sent to the parent, and this rank continues.
             except BaseException as error:  # noqa: BLE001
                 now = time.monotonic()
                 # Keep it until the answer is sent: freeing objects in its frames may hang.
-                failed.append(error)
+                errors.append(error)
                 answer = pickle.dumps((False, (now, traceback.format_exc())))
             try:
                 pipe.send_bytes(answer)
             except OSError:
                 message = None
                 break  # the parent is gone
-            failed.clear()
+            errors.clear()
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
     if message is None:  # the parent was killed before it could remove its files
-        for folder in (place.folder, place.listener):
+        for folder in (config.folder, config.listener):
             shutil.rmtree(folder, ignore_errors=True)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -377,22 +381,22 @@ def _receive_task(pipe: Connection) -> bytes | None:
         return None
 
 
-def _join(place: _Place, generation: int) -> None:
+def _join(config: _RankConfig, generation: int) -> None:
     """Leave the old process group and join the one of this generation."""
-    if read_settings().triton_interpret is not place.interpreter:
+    if read_settings().triton_interpret is not config.interpreter:
         need = "as it was when this process first started ranks"
-        raise ConfigurationError("TRITON_INTERPRET", got=f"{place.interpreter} now", need=need)
+        raise ConfigurationError("TRITON_INTERPRET", got=f"{config.interpreter} now", need=need)
     if dist.is_initialized():
         dist.destroy_process_group()
     device = None
-    if place.backend == "nccl":
-        device = torch.device("cuda", place.rank)
+    if config.backend == "nccl":
+        device = torch.device("cuda", config.rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        place.backend,
-        init_method=f"file://{place.folder}/store-{generation}",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=datetime.timedelta(seconds=place.seconds),
+        config.backend,
+        init_method=f"file://{config.folder}/store-{generation}",
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=datetime.timedelta(seconds=config.seconds),
         device_id=device,
     )

@@ -20,23 +20,23 @@ from modular_kernel.testing.stress.faults import (
     VICTIM,
     RankReport,
     Scenario,
-    pid_of,
+    get_pid,
     run_faulty_rank,
 )
 
-OTHERS: tuple[tuple[tuple[str, object], ...], ...] = (
+OTHER_LAYERS: tuple[tuple[tuple[str, object], ...], ...] = (
     (("hidden", 4096),),
     (("top_k", 1),),
     (("dtype", "float16"),),
     (("quant", "fp8_w8a8_block"),),
     (("routed_scaling_factor", 2.0),),
 )
-_START_S = 60.0  # timeout for starting processes and their imports
+_START_TIMEOUT_S = 60.0  # timeout for starting processes and their imports
 
 
 @dataclass(frozen=True)
 class FaultResult:
-    """Result of a scenario. lost: the ranks that did not report, with what is known of them."""
+    """Result of a scenario. lost: how each rank that did not report was lost."""
 
     scenario: Scenario
     world_size: int
@@ -51,24 +51,24 @@ class FaultResult:
     def findings(self) -> list[str]:
         """Return every deviation from the expected result; empty if the part handled the fault."""
         scenario, deviations = self.scenario, []
-        wanted_lost = {VICTIM} if scenario.kind == "killed" else set[int]()
+        expected_lost = {VICTIM} if scenario.kind == "killed" else set[int]()
         for rank, text in self.lost.items():
-            if rank not in wanted_lost or "SIGKILL" not in text:
+            if rank not in expected_lost or "SIGKILL" not in text:
                 deviations.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
         for rank in self.survivors:
             if rank in self.reports:
                 deviations += [
-                    f"rank {rank}: {text}" for text in self._of_survivor(self.reports[rank])
+                    f"rank {rank}: {text}" for text in self._check_survivor(self.reports[rank])
                 ]
         victim = self.reports.get(VICTIM)
         if victim is not None and not victim.error:
             deviations.append(f"rank {VICTIM}: raised no error")
         for rank, report in self.reports.items():
-            if scenario.kind != "killed" and not report.serves_again:
+            if scenario.kind != "killed" and not report.usable_again:
                 deviations.append(f"rank {rank}: the group is not usable afterwards")
         return deviations
 
-    def _of_survivor(self, report: RankReport) -> Iterator[str]:
+    def _check_survivor(self, report: RankReport) -> Iterator[str]:
         if report.error != "CommunicationError":
             yield f"raised {report.error or 'no error'}: {report.message[:200]}"
             return
@@ -91,11 +91,11 @@ def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
     ]
     result += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
     result.append(Scenario(part, "raises", "before dispatch", layer=layer))
-    result += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
+    result += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHER_LAYERS]
     return tuple(result)
 
 
-def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
+def supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
     """Return the parts that support the scenarios' layer over so many ranks on this machine.
 
     Third-party libraries are excluded: their behavior when a rank is lost is not under our control.
@@ -118,7 +118,7 @@ def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -
     A rank that does not answer within `timeout` seconds is ended and reported as lost.
     """
     with tempfile.TemporaryDirectory(prefix="mk-fault-") as folder:
-        pids = tuple(pool.run(pid_of, timeout=_START_S))
+        pids = tuple(pool.run(get_pid, timeout=_START_TIMEOUT_S))
         started = time.monotonic()
         lost: dict[int, str] = {}
         try:
@@ -131,27 +131,27 @@ def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -
 
 
 def run_matrix(
-    wanted: Iterable[Scenario],
+    scenarios_to_run: Iterable[Scenario],
     world_size: int,
     backend: Backend,
     *,
-    lanes: int = 1,
-    tell: Callable[[FaultResult], None] = lambda _: None,
-    seconds: float = 300.0,
+    num_pools: int = 1,
+    on_result: Callable[[FaultResult], None] = lambda _: None,
+    start_limit_s: float = 300.0,
 ) -> tuple[FaultResult, ...]:
-    """Run every scenario, in `lanes` pools in parallel, since each mostly waits.
+    """Run every scenario, in `num_pools` pools in parallel, because ranks mostly wait.
 
-    Scenarios that cost a pool its processes start first. tell: called with each result. Scenarios
-    that have not started after `seconds` are reported with all ranks lost.
+    Scenarios that kill processes start first. on_result: called with each result. Scenarios that
+    have not started after `start_limit_s` seconds are reported with all ranks lost.
     """
-    ordered = sorted(wanted, key=lambda scenario: scenario.kind != "killed")
+    ordered = sorted(scenarios_to_run, key=lambda scenario: scenario.kind != "killed")
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
     for item in enumerate(ordered):
         queue.put(item)
     results: dict[int, FaultResult] = {}
-    end, results_lock = time.monotonic() + seconds, threading.Lock()
+    start_deadline, results_lock = time.monotonic() + start_limit_s, threading.Lock()
 
-    def lane() -> None:
+    def run_pool() -> None:
         grace = max(scenario.deadline_s for scenario in ordered) + 2 * SLACK_S
         with RankPool(world_size, backend, grace=grace) as pool:
             while True:
@@ -159,7 +159,7 @@ def run_matrix(
                     index, scenario = queue.get_nowait()
                 except Empty:
                     return
-                is_late = time.monotonic() > end
+                is_late = time.monotonic() > start_deadline
                 result = (
                     _not_started_result(scenario, world_size)
                     if is_late
@@ -167,10 +167,10 @@ def run_matrix(
                 )
                 with results_lock:
                     results[index] = result
-                    tell(result)
+                    on_result(result)
 
-    with ThreadPoolExecutor(lanes) as threads:
-        for future in [threads.submit(lane) for _ in range(min(lanes, len(ordered)))]:
+    with ThreadPoolExecutor(num_pools) as threads:
+        for future in [threads.submit(run_pool) for _ in range(min(num_pools, len(ordered)))]:
             future.result()
     return tuple(results[index] for index in range(len(ordered)))
 
@@ -197,23 +197,23 @@ def markdown(results: Sequence[FaultResult]) -> str:
     Columns: seconds to each survivor's error, the errors of survivors and of rank 1, and the
     findings.
     """
-    head = ("part", "what happens to rank 1", "time to error", "the others raise",
+    header = ("part", "what happens to rank 1", "time to error", "the others raise",
             "rank 1 raises", "findings")  # fmt: skip
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [_table_row(header), _table_row(["---"] * len(header))]
     order = {part: index for index, part in enumerate(dict.fromkeys(r.scenario.part for r in
              results))}  # fmt: skip
-    for result in sorted(results, key=lambda one: order[one.scenario.part]):
-        others = [result.reports[r] for r in result.survivors if r in result.reports]
-        times = "/".join(f"{report.seconds:.1f}" for report in others)
+    for result in sorted(results, key=lambda item: order[item.scenario.part]):
+        survivor_reports = [result.reports[r] for r in result.survivors if r in result.reports]
+        times = "/".join(f"{report.seconds:.1f}" for report in survivor_reports)
         victim = result.reports.get(VICTIM)
         lines.append(
-            _line(
+            _table_row(
                 [
                     result.scenario.part.removesuffix("PrepareAndFinalize"),
                     str(result.scenario),
                     f"{times} s" if times else "-",
-                    "; ".join(dict.fromkeys(map(_in_words, others))) or "-",
-                    "-" if victim is None else _in_words(victim),
+                    "; ".join(dict.fromkeys(map(_describe_error, survivor_reports))) or "-",
+                    "-" if victim is None else _describe_error(victim),
                     "; ".join(result.findings()).replace("|", "/") or "none",
                 ]
             )
@@ -244,7 +244,7 @@ def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
     ]
 
 
-def _in_words(report: RankReport) -> str:
+def _describe_error(report: RankReport) -> str:
     if not report.error:
         return "nothing"
     if report.error != "CommunicationError":
@@ -253,5 +253,5 @@ def _in_words(report: RankReport) -> str:
     return f"`{report.error}` in {report.phase}, peer {peers}"
 
 
-def _line(cells: Iterable[str]) -> str:
+def _table_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

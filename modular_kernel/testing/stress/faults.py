@@ -28,10 +28,10 @@ from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 VICTIM = 1
 DEADLINE_S = 1.0
 SLACK_S = 2.0  # time that a survivor may take in addition to the deadline
-AGAIN_S = 10.0  # deadline of calls that must succeed
+RECOVERY_DEADLINE_S = 10.0  # deadline of calls that must succeed
 POINTS: dict[
     str, frozenset[str]
-] = {  # where the victim fails -> phases in which others may detect it
+] = {  # where the victim fails -> phases in which other ranks may detect it
     "before dispatch": frozenset({"counts", "dispatch"}),
     "in dispatch": frozenset({"dispatch", "combine"}),
     "after dispatch": frozenset({"combine"}),
@@ -41,7 +41,7 @@ POINTS: dict[
 KINDS_AT_POINTS = ("killed", "stopped", "late")
 KINDS = (*KINDS_AT_POINTS, "raises", "overflow", "refuses", "disagrees")
 SIZES: dict[str, object] = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
-TOKENS = (4, 3, 5, 4)  # per rank, repeated cyclically
+TOKENS = (4, 3, 5, 4)  # of each rank, repeated cyclically
 CPU_LAYER: tuple[tuple[str, object], ...] = (*SIZES.items(), ("dtype", torch.float32))
 # Supported by NVLink libraries: multiples of 512 columns, bfloat16.
 GPU_LAYER: tuple[tuple[str, object], ...] = (
@@ -54,10 +54,10 @@ GPU_LAYER: tuple[tuple[str, object], ...] = (
 class Scenario:
     """A fault at rank 1 of a layer that is called twice.
 
-    kind: "killed", "stopped" or "late", at a point of POINTS; "raises", in its prepare if the point
-    is "before dispatch", else in its experts; "overflow": it passes more tokens than
-    problem.tokens; "refuses": it passes x of another dtype; "disagrees": its problem has the fields
-    of `other` ("experts_part" names other experts). experts: None uses the first that pair with the
+    kind: "killed", "stopped" or "late" at `point`, one of POINTS; "raises": an exception in its
+    prepare if the point is "before dispatch", otherwise in its experts; "overflow": more tokens
+    than problem.tokens; "refuses": x of another dtype; "disagrees": a problem with the fields of
+    `other` ("experts_part" names other experts). experts: None uses the first that pair with the
     part. Raises ConfigurationError for an unknown kind or point.
     """
 
@@ -102,23 +102,23 @@ class Scenario:
 class RankReport:
     """Result of one rank.
 
-    error: name of the error, or "". good: number of completed calls, all with correct output. last:
-    the newest record of its exchanges, if its manager keeps records.
+    error: name of the error, or "". num_completed: number of completed calls, all with correct
+    output. last_record: newest record of its exchanges, if its manager keeps records.
     """
 
     error: str
     message: str
     seconds: float
-    good: int
+    num_completed: int
     phase: str = ""
     peers: tuple[int, ...] = ()
-    last: str = ""
-    serves_again: bool = False
+    last_record: str = ""
+    usable_again: bool = False
 
 
 @dataclass(frozen=True)
 class FaultContext:
-    """A scenario on one rank. folder: a finished rank creates a file there named by its number."""
+    """A scenario on one rank. folder: where a finished rank creates a file named by its number."""
 
     scenario: Scenario
     rank: int
@@ -150,11 +150,11 @@ class FaultContext:
     def inputs(self, problem: Problem, tokens_W: tuple[int, ...]) -> Inputs:
         """Return this rank's tokens and the weights of its experts."""
         total = tokens_W[0] if self.replicated else sum(tokens_W)
-        whole = replace(problem, tokens=total, parallel=Parallel())
+        global_problem = replace(problem, tokens=total, parallel=Parallel())
         start = 0 if self.replicated else sum(tokens_W[: self.rank])
         device = torch.device(self.machine.device)
         rows = slice(start, start + tokens_W[self.rank])
-        all_inputs = make_inputs(whole, "uniform", torch.device("cpu"))
+        all_inputs = make_inputs(global_problem, "uniform", torch.device("cpu"))
         return inputs_of_rank(all_inputs, rows, problem, FencedMemory(device), strided=False)
 
     def experts(self, problem: Problem) -> str:
@@ -172,11 +172,11 @@ class FaultContext:
             self.scenario.part, experts, problem, group=self.group, machine=self.machine
         )
 
-    def meet(self) -> None:
+    def synchronize_ranks(self) -> None:
         """Synchronize all ranks, so that a delay of a busy machine is not attributed to a rank."""
         dist.barrier(self.group)
 
-    def through(self) -> None:
+    def mark_finished(self) -> None:
         Path(self.folder, str(self.rank)).touch()
 
     def wait_for_others(self) -> None:
@@ -187,7 +187,7 @@ class FaultContext:
             time.sleep(0.01)
 
 
-def pid_of(rank: int, world_size: int, group: object) -> int:
+def get_pid(rank: int, world_size: int, group: object) -> int:
     return os.getpid()
 
 
@@ -200,69 +200,71 @@ def run_faulty_rank(
     pids: tuple[int, ...],
 ) -> RankReport:
     """Run one rank of a scenario; return what it raised, and when."""
-    stage = FaultContext(scenario, rank, world_size, group, folder, pids)
+    context = FaultContext(scenario, rank, world_size, group, folder, pids)
     report = (
-        _run_with_other_layer(stage) if scenario.kind == "disagrees" else _run_with_fault(stage)
+        _run_with_other_layer(context) if scenario.kind == "disagrees" else _run_with_fault(context)
     )
     if scenario.kind == "killed":
         return report
-    return replace(report, serves_again=_serves_again(stage))
+    return replace(report, usable_again=_is_usable_again(context))
 
 
-def _run_with_fault(stage: FaultContext) -> RankReport:
+def _run_with_fault(context: FaultContext) -> RankReport:
     """Make a correct call, then up to two calls; the victim fails in one of them."""
-    scenario, problem = stage.scenario, stage.problem()
-    inputs = stage.inputs(problem, stage.tokens_W)
-    stage.meet()
+    scenario, problem = context.scenario, context.problem()
+    inputs = context.inputs(problem, context.tokens_W)
+    context.synchronize_ranks()
     with use_deadline(scenario.deadline_s):
-        kernel = stage.kernel(problem, stage.experts(problem))
-    good = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
+        kernel = context.kernel(problem, context.experts(problem))
+    expected = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     _raise_pending_errors(kernel)
-    stage.meet()
-    if stage.rank == VICTIM and scenario.kind == "overflow":
-        too_many_W = tuple(problem.tokens + 4 for _ in stage.tokens_W)
-        inputs = stage.inputs(problem, too_many_W)
-    elif stage.rank == VICTIM and scenario.kind == "refuses":
+    context.synchronize_ranks()
+    if context.rank == VICTIM and scenario.kind == "overflow":
+        too_many_W = tuple(problem.tokens + 4 for _ in context.tokens_W)
+        inputs = context.inputs(problem, too_many_W)
+    elif context.rank == VICTIM and scenario.kind == "refuses":
         inputs = replace(inputs, x_TH=inputs.x_TH.double())
-    elif stage.rank == VICTIM:
-        _install_fault(kernel, stage)
-    report = outcome(kernel, inputs, good)
-    stage.through()
-    if scenario.kind == "stopped" and stage.rank == (VICTIM + 1) % stage.world_size:
-        stage.wait_for_others()
-        os.kill(stage.pids[VICTIM], signal.SIGCONT)
+    elif context.rank == VICTIM:
+        _install_fault(kernel, context)
+    report = report_two_calls(kernel, inputs, expected)
+    context.mark_finished()
+    if scenario.kind == "stopped" and context.rank == (VICTIM + 1) % context.world_size:
+        context.wait_for_others()
+        os.kill(context.pids[VICTIM], signal.SIGCONT)
     return report
 
 
-def _run_with_other_layer(stage: FaultContext) -> RankReport:
+def _run_with_other_layer(context: FaultContext) -> RankReport:
     """Let the victim use another layer."""
-    changes: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
+    changes: dict[str, Any] = dict(context.scenario.other) if context.rank == VICTIM else {}
     experts = changes.pop("experts_part", None)
-    problem = stage.problem(**changes)
-    inputs = stage.inputs(problem, stage.tokens_W)
-    stage.meet()
+    problem = context.problem(**changes)
+    inputs = context.inputs(problem, context.tokens_W)
+    context.synchronize_ranks()
     started = time.monotonic()
     try:
-        with use_deadline(stage.scenario.deadline_s):
-            kernel = stage.kernel(problem, experts or stage.experts(stage.problem()))
+        with use_deadline(context.scenario.deadline_s):
+            kernel = context.kernel(problem, experts or context.experts(context.problem()))
     except Exception as error:  # noqa: BLE001  a part may detect it in its constructor
-        return _raised(error, time.monotonic() - started, 0)
-    return outcome(kernel, inputs, None)
+        return _error_report(error, time.monotonic() - started, 0)
+    return report_two_calls(kernel, inputs, None)
 
 
-def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | None) -> RankReport:
-    """Return the report of two calls, each of which must return `good` or raise.
+def report_two_calls(
+    kernel: FusedMoEModularKernel, inputs: Inputs, expected: torch.Tensor | None
+) -> RankReport:
+    """Return the report of two calls, each of which must return `expected` or raise.
 
     good: None if the calls must fail.
     """
-    exact = kernel.prepare_finalize.requires.deterministic
+    is_deterministic = kernel.prepare_finalize.requires.deterministic
 
     def call() -> None:
-        out = kernel(given.x_TH, given.weights, given.routing)
+        out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
         _raise_pending_errors(kernel)
-        if good is None:
+        if expected is None:
             raise AssertionError("a call succeeded although ranks use different layers")
-        if not (torch.equal(out, good) if exact else torch.allclose(out, good)):
+        if not (torch.equal(out, expected) if is_deterministic else torch.allclose(out, expected)):
             raise AssertionError("a call returned a wrong result")
 
     return report_of_calls(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
@@ -280,13 +282,14 @@ def report_of_calls(call: Callable[[], object], manager: Any, *, calls: int = 1)
             completed += 1
     except Exception as error:  # noqa: BLE001  the parent checks the error
         return replace(
-            _raised(error, time.monotonic() - started, completed), last=_newest_record(manager)
+            _error_report(error, time.monotonic() - started, completed),
+            last_record=_newest_record(manager),
         )
     return RankReport("", "", time.monotonic() - started, completed)
 
 
-def _raised(error: Exception, seconds: float, done: int) -> RankReport:
-    report = RankReport(type(error).__name__, str(error), seconds, done)
+def _error_report(error: Exception, seconds: float, num_completed: int) -> RankReport:
+    report = RankReport(type(error).__name__, str(error), seconds, num_completed)
     if isinstance(error, CommunicationError):
         return replace(report, phase=error.phase, peers=error.peers)
     return report
@@ -305,74 +308,74 @@ def _raise_pending_errors(kernel: FusedMoEModularKernel) -> None:
         check_part()
 
 
-def _install_fault(kernel: FusedMoEModularKernel, stage: FaultContext) -> None:
+def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None:
     """Install hooks that make the victim fail once, at the scenario's point."""
-    part, experts, scenario = kernel.prepare_finalize, kernel.experts, stage.scenario
+    part, experts, scenario = kernel.prepare_finalize, kernel.experts, context.scenario
     armed = [True]
 
-    def at(point: str) -> None:
-        wanted = scenario.point or "after dispatch"
-        if point != wanted or not armed:
+    def reach_point(point: str) -> None:
+        fault_point = scenario.point or "after dispatch"
+        if point != fault_point or not armed:
             return
         armed.clear()
-        _fail(stage)
+        _fail(context)
 
-    def around(name: str, owner: Any, before: str, after: str) -> None:
+    def wrap(name: str, owner: Any, before: str, after: str) -> None:
         original = getattr(owner, name)
 
-        def watched(*args: Any, **options: Any) -> Any:
-            at(before)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            reach_point(before)
             result = original(*args, **options)
-            at(after)
+            reach_point(after)
             return result
 
-        setattr(owner, name, watched)
+        setattr(owner, name, wrapped)
 
     # A part that sends and receives separately is in its dispatch between the two.
-    around("prepare_no_receive", part, "before dispatch", "in dispatch")
+    wrap("prepare_no_receive", part, "before dispatch", "in dispatch")
     if not part.has_prepare_no_receive():
-        around("prepare", part, "before dispatch", "in dispatch")
-    around("apply", experts, "after dispatch", "")
+        wrap("prepare", part, "before dispatch", "in dispatch")
+    wrap("apply", experts, "after dispatch", "")
     exchanges = getattr(part, "manager", None)
     in_exchange = hasattr(exchanges, "_start")
-    around("finalize", part, "before combine", "" if in_exchange else "in combine")
+    wrap("finalize", part, "before combine", "" if in_exchange else "in combine")
     if in_exchange:
-        _watch_exchanges(exchanges, at)
+        _patch_exchanges(exchanges, reach_point)
 
 
-def _watch_exchanges(manager: Any, at: Callable[[str], None]) -> None:
-    """Call `at` between the start of a combine exchange and the wait for it."""
+def _patch_exchanges(manager: Any, reach_point: Callable[[str], None]) -> None:
+    """Call `reach_point` between the start of a combine exchange and the wait for it."""
     original_start = manager._start
 
     def start(launch: Any, tensors: Any, step: int, phase: str) -> Any:
         exchange = original_start(launch, tensors, step, phase)
         if phase == "combine":
-            at("in combine")
+            reach_point("in combine")
         return exchange
 
     manager._start = start
 
 
-def _fail(stage: FaultContext) -> None:
-    kind = stage.scenario.kind
+def _fail(context: FaultContext) -> None:
+    kind = context.scenario.kind
     if kind == "raises":
-        raise RuntimeError("this part is broken" if stage.scenario.point else
+        raise RuntimeError("this part is broken" if context.scenario.point else
                            "these experts are broken")  # fmt: skip
-    if stage.machine.device == "cuda" and not stage.scenario.point.startswith("in"):
+    if context.machine.device == "cuda" and not context.scenario.point.startswith("in"):
         torch.cuda.synchronize()  # complete all earlier work
     if kind == "late":
-        stage.wait_for_others()
+        context.wait_for_others()
     else:
         os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
 
 
-def _serves_again(stage: FaultContext) -> bool:
+def _is_usable_again(context: FaultContext) -> bool:
     """Return whether a new kernel on the caller's group gives two equal, finite outputs."""
-    problem = stage.problem()
-    inputs = stage.inputs(problem, stage.tokens_W)
-    with use_deadline(AGAIN_S):
-        kernel = stage.kernel(problem, stage.experts(problem))
+    problem = context.problem()
+    inputs = context.inputs(problem, context.tokens_W)
+    with use_deadline(RECOVERY_DEADLINE_S):
+        kernel = context.kernel(problem, context.experts(problem))
     first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
-    again = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    second = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     _raise_pending_errors(kernel)
-    return bool(first.isfinite().all()) and torch.allclose(first, again)
+    return bool(first.isfinite().all()) and torch.allclose(first, second)

@@ -1,9 +1,9 @@
-"""Soak test: very many calls over ranks, of all sizes and kinds, with checks of outputs and memory.
+"""Soak test: a long run of calls of varied size over ranks, with checks of outputs and memory.
 
-The layer is small, so that there are many calls. Each step makes a call on one of several input
-sets by the kernel, by a plan, or by replay of a CUDA graph of the plan. Every `check_every` steps
-an input set is drawn anew, and the output of that step is compared with plain torch over all ranks'
-tokens. All ranks draw from the same seed, so they agree without communication.
+The layer is small, to make many calls. Each step calls the kernel, a plan, or a CUDA graph of the
+plan on one of several input sets. Every `check_every` steps an input set is drawn anew, and the
+output of that step is compared with plain torch over all ranks' tokens. All ranks draw from the
+same seed, so they agree without communication.
 """
 
 import gc
@@ -29,11 +29,11 @@ from modular_kernel.testing.stress.soak_inputs import (
     compare_with_oracle,
 )
 
-_EAGER_SCENES, _GRAPH_SCENES = 16, 4
-_WITH_GRAPHS = {"graph": 6, "plan": 3, "kernel": 1}  # relative frequencies
-_WITHOUT = {"plan": 7, "kernel": 3}
-_PREFERRED = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
-_EVERY_S = 5.0  # interval of progress lines
+_NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4
+_MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}  # relative frequencies
+_MODE_WEIGHTS = {"plan": 7, "kernel": 3}
+_PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
+_PROGRESS_INTERVAL_S = 5.0  # interval of progress lines
 _MAX_FINDINGS = 5
 
 
@@ -42,9 +42,9 @@ class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
     part: a PrepareAndFinalize. experts: None uses experts that pair and are fast to call. tokens:
-    maximum per rank. hosts: number of simulated hosts. check_every: in steps. settled: number of
-    steps after which memory must be constant within cuda_bytes and rss_bytes, and the number of
-    open files and threads exactly; at most the first tenth of the run.
+    maximum per rank. hosts: number of simulated hosts. check_every: in steps. warmup_steps: number
+    of steps, at most a tenth of the run, after which memory may grow by at most cuda_bytes and
+    rss_bytes, and the number of open files and threads must not change.
     """
 
     part: str
@@ -57,7 +57,7 @@ class Soak:
     top_k: int = 2
     dtype: torch.dtype = torch.bfloat16
     check_every: int = 100
-    settled: int = 1000
+    warmup_steps: int = 1000
     cuda_bytes: int = 1 << 20
     rss_bytes: int = 32 << 20
     seed: int = 0
@@ -109,9 +109,9 @@ class SoakReport:
         )
 
 
-def soak(rank: int, world_size: int, group: Any, job: Soak) -> SoakReport:
-    """Run one rank's share, in a RankPool. Errors of calls are raised with a note of the step."""
-    run = _Run(rank, world_size, group, job)
+def soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
+    """Run the soak test on one rank of a RankPool. Errors are raised with a note of the step."""
+    run = _Run(rank, world_size, group, params)
     try:
         return run.all_steps()
     except Exception as error:
@@ -122,20 +122,22 @@ def soak(rank: int, world_size: int, group: Any, job: Soak) -> SoakReport:
 class _Run:
     """State of one rank: kernel, input sets and results."""
 
-    def __init__(self, rank: int, world_size: int, group: Any, job: Soak) -> None:
-        self.rank, self.group, self.job = rank, group, job
-        cuda = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    def __init__(self, rank: int, world_size: int, group: Any, params: Soak) -> None:
+        self.rank, self.group, self.params = rank, group, params
+        is_cuda = dist.get_backend(group) == "nccl"
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        )
         self.device, self.step, self.mode = device, 0, "set-up"
-        self.random = random.Random(job.seed)
+        self.random = random.Random(params.seed)
         self.modes: Counter[str] = Counter()
         self.checked, self.worst = 0, 0.0
         self.findings: list[str] = []
-        machine = this_machine(device="cuda" if cuda else "cpu")
-        requires = load_catalog().prepare_finalize(job.part).requires
-        problem = job.problem(world_size, rank, graph=cuda and requires.graph_capturable)
-        experts = job.experts or _find_experts(job.part, problem, machine)
-        self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
+        machine = this_machine(device="cuda" if is_cuda else "cpu")
+        requires = load_catalog().prepare_finalize(params.part).requires
+        problem = params.problem(world_size, rank, graph=is_cuda and requires.graph_capturable)
+        experts = params.experts or _find_experts(params.part, problem, machine)
+        self.kernel = make_kernel(params.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
         self.source = SoakInputSource(
@@ -145,14 +147,14 @@ class _Run:
             replicated=requires.replicated_input,
             ids_dtype=part.topk_indices_dtype() or torch.int32,
         )
-        self.settle: Callable[[], object] | None = getattr(part, "check", None)
-        self.eager = [self.source.draw_inputs() for _ in range(_EAGER_SCENES)]
-        graphs = _GRAPH_SCENES if problem.graph else 0
-        self.captured = [self._captured() for _ in range(graphs)]
-        frequencies = _WITH_GRAPHS if graphs else _WITHOUT
-        self.ways = [mode for mode, count in frequencies.items() for _ in range(count)]
+        self.wait_for_device: Callable[[], object] | None = getattr(part, "check", None)
+        self.eager = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
+        num_graphs = _NUM_GRAPH_INPUTS if problem.graph else 0
+        self.captured = [self._capture() for _ in range(num_graphs)]
+        frequencies = _MODE_WEIGHTS_GRAPH if num_graphs else _MODE_WEIGHTS
+        self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
 
-    def _captured(self) -> SoakInputs:
+    def _capture(self) -> SoakInputs:
         """Return an input set whose call is captured in a graph."""
         inputs = self.source.draw_inputs()
         inputs.out = torch.empty_like(inputs.x_TH)
@@ -173,26 +175,28 @@ class _Run:
 
     def all_steps(self) -> SoakReport:
         """Run until any rank has reached a limit; return the report."""
-        job, started = self.job, time.monotonic()
-        settled = min(job.settled, max(job.steps // 10, job.check_every))
-        before, last_progress = self._memory(), started
-        while not self._enough(started):
-            for _ in range(job.check_every - 1):
-                self._one()
-            self._one(fresh=True)
-            if self.step <= settled:
-                before = self._memory()
-            if self.rank == 0 and time.monotonic() - last_progress > _EVERY_S:
+        params, started = self.params, time.monotonic()
+        warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
+        before, last_progress = self._resource_usage(), started
+        while not self._should_stop(started):
+            for _ in range(params.check_every - 1):
+                self._step()
+            self._step(redraw=True)
+            if self.step <= warmup_steps:
+                before = self._resource_usage()
+            if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
                 last_progress = time.monotonic()
-                note = f"{self.step} steps, {last_progress - started:.0f} s, {self.checked} checked"
-                print(note, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
-        after = self._memory()
+                progress = (
+                    f"{self.step} steps, {last_progress - started:.0f} s, {self.checked} checked"
+                )
+                print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
+        after = self._resource_usage()
         growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
-        max_growth = job.cuda_bytes, job.rss_bytes, 0
-        for what, increase, limit in zip(names, growth, max_growth, strict=True):
+        max_growth = params.cuda_bytes, params.rss_bytes, 0
+        for name, increase, limit in zip(names, growth, max_growth, strict=True):
             if increase > limit:
-                self.findings.append(f"{what} grew by {increase}, limit {limit}")
+                self.findings.append(f"{name} grew by {increase}, limit {limit}")
         return SoakReport(
             self.step,
             time.monotonic() - started,
@@ -203,29 +207,29 @@ class _Run:
             tuple(self.findings),
         )
 
-    def _one(self, *, fresh: bool = False) -> None:
+    def _step(self, *, redraw: bool = False) -> None:
         """Make one call. fresh: draw the input set anew and check the output."""
         self.step += 1
-        self.mode = self.random.choice(self.ways)
+        self.mode = self.random.choice(self.mode_choices)
         self.modes[self.mode] += 1
-        scenes = self.captured if self.mode == "graph" else self.eager
-        index = self.random.randrange(len(scenes))
-        if fresh:
-            self._refresh(scenes, index)
-        out = self._call(scenes[index])
-        if not fresh:
+        input_sets = self.captured if self.mode == "graph" else self.eager
+        index = self.random.randrange(len(input_sets))
+        if redraw:
+            self._refresh(input_sets, index)
+        out = self._call(input_sets[index])
+        if not redraw:
             return
-        if self.settle is not None:
-            self.settle()
-        worst, message = compare_with_oracle(scenes[index], out, self.kernel.problem)
+        if self.wait_for_device is not None:
+            self.wait_for_device()
+        worst, message = compare_with_oracle(input_sets[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
         if message:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
-    def _refresh(self, scenes: list[SoakInputs], index: int) -> None:
-        old = scenes[index]
+    def _refresh(self, input_sets: list[SoakInputs], index: int) -> None:
+        old = input_sets[index]
         if old.replay is None:
-            scenes[index] = self.source.draw_inputs()
+            input_sets[index] = self.source.draw_inputs()
             return
         assert old.out is not None
         old.refill(self.source.draw_inputs(old.tokens_W))
@@ -240,20 +244,20 @@ class _Run:
         call = self.plan if self.mode == "plan" else self.kernel
         return call(inputs.x_TH, self.source.weights, inputs.routing)
 
-    def _enough(self, started: float) -> bool:
+    def _should_stop(self, started: float) -> bool:
         """Return whether any rank has reached a limit, so that all ranks stop together."""
-        is_late = time.monotonic() - started > self.job.seconds
-        is_done = self.step >= self.job.steps or len(self.findings) >= _MAX_FINDINGS
+        is_late = time.monotonic() - started > self.params.seconds
+        is_done = self.step >= self.params.steps or len(self.findings) >= _MAX_FINDINGS
         vote = torch.tensor([float(is_late or is_done)], device=self.device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
         return bool(vote.item())
 
-    def _memory(self) -> tuple[int, int, int]:
+    def _resource_usage(self) -> tuple[int, int, int]:
         """Return allocated GPU bytes, resident bytes, and the number of open files and threads."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
-        handles = sum(1 for what in ("fd", "task") for _ in Path("/proc/self", what).iterdir())
+        handles = sum(1 for kind in ("fd", "task") for _ in Path("/proc/self", kind).iterdir())
         if self.device.type != "cuda":
             return 0, resident, handles
         torch.cuda.synchronize()
@@ -262,7 +266,7 @@ class _Run:
 
 def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
     """Return experts that pair with the part. Raise ConfigurationError if there are none."""
-    names = (_PREFERRED[machine.device], *load_catalog().names("experts"))
+    names = (_PREFERRED_EXPERTS[machine.device], *load_catalog().names("experts"))
     for name in names:
         if check(part, name, problem, machine).ok:
             return name

@@ -15,9 +15,14 @@ from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 
 _CPU = torch.device("cpu")
 _SKEWS = (0.0, 0.5, 1.2, 4.0)  # probabilities of experts are proportional to rank ** -skew
-_IDLE, _SKIPPED = 0.15, 0.05  # probability that a rank has no token, and a pair no expert
-FACTOR = 2.0  # bound over a call's rows, relative to the error of plain torch
-ROW_FACTOR = 8.0  # bound of each of thousands of rows, relative to a typical row of plain torch
+_IDLE_PROBABILITY, _SKIP_PROBABILITY = (
+    0.15,
+    0.05,
+)  # probability that a rank has no token, and a pair no expert
+ERROR_FACTOR = 2.0  # bound over a call's rows, relative to the error of plain torch
+ROW_ERROR_FACTOR = (
+    8.0  # bound of each of thousands of rows, relative to a typical row of plain torch
+)
 _EPS = 1e-6
 
 
@@ -25,14 +30,14 @@ _EPS = 1e-6
 class SoakInputs:
     """One call.
 
-    tokens_W: T of each rank. world: every rank's tokens and all weights, on the CPU; `mine` is this
-    rank's slice of the tokens. x_TH, routing: this rank's, on its device. replay: replays a
-    captured call, which writes `out`.
+    tokens_W: T of each rank. global_inputs: every rank's tokens and all weights, on the CPU.
+    local_tokens: this rank's slice of the tokens. x_TH, routing: this rank's, on its device.
+    replay: replays a captured call, which writes `out`.
     """
 
     tokens_W: tuple[int, ...]
-    world: Inputs
-    mine: slice
+    global_inputs: Inputs
+    local_tokens: slice
     x_TH: torch.Tensor
     routing: Routing
     replay: Callable[[], object] | None = None
@@ -40,31 +45,32 @@ class SoakInputs:
 
     def refill(self, new: "SoakInputs") -> None:
         """Copy the values of another input set of the same sizes to this one's addresses."""
-        self.world = new.world
+        self.global_inputs = new.global_inputs
         self.x_TH.copy_(new.x_TH)
         self.routing.topk_weights_TK.copy_(new.routing.topk_weights_TK)
         self.routing.topk_ids_TK.copy_(new.routing.topk_ids_TK)
 
 
 class SoakInputSource:
-    """Draws input sets of a problem for one rank. draw: has the same state on all ranks.
+    """Draws input sets of a problem for one rank. rng: has the same state on all ranks.
 
-    problem: the rank's. replicated: whether all ranks pass the same tokens. ids_dtype: of topk_ids.
+    problem: that of the rank. replicated: whether all ranks pass the same tokens. ids_dtype: of
+    topk_ids.
     """
 
     def __init__(
         self,
         problem: Problem,
         device: torch.device,
-        draw: random.Random,
+        rng: random.Random,
         *,
         replicated: bool,
         ids_dtype: torch.dtype,
     ) -> None:
-        self.problem, self.device, self.draw = problem, device, draw
+        self.problem, self.device, self.rng = problem, device, rng
         self._replicated, self._ids_dtype = replicated, ids_dtype
-        whole = replace(problem, parallel=Parallel(), graph=False, tokens=1)
-        all_inputs = make_inputs(whole, "uniform", _CPU)
+        global_problem = replace(problem, parallel=Parallel(), graph=False, tokens=1)
+        all_inputs = make_inputs(global_problem, "uniform", _CPU)
         self._all_weights = all_inputs.weights
         # The same tensors in every call, since plans and graphs bind their addresses.
         self.weights: ExpertWeights = inputs_of_rank(
@@ -73,26 +79,26 @@ class SoakInputSource:
 
     def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
         """Draw a new input set. tokens_W: None draws the sizes too."""
-        parallel, draw = self.problem.parallel, self.draw
+        parallel, rng = self.problem.parallel, self.rng
         if tokens_W is None:
             max_tokens = self.problem.tokens
-            counts = [draw.randint(1, max_tokens) for _ in range(parallel.world_size)]
-            counts = [0 if draw.random() < _IDLE else count for count in counts]
+            counts = [rng.randint(1, max_tokens) for _ in range(parallel.world_size)]
+            counts = [0 if rng.random() < _IDLE_PROBABILITY else count for count in counts]
             tokens_W = (counts[0],) * len(counts) if self._replicated else tuple(counts)
         total = tokens_W[0] if self._replicated else sum(tokens_W)
         start = 0 if self._replicated else sum(tokens_W[: parallel.rank])
         local = slice(start, start + tokens_W[parallel.rank])
-        generator = torch.Generator().manual_seed(draw.getrandbits(32))
-        routing = self._routing(total, _SKEWS[draw.randrange(len(_SKEWS))], generator)
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        routing = self._routing(total, _SKEWS[rng.randrange(len(_SKEWS))], generator)
         x_TH = torch.randn(total, self.problem.hidden, generator=generator)
         x_TH = x_TH.to(self.problem.dtype)
         local_routing = Routing(
             routing.topk_weights_TK[local].to(self.device, copy=True),
             routing.topk_ids_TK[local].to(self.device, copy=True),
         )
-        world = Inputs(x_TH, self._all_weights, routing)
+        global_inputs = Inputs(x_TH, self._all_weights, routing)
         return SoakInputs(
-            tokens_W, world, local, x_TH[local].to(self.device, copy=True), local_routing
+            tokens_W, global_inputs, local, x_TH[local].to(self.device, copy=True), local_routing
         )
 
     def _routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
@@ -102,33 +108,47 @@ class SoakInputSource:
         ids = torch.empty(0, top_k, dtype=torch.int64)
         if tokens:
             ids = torch.multinomial(probs.expand(tokens, -1), top_k, generator=generator)
-        ids[torch.rand(ids.shape, generator=generator) < _SKIPPED] = -1
+        ids[torch.rand(ids.shape, generator=generator) < _SKIP_PROBABILITY] = -1
         weights = torch.rand(ids.shape, generator=generator) + 0.1
         return Routing(weights, ids.to(self._ids_dtype))
 
 
 def compare_with_oracle(
-    scene: SoakInputs, out: torch.Tensor, problem: Problem
+    inputs: SoakInputs, out: torch.Tensor, problem: Problem
 ) -> tuple[float, str]:
     """Return error over bound of this rank's rows (T, H), and a message or "".
 
     Compared with the oracle over all ranks' tokens. Synchronizes the device.
     """
-    world, tokens = scene.world, len(scene.world.x_TH)
+    global_inputs, tokens = inputs.global_inputs, len(inputs.global_inputs.x_TH)
     if not tokens:
         return 0.0, ""
-    whole = replace(problem, parallel=Parallel(), graph=False).with_tokens(tokens)
-    exact_of_all = oracle(world.x_TH, world.weights, world.routing, whole).double()
-    fair_of_all = (recipe_over_ranks(world, problem) - exact_of_all).norm(dim=1)
-    output, exact, fair = out.cpu().double(), exact_of_all[scene.mine], fair_of_all[scene.mine]
+    global_problem = replace(problem, parallel=Parallel(), graph=False).with_tokens(tokens)
+    global_exact = oracle(
+        global_inputs.x_TH, global_inputs.weights, global_inputs.routing, global_problem
+    ).double()
+    recipe_error_T = (recipe_over_ranks(global_inputs, problem) - global_exact).norm(dim=1)
+    output, exact, local_recipe_error = (
+        out.cpu().double(),
+        global_exact[inputs.local_tokens],
+        recipe_error_T[inputs.local_tokens],
+    )
     if output.shape != exact.shape or not bool(output.isfinite().all()):
         return float("inf"), f"shape {tuple(output.shape)}, or values that are not finite"
     row_errors = (output - exact).norm(dim=1)
-    share = float(fair_of_all.norm() / (exact_of_all.norm() + _EPS))
-    bound = FACTOR * max(float(fair.norm()), share * float(exact.norm())) + _EPS
-    worst = float(row_errors.norm()) / bound
-    sizes = exact.norm(dim=1)
-    rows = row_errors > ROW_FACTOR * (share * torch.maximum(sizes, sizes.mean()) + _EPS)
-    if worst > 1 or bool(rows.any()):
-        return worst, f"{worst:.2f} of its bound, {int(rows.sum())} rows far off"
-    return worst, ""
+    relative_error = float(recipe_error_T.norm() / (global_exact.norm() + _EPS))
+    bound = (
+        ERROR_FACTOR * max(float(local_recipe_error.norm()), relative_error * float(exact.norm()))
+        + _EPS
+    )
+    error_ratio = float(row_errors.norm()) / bound
+    row_norms = exact.norm(dim=1)
+    is_wrong_row = row_errors > ROW_ERROR_FACTOR * (
+        relative_error * torch.maximum(row_norms, row_norms.mean()) + _EPS
+    )
+    if error_ratio > 1 or bool(is_wrong_row.any()):
+        return (
+            error_ratio,
+            f"{error_ratio:.2f} of its bound, {int(is_wrong_row.sum())} rows far off",
+        )
+    return error_ratio, ""

@@ -20,42 +20,42 @@ from modular_kernel.testing.verify.trial import Trial
 # The share of a typical row's values that may always differ. Over all 16-bit cases of the built-in
 # parts it was 0 (triton 3.6 interpreted, torch 2.13, CPU).
 TYPICAL_SHARE = 0.03
-FACTOR = 3.0  # allowed share, relative to that of the perturbed reference
+SHARE_FACTOR = 3.0  # allowed share, relative to that of the perturbed reference
 # One changed value of h changes up to this share of its row's outputs. If it is the largest of its
 # row it also changes the 8-bit scale, and thereby nearly all outputs. Such rows are few.
 ROW_SHARE = 0.125
-ODD_ROWS = 8  # one row in eight, plus one, may exceed ROW_SHARE
-_JITTERS = 3
+ODD_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_SHARE
+_NUM_PERTURBED = 3
 
 
 def one_rounding(trial: Trial) -> Iterator[str]:
     """Check that the part rounds where it declares a rounding, and nowhere else."""
     if not _is_comparable(trial):
         return
-    shares, jitter_shares, roundings = [], [], list[Roundings]()
+    shares, perturbed_shares, roundings = [], [], list[Roundings]()
     for sample, output in ((trial.first, trial.eager), (trial.second, trial.planned_second)):
         variants = declared_roundings(trial, sample)
         if variants is None:
             return
         roundings += [rounding for variant in variants for rounding in variant]
-        references = [perturbed_references(sample, variant, _JITTERS) for variant in variants]
-        live = live_rows(sample, references[0][0])  # the first of each list is unperturbed
+        references = [perturbed_references(sample, variant, _NUM_PERTURBED) for variant in variants]
+        is_live = live_rows(sample, references[0][0])  # the first of each list is unperturbed
         share_R = torch.stack(
-            [share_of_differing_values(output, twins[0]) for twins in references]
+            [share_of_differing_values(output, outputs[0]) for outputs in references]
         ).amin(0)
-        shares.append(share_R[live])
-        jitter_shares += [
-            share_of_differing_values(jittered, base)[live]
-            for base, *rest in references
-            for jittered in rest
+        shares.append(share_R[is_live])
+        perturbed_shares += [
+            share_of_differing_values(perturbed_output, exact_reference)[is_live]
+            for exact_reference, *perturbed in references
+            for perturbed_output in perturbed
         ]
-    yield from check_shares(torch.cat(shares), torch.cat(jitter_shares), roundings)
+    yield from check_shares(torch.cat(shares), torch.cat(perturbed_shares), roundings)
 
 
 def _is_comparable(trial: Trial) -> bool:
     """Return whether roundings alone can explain a difference from the bitwise reference."""
     problem, scheme = trial.case.problem, trial.case.problem.scheme
-    if problem.adapters is not None and trial.case.manner.named == "without":
+    if problem.adapters is not None and trial.case.variation.slot_pattern == "without":
         return False  # such a call rounds like a layer without adapters
     if problem.dtype.itemsize != 2:
         return False  # the tolerance of `compare` is as strict for float32
@@ -63,9 +63,11 @@ def _is_comparable(trial: Trial) -> bool:
         # Each rank rounds its partial sum of a token before the sums are added; with one expert per
         # token there is one partial sum. A per-tensor scale of h is per rank, unless one rank
         # computes all pairs.
-        one_part = problem.top_k == 1 and problem.chunk_tokens is None
-        one_scale = scheme.activation_granularity == "tensor" and not scheme.static
-        if not one_part or (one_scale and trial.case.routing != "all_to_one"):
+        has_one_partial_sum = problem.top_k == 1 and problem.chunk_tokens is None
+        has_computed_tensor_scale = scheme.activation_granularity == "tensor" and not scheme.static
+        if not has_one_partial_sum or (
+            has_computed_tensor_scale and trial.case.routing != "all_to_one"
+        ):
             return False
     if problem.chunk_tokens and scheme.activation_granularity == "tensor" and not scheme.static:
         return False  # x has one scale for the call, h one for each chunk
@@ -74,47 +76,50 @@ def _is_comparable(trial: Trial) -> bool:
 
 
 def check_shares(
-    shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]
+    shares: torch.Tensor, perturbed: torch.Tensor, roundings: list[Roundings]
 ) -> Iterator[str]:
     """Yield a message where more values differ than the perturbed reference allows.
 
-    shares: per row, the share of values that differ from the reference. own: the same for the
+    shares: per row, the share of values that differ from the reference. perturbed: the same for the
     perturbed reference.
     """
     if not shares.numel():
         return
-    what = " or ".join(map(str, dict.fromkeys(roundings)))
-    share, max_share = float(shares.median()), max(TYPICAL_SHARE, FACTOR * float(own.median()))
+    names = " or ".join(map(str, dict.fromkeys(roundings)))
+    share, max_share = (
+        float(shares.median()),
+        max(TYPICAL_SHARE, SHARE_FACTOR * float(perturbed.median())),
+    )
     if share > max_share:
         yield (
             f"{share:.0%} of the values of a typical row differ from the bitwise "
-            f"reference ({what}); at most {max_share:.0%} may differ by the order of sums"
+            f"reference ({names}); at most {max_share:.0%} may differ by the order of sums"
         )
-    odd, max_odd = int((shares > ROW_SHARE).sum()), 1 + len(shares) // ODD_ROWS
-    max_odd += int(FACTOR * float((own > ROW_SHARE).double().mean()) * len(shares))
-    if odd > max_odd:
+    num_odd, max_num_odd = int((shares > ROW_SHARE).sum()), 1 + len(shares) // ODD_ROW_INTERVAL
+    max_num_odd += int(SHARE_FACTOR * float((perturbed > ROW_SHARE).double().mean()) * len(shares))
+    if num_odd > max_num_odd:
         yield (
-            f"{odd} of {len(shares)} rows differ from the bitwise reference ({what}); at most "
-            f"{max_odd} may differ"
+            f"{num_odd} of {len(shares)} rows differ from the bitwise reference ({names}); at most "
+            f"{max_num_odd} may differ"
         )
 
 
 def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
-    """Return the variants in which the call of `sample` may round; each lists one entry per chunk.
+    """Return the possible roundings of the call of `sample`, each a list with one entry per chunk.
 
     None if the part declares no roundings. In one process there is one variant. Over ranks a row
     rounds as on the rank that computes it, which depends on the number of rows received there, from
     0 to the tokens of all ranks.
     """
     experts, i = trial.kernel.experts, sample.pristine
-    if i is sample.whole_pristine:
+    if i is sample.global_pristine:
         roundings = [experts.roundings(i.x_TH[chunk], i.weights) for chunk in _chunks(sample)]
         return (
             None
             if None in roundings
             else [[rounding for rounding in roundings if rounding is not None]]
         )
-    max_rows = len(sample.whole_pristine.x_TH)
+    max_rows = len(sample.global_pristine.x_TH)
     rows_RH = i.x_TH.new_empty(max_rows, sample.problem.hidden)
     variants = {
         experts.roundings(rows_RH[:count], i.weights): None for count in range(max_rows + 1)
@@ -126,16 +131,16 @@ def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | 
 
 def bitwise_reference(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
     """Return the expected output of the call of `sample`, exact up to the order of sums."""
-    (twin,) = perturbed_references(sample, roundings, 0)
-    return twin
+    (output,) = perturbed_references(sample, roundings, 0)
+    return output
 
 
 def perturbed_references(
-    sample: Sample, roundings: list[Roundings], moved: int
+    sample: Sample, roundings: list[Roundings], num_perturbed: int
 ) -> list[torch.Tensor]:
-    """Return the output of `bitwise_reference`, then `moved` outputs with perturbed sums."""
-    i = sample.whole_pristine  # over ranks this is on the CPU
-    jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(moved))]
+    """Return the bitwise reference, then `num_perturbed` outputs with perturbed sums."""
+    i = sample.global_pristine  # over ranks this is on the CPU
+    jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
     parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):
@@ -144,13 +149,13 @@ def perturbed_references(
                 i.x_TH[chunk],
                 i.weights,
                 i.routing.of(chunk),
-                sample.whole_problem,
+                sample.global_problem,
                 rounding,
                 input_weighted=sample.input_weighted,
                 jitters=jitters,
             )
         )
-    return list(torch.cat(parts, 1)[:, sample.mine].to(sample.device))
+    return list(torch.cat(parts, 1)[:, sample.local_tokens].to(sample.device))
 
 
 def _chunks(sample: Sample) -> list[slice]:
@@ -159,13 +164,15 @@ def _chunks(sample: Sample) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-def share_of_differing_values(output: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+def share_of_differing_values(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
     """Return the share of differing values of each row, (T,) or (T, K)."""
-    return 1 - (output == twin).double().mean(-1)
+    return 1 - (output == reference_output).double().mean(-1)
 
 
-def live_rows(sample: Sample, twin: torch.Tensor) -> torch.Tensor:
+def live_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
     """Return a mask of the nonzero, finite rows of ordinary tokens."""
-    ordinary = (token_groups(sample.manner.values, len(twin)) == 0).to(twin.device)
-    live = (twin != 0).any(-1) & twin.isfinite().all(-1)
-    return live & (ordinary if live.dim() == 1 else ordinary[:, None])
+    is_ordinary = (token_groups(sample.variation.values, len(reference_output)) == 0).to(
+        reference_output.device
+    )
+    is_live = (reference_output != 0).any(-1) & reference_output.isfinite().all(-1)
+    return is_live & (is_ordinary if is_live.dim() == 1 else is_ordinary[:, None])

@@ -1,9 +1,8 @@
 """Checks of a pairing: one small generator per property, yielding a message for each violation.
 
-Accuracy: three different calls match the oracle. Properties: inputs are unchanged, `out` is the
-tensor written, invalid ids are counted, programs do not race, equal calls give equal bits,
-concurrent and planned calls do not disturb each other, a plan can be captured and allocates
-nothing.
+Accuracy: three different calls match the oracle. Properties: inputs are unchanged, `out` is written
+and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
+and planned calls do not affect each other, and a plan can be captured and allocates nothing.
 
 Every kernel here is poisoned. Unwritten memory alternates from call to call between NaN with a huge
 integer, and large finite values with valid but wrong ids of experts, slots and rows, so that a read
@@ -27,17 +26,19 @@ Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
 
 
-def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) -> Findings:
-    """Compare bits if the pairing is deterministic; otherwise compare `got` with the oracle."""
+def check_same(
+    trial: Trial, sample: Sample, actual: torch.Tensor, expected: torch.Tensor
+) -> Findings:
+    """Compare bits if the pairing is deterministic; otherwise compare `actual` with the oracle."""
     if not trial.deterministic:
-        yield from sample.compare(got).problems
-    elif got.shape != want.shape:
-        yield f"shape {tuple(got.shape)} is not {tuple(want.shape)}"
+        yield from sample.compare(actual).problems
+    elif actual.shape != expected.shape:
+        yield f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
     else:
-        differ = as_bytes(got) != as_bytes(want)
-        if bool(differ.any()):
-            row = int(differ.flatten(1).any(1).nonzero()[0])
-            yield f"bits differ, first in row {row} of {len(differ)}"
+        differs = as_bytes(actual) != as_bytes(expected)
+        if bool(differs.any()):
+            row = int(differs.flatten(1).any(1).nonzero()[0])
+            yield f"bits differ, first in row {row} of {len(differs)}"
 
 
 def numeric(trial: Trial) -> Findings:
@@ -81,15 +82,18 @@ def staged_reference(trial: Trial) -> Findings:
     if staged_invalid_ids != trial.first_call.invalid_ids:
         counted = trial.first_call.invalid_ids
         yield f"counted {counted} invalid ids, the staged part {staged_invalid_ids}"
-    ordinary = token_groups(trial.case.manner.values, len(staged)) == 0
-    if trial.case.manner.nan:
-        ordinary &= staged.flatten(1).isfinite().all(1).cpu()
-    if trial.eager.shape == staged.shape and bool(ordinary.any()):
-        got, want = (rows[ordinary.to(rows.device)].double() for rows in (trial.eager, staged))
+    is_ordinary = token_groups(trial.case.variation.values, len(staged)) == 0
+    if trial.case.variation.nan:
+        is_ordinary &= staged.flatten(1).isfinite().all(1).cpu()
+    if trial.eager.shape == staged.shape and bool(is_ordinary.any()):
+        actual, expected = (
+            rows[is_ordinary.to(rows.device)].double() for rows in (trial.eager, staged)
+        )
         max_error = 2**0.5 * trial.first.compare(staged).bound
-        error, size = float((got - want).norm()), float(want.norm())
-        if not error <= max_error * size:
-            yield f"relative difference {error / (size or 1):.2e} from the stages > {max_error:.2e}"
+        error, expected_norm = float((actual - expected).norm()), float(expected.norm())
+        if not error <= max_error * expected_norm:
+            relative = error / (expected_norm or 1)
+            yield f"relative difference {relative:.2e} from the stages > {max_error:.2e}"
 
 
 def numeric_planned(trial: Trial) -> Findings:
@@ -99,31 +103,31 @@ def numeric_planned(trial: Trial) -> Findings:
 
 def plan_reused(trial: Trial) -> Findings:
     """Check that a plan keeps no state of its last call: its bits equal those of the kernel."""
-    yield from same(trial, trial.first, trial.planned.output, trial.eager)
+    yield from check_same(trial, trial.first, trial.planned.output, trial.eager)
 
 
 def out_given(trial: Trial) -> Findings:
     """Check that `out` (x if inplace) is returned and no memory around it is written."""
-    if not trial.planned.same:
+    if not trial.planned.is_out:
         yield "returned another tensor"
-    if not trial.planned.intact:
+    if not trial.planned.is_intact:
         yield "memory around the output was written"
 
 
 def interleaved(trial: Trial) -> Findings:
-    """Check that a call in flight is not disturbed by one that starts later and finishes first."""
-    yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
+    """Check that a call in flight is not affected by one that starts later and finishes first."""
+    yield from check_same(trial, trial.first, trial.interleaved[0], trial.eager)
 
 
 def interleaved_kernels(trial: Trial) -> Findings:
     """Check that interleaved calls of kernels of two problems do not affect each other."""
-    if not trial.case.by_turns:
+    if not trial.case.interleaved_calls:
         return
     kernel, sample = trial.neighbor
     pending = start(trial.kernel, trial.first)
-    got = call(kernel, sample)
-    yield from same(trial, trial.first, pending.finish().clone(), trial.eager)
-    yield from sample.compare(got).problems
+    output = call(kernel, sample)
+    yield from check_same(trial, trial.first, pending.finish().clone(), trial.eager)
+    yield from sample.compare(output).problems
 
 
 def numeric_strided(trial: Trial) -> Findings:
@@ -133,7 +137,7 @@ def numeric_strided(trial: Trial) -> Findings:
 
 def plan_shrunk(trial: Trial) -> Findings:
     """Check that a plan gives the kernel's bits for fewer tokens than in its previous call."""
-    yield from same(trial, trial.other, trial.planned_other, trial.interleaved[1])
+    yield from check_same(trial, trial.other, trial.planned_other, trial.interleaved[1])
 
 
 def inputs_unchanged(trial: Trial) -> Findings:
@@ -158,22 +162,22 @@ def graph_replay(trial: Trial) -> Findings:
     plan = trial.build(trial.case, trial.machine, False).plan()
     static = trial.first_again()
     i, x_TH = static.inputs, static.x_TH()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(2):  # compile and load all kernels before the capture
             plan(x_TH, i.weights, i.routing)
-    side.synchronize()
+    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = plan(x_TH, i.weights, i.routing)
-    for sample, want in trial.replayed:
+    for sample, expected in trial.replayed:
         pristine = sample.pristine
-        for old, new in zip(i.tensors().values(), pristine.tensors().values(), strict=True):
-            old.copy_(new)
+        for tensor, value in zip(i.tensors().values(), pristine.tensors().values(), strict=True):
+            tensor.copy_(value)
         x_TH.copy_(pristine.x_TH)
         graph.replay()
-        yield from same(trial, sample, output.clone(), want)
+        yield from check_same(trial, sample, output.clone(), expected)
 
 
 def no_allocation(trial: Trial) -> Findings:
@@ -185,7 +189,7 @@ def no_allocation(trial: Trial) -> Findings:
     catalog, case = load_catalog(), trial.case
     part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
     allocates = part.requires.received_by_library or experts.requires.library_allocates
-    copies = bool(experts.requires.providers) and case.manner.layout != "plain"
+    copies = bool(experts.requires.providers) and case.variation.layout != "plain"
     if not trial.capturable or allocates or copies:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()

@@ -52,9 +52,9 @@ def compare(
     recipe: torch.Tensor,
     problem: Problem,
     *,
-    fair: float = 0.0,
-    fair_row: float = 0.0,
-    fair_value: float = 0.0,
+    recipe_error: float = 0.0,
+    recipe_row_error: float = 0.0,
+    recipe_value_error: float = 0.0,
 ) -> Comparison:
     """Compare `out`, (T, H) or (T, K, H), with the float64 tensors `exact` and `recipe`.
 
@@ -69,17 +69,17 @@ def compare(
         return Comparison(math.inf, 0.0, problems=mismatches)
     output = out.double().flatten(0, -2)
     exact, recipe = exact.double().flatten(0, -2), recipe.double().flatten(0, -2)
-    zero = (exact == 0).all(1)
-    problems = _check_finite_and_zero(output, zero)
+    is_zero = (exact == 0).all(1)
+    problems = _check_finite_and_zero(output, is_zero)
     if problems:
         return Comparison(math.inf, 0.0, problems=problems)
-    live = ~zero
-    if not bool(live.any()):
+    is_live = ~is_zero
+    if not bool(is_live.any()):
         return Comparison(0.0, EPS)
-    index = live.nonzero().flatten()
-    min_row_error = fair_row if problem.scheme.quantized else None
-    args = output[live], exact[live], recipe[live], index
-    return _compare_rows(*args, fair, min_row_error, fair_value)
+    index = is_live.nonzero().flatten()
+    min_row_error = recipe_row_error if problem.scheme.quantized else None
+    args = output[is_live], exact[is_live], recipe[is_live], index
+    return _compare_rows(*args, recipe_error, min_row_error, recipe_value_error)
 
 
 def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
@@ -97,27 +97,31 @@ def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tu
     return tuple(problems)
 
 
-def _check_finite_and_zero(ours: torch.Tensor, zero: torch.Tensor) -> tuple[str, ...]:
+def _check_finite_and_zero(output: torch.Tensor, is_zero: torch.Tensor) -> tuple[str, ...]:
     problems = []
-    bad = ~ours.isfinite()
-    if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
-        problems.append(f"{int(bad.sum())} values not finite, first at row {row} column {column}")
-    full = (ours[zero] != 0).any(1)
-    if bool(full.any()):
-        row = int(zero.nonzero()[full][0])
-        problems.append(f"{int(full.sum())} rows not zero though every pair is skipped: row {row}")
+    is_invalid = ~output.isfinite()
+    if bool(is_invalid.any()):
+        row, column = is_invalid.nonzero()[0].tolist()
+        problems.append(
+            f"{int(is_invalid.sum())} values not finite, first at row {row} column {column}"
+        )
+    is_nonzero = (output[is_zero] != 0).any(1)
+    if bool(is_nonzero.any()):
+        row = int(is_zero.nonzero()[is_nonzero][0])
+        problems.append(
+            f"{int(is_nonzero.sum())} rows not zero though every pair is skipped: row {row}"
+        )
     return tuple(problems)
 
 
 def _compare_rows(
-    ours: torch.Tensor,
+    output: torch.Tensor,
     exact: torch.Tensor,
     recipe: torch.Tensor,
     index: torch.Tensor,
-    fair_of_more: float,
-    fair_row: float | None,
-    fair_value: float,
+    min_recipe_error: float,
+    min_row_error: float | None,
+    min_value_error: float,
 ) -> Comparison:
     """Compare rows that are not zero. index: their row numbers. fair_row: None unless quantized.
 
@@ -127,19 +131,22 @@ def _compare_rows(
     the recipe's worst.
     """
     size = exact.norm()
-    error = float((ours - exact).norm() / size)
-    fair = max(fair_of_more, float((recipe - exact).norm() / size))
+    error = float((output - exact).norm() / size)
+    recipe_error = max(min_recipe_error, float((recipe - exact).norm() / size))
     row_size = exact.norm(dim=1)
-    rows, fair_rows = (ours - exact).norm(dim=1) / row_size, (recipe - exact).norm(dim=1) / row_size
-    typical = float(torch.maximum(rows.median(), fair_rows.median()))
+    rows, recipe_rows = (
+        (output - exact).norm(dim=1) / row_size,
+        (recipe - exact).norm(dim=1) / row_size,
+    )
+    typical = float(torch.maximum(rows.median(), recipe_rows.median()))
     unit = row_size / exact.shape[1] ** 0.5
-    values, fair_values = ((x - exact).abs().amax(1) / unit for x in (ours, recipe))
-    bound = FACTOR * fair + EPS
+    values, recipe_values = ((x - exact).abs().amax(1) / unit for x in (output, recipe))
+    bound = FACTOR * recipe_error + EPS
     row_bounds = torch.full_like(rows, ROW_FACTOR * (typical + EPS))
     value_bound = VALUE_FACTOR * (typical + EPS)
-    if fair_row is not None:
-        row_bounds = torch.maximum(row_bounds, FACTOR * fair_rows.clamp(min=fair_row))
-        value_bound = max(value_bound, 2 * max(fair_value, float(fair_values.max())))
+    if min_row_error is not None:
+        row_bounds = torch.maximum(row_bounds, FACTOR * recipe_rows.clamp(min=min_row_error))
+        value_bound = max(value_bound, 2 * max(min_value_error, float(recipe_values.max())))
     worst = int((rows / row_bounds).argmax())
     worst_row, row_bound, worst_value = (
         float(rows[worst]),
@@ -153,6 +160,6 @@ def _compare_rows(
         problems.append(f"error {worst_row:.2e} of row {int(index[worst])} > {row_bound:.2e}")
     if not worst_value <= value_bound:
         row = int(index[values.argmax()])
-        column = int((ours - exact)[values.argmax()].abs().argmax())
+        column = int((output - exact)[values.argmax()].abs().argmax())
         problems.append(f"error {worst_value:.2e} of row {row} column {column} > {value_bound:.2e}")
     return Comparison(error, bound, worst_row, row_bound, worst_value, value_bound, tuple(problems))

@@ -24,30 +24,30 @@ class RecipeErrors:
     fair_value: largest error of a value relative to its row's root mean square.
     """
 
-    fair: float = 0.0
-    fair_row: float = 0.0
-    fair_value: float = 0.0
+    recipe_error: float = 0.0
+    recipe_row_error: float = 0.0
+    recipe_value_error: float = 0.0
 
     @classmethod
-    def of(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
+    def measure(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
         """Measure the errors of many tokens, (T, H) or (T, K, H), in calls of `tokens`."""
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
-            want, got = exact[start : start + tokens], recipe[start : start + tokens]
-            if len(want) == tokens and bool(want.any()):
-                worst = max(worst, float((got - want).norm() / want.norm()))
-                rows = want.flatten(0, -2).norm(dim=1)
-                errors = (got - want).flatten(0, -2).norm(dim=1)
-                live = rows > 0
-                if bool(live.any()):
-                    worst_row = max(worst_row, float((errors / rows)[live].amax()))
-                    largest = (got - want).flatten(0, -2).abs().amax(1)
-                    values = largest[live] / rows[live] * want.shape[-1] ** 0.5
+            expected, actual = exact[start : start + tokens], recipe[start : start + tokens]
+            if len(expected) == tokens and bool(expected.any()):
+                worst = max(worst, float((actual - expected).norm() / expected.norm()))
+                rows = expected.flatten(0, -2).norm(dim=1)
+                errors = (actual - expected).flatten(0, -2).norm(dim=1)
+                is_nonzero = rows > 0
+                if bool(is_nonzero.any()):
+                    worst_row = max(worst_row, float((errors / rows)[is_nonzero].amax()))
+                    largest = (actual - expected).flatten(0, -2).abs().amax(1)
+                    values = largest[is_nonzero] / rows[is_nonzero] * expected.shape[-1] ** 0.5
                     worst_value = max(worst_value, float(values.amax()))
         return cls(worst, worst_row, worst_value)
 
 
-NONE_FAIR = RecipeErrors()
+NO_ERRORS = RecipeErrors()
 
 
 def compare_by_group(
@@ -57,24 +57,28 @@ def compare_by_group(
     problem: Problem,
     values: str,
     *,
-    fair: RecipeErrors = NONE_FAIR,
+    recipe_errors: RecipeErrors = NO_ERRORS,
 ) -> Comparison:
     """Compare `out` as `compare` does, but special tokens of `values` by group."""
     groups = token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
-        return compare(out, exact, recipe, problem, **vars(fair))
+        return compare(out, exact, recipe, problem, **vars(recipe_errors))
     groups = groups.to(out.device)
-    ordinary = groups == 0
-    result = compare(out[ordinary], exact[ordinary], recipe[ordinary], problem, **vars(fair))
-    # `fair` is measured on ordinary tokens, so it also serves calls that have none.
-    typical = max(result.bound, FACTOR * fair.fair, float(torch.finfo(problem.dtype).eps))
+    is_ordinary = groups == 0
+    result = compare(
+        out[is_ordinary], exact[is_ordinary], recipe[is_ordinary], problem, **vars(recipe_errors)
+    )
+    # `recipe_errors` is measured on ordinary tokens, so it also serves calls that have none.
+    typical = max(
+        result.bound, FACTOR * recipe_errors.recipe_error, float(torch.finfo(problem.dtype).eps)
+    )
     problems = [*result.problems]
     for group in range(1, int(groups.max()) + 1):
         tokens = groups == group
         if not _is_unconstrained(problem, values):
             args = out[tokens], exact[tokens], recipe[tokens], problem
-            messages = _check_group(*args, fair, typical)
-            problems += [f"tokens of values={values}: {what}" for what in messages]
+            messages = _check_group(*args, recipe_errors, typical)
+            problems += [f"tokens of values={values}: {message}" for message in messages]
     return replace(result, problems=tuple(problems))
 
 
@@ -90,25 +94,25 @@ def _check_group(
     exact: torch.Tensor,
     recipe: torch.Tensor,
     problem: Problem,
-    fair: RecipeErrors,
+    recipe_errors: RecipeErrors,
     typical: float,
 ) -> tuple[str, ...]:
     """Return messages for the tokens of one group.
 
     typical: relative error of ordinary tokens.
     """
-    finite = recipe.isfinite().flatten(1).all(1)
-    args = out[finite], exact[finite], recipe[finite], problem
-    messages = list(compare(*args, **vars(fair)).problems)
-    output, need = out[~finite].double().flatten(0, -2), exact[~finite].flatten(0, -2)
-    unit = need.square().mean(1, keepdim=True).sqrt()
+    is_finite = recipe.isfinite().flatten(1).all(1)
+    args = out[is_finite], exact[is_finite], recipe[is_finite], problem
+    messages = list(compare(*args, **vars(recipe_errors)).problems)
+    output, expected = out[~is_finite].double().flatten(0, -2), exact[~is_finite].flatten(0, -2)
+    unit = expected.square().mean(1, keepdim=True).sqrt()
     # NaN compares false: a finite value where the oracle has none is wrong.
-    bad = output.isfinite() & ~((output - need).abs() <= VALUE_FACTOR * typical * unit)
-    if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
-        got, want = float(output[row, column]), float(need[row, column])
+    is_wrong = output.isfinite() & ~((output - expected).abs() <= VALUE_FACTOR * typical * unit)
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
+        actual, expected_value = float(output[row, column]), float(expected[row, column])
         messages.append(
-            f"{int(bad.sum())} values are finite but wrong where the recipe overflows, "
-            f"the first {got:.4g} instead of {want:.4g}"
+            f"{int(is_wrong.sum())} values are finite but wrong where the recipe overflows, "
+            f"the first {actual:.4g} instead of {expected_value:.4g}"
         )
     return tuple(messages)

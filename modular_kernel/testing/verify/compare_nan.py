@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import NONE_FAIR, RecipeErrors
+from modular_kernel.testing.verify.compare_isolated import NO_ERRORS, RecipeErrors
 
 
 def compare_with_nan(
@@ -15,24 +15,26 @@ def compare_with_nan(
     recipe: torch.Tensor,
     problem: Problem,
     *,
-    fair: RecipeErrors = NONE_FAIR,
+    recipe_errors: RecipeErrors = NO_ERRORS,
 ) -> Comparison:
     """Compare `out`, (T, H) or (T, K, H): NaN where `recipe` is NaN, correct everywhere else.
 
     The other arguments are those of `compare`.
     """
     if out.shape != exact.shape:
-        return compare(out, exact, recipe, problem, **vars(fair))
+        return compare(out, exact, recipe, problem, **vars(recipe_errors))
     nan_expected = recipe.isnan()
-    got, want, allowed = (torch.where(nan_expected, 0, values) for values in (out, exact, recipe))
-    result = compare(got, want, allowed, problem, **vars(fair))
+    actual, expected, finite_recipe = (
+        torch.where(nan_expected, 0, values) for values in (out, exact, recipe)
+    )
+    result = compare(actual, expected, finite_recipe, problem, **vars(recipe_errors))
     return replace(result, problems=(*result.problems, *_check_nan_kept(out, nan_expected)))
 
 
-def _check_nan_kept(out: torch.Tensor, read: torch.Tensor) -> tuple[str, ...]:
+def _check_nan_kept(out: torch.Tensor, is_expected: torch.Tensor) -> tuple[str, ...]:
     """Return a message if values computed from a NaN are not NaN."""
-    lost = (read & ~out.isnan()).flatten(0, -2)
-    if not bool(lost.any()):
+    is_lost = (is_expected & ~out.isnan()).flatten(0, -2)
+    if not bool(is_lost.any()):
         return ()
-    rows, row = int(lost.any(1).sum()), int(lost.any(1).nonzero()[0])
-    return (f"{int(lost.sum())} values in {rows} rows lost a NaN, the first in row {row}",)
+    rows, row = int(is_lost.any(1).sum()), int(is_lost.any(1).nonzero()[0])
+    return (f"{int(is_lost.sum())} values in {rows} rows lost a NaN, the first in row {row}",)

@@ -1,4 +1,4 @@
-"""Host assignment of ranks and the errors about it; part of the fault scenario "misunderstood".
+"""Assignment of ranks to hosts, and its errors: steps of the fault scenario "misunderstood".
 
 MK_HOST_ID assigns ranks of one machine to several hosts.
 """
@@ -21,101 +21,101 @@ from modular_kernel.testing.verify.scenario_context import (
 )
 
 
-def host_assignment(on: ScenarioContext) -> Iterator[tuple[str, str]]:
+def host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
     """Put all ranks on one host, then each rank on a separate host.
 
     The first step is skipped if the problem has several hosts, the second if the part supports only
     one.
     """
-    ranks, requires = on.world_size, on.part.requires
-    if on.case.problem.parallel.hosts > 1:
-        manager = manager_class(on.part)(None)
-        yield _declare_ranks_per_host(on, manager, -1)
+    ranks, requires = context.world_size, context.part.requires
+    if context.case.problem.parallel.hosts > 1:
+        manager = manager_class(context.part)(None)
+        yield _declare_ranks_per_host(context, manager, -1)
         manager.destroy()
-        yield from _use_separate_hosts(_with_ranks_per_host(on, 1))
+        yield from _use_separate_hosts(_with_ranks_per_host(context, 1))
         return
-    manager = manager_class(on.part)(None)
+    manager = manager_class(context.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
-    yield _declare_ranks_per_host(on, manager, -1)
-    one_host, many_hosts = _with_ranks_per_host(on, ranks), _with_ranks_per_host(on, 1)
-    yield one_host.goes(one_host.over(manager))
+    yield _declare_ranks_per_host(context, manager, -1)
+    one_host, many_hosts = _with_ranks_per_host(context, ranks), _with_ranks_per_host(context, 1)
+    yield one_host.call_succeeds(one_host.kernel_on(manager))
     is_restricted = requires.one_host or requires.full_hosts
     error_name = "IncompatibleError" if is_restricted else "ConfigurationError"
-    yield outcome_of(lambda: str(many_hosts.over(manager))), error_name
+    yield outcome_of(lambda: str(many_hosts.kernel_on(manager))), error_name
     manager.destroy()
     if not is_restricted:
         yield from _use_separate_hosts(many_hosts)
     if requires.one_host:  # even if the problem names one host
-        with use_host_id(f"host{on.rank}"):
-            manager = manager_class(on.part)(None)
-        yield outcome_of(lambda: str(on.over(manager))), "ConfigurationError"
-        yield _declare_ranks_per_host(on, manager, 1, full_hosts=True, one_host=False)
+        with use_host_id(f"host{context.rank}"):
+            manager = manager_class(context.part)(None)
+        yield outcome_of(lambda: str(context.kernel_on(manager))), "ConfigurationError"
+        yield _declare_ranks_per_host(context, manager, 1, full_hosts=True, one_host=False)
         manager.destroy()
 
 
 def check_host_records(
-    on: ScenarioContext, kernel: FusedMoEModularKernel
+    context: ScenarioContext, kernel: FusedMoEModularKernel
 ) -> Iterator[tuple[str, str]]:
     """Check the records of the manager's memory shared within a host, if it has any.
 
-    All memory is made outside of calls. Each record is "done", or refused because ranks use
+    All memory is allocated outside of calls. Each record is "done", or refused because ranks use
     different layers.
     """
-    inside = getattr(manager_of(kernel.prepare_finalize), "inside", None)
-    if inside is None:
+    host_manager = getattr(manager_of(kernel.prepare_finalize), "inside", None)
+    if host_manager is None:
         return
-    records = [json.loads(line) for line in inside.last_calls.json_lines().splitlines()]
+    records = [json.loads(line) for line in host_manager.last_calls.json_lines().splitlines()]
     if not records:
         yield "no record of memory", RIGHT
     for record in records:
         state = record["state"].partition(": got ")[0]
-        facts = record["rank"], record["step"], record["phase"], record["bytes"] > 0
-        is_correct = facts == (on.rank, 0, "construct", True)
+        actual = record["rank"], record["step"], record["phase"], record["bytes"] > 0
+        is_correct = actual == (context.rank, 0, "construct", True)
         is_correct &= state in ("done", "ranks that share buffers")
         yield RIGHT if is_correct else f"record {record}", RIGHT
 
 
 def _declare_ranks_per_host(
-    on: ScenarioContext, manager: Any, more: int, **also: Any
+    context: ScenarioContext, manager: Any, extra: int, **requirements: Any
 ) -> tuple[str, str]:
-    """Make the part with a limit of `more` ranks beyond those of a host; every rank gets the error.
+    """Make the part with a limit of `extra` ranks per host above the actual number.
 
-    A lower limit replaces running on nine ranks, beyond the eight of a real part. also: further
-    changed requirements, such as full hosts, which these are not.
+    Every rank must get the error. This stands for exceeding the limit of a real part, which takes
+    nine ranks. requirements: further changed requirements, such as full_hosts.
     """
-    ranks_per_host = on.world_size // len(manager.hosts) + more
-    requires = replace(on.part.requires, ranks_per_host=ranks_per_host, **also)
-    other = type(on.part.__name__, (on.part,), {"requires": requires})
+    ranks_per_host = context.world_size // len(manager.hosts) + extra
+    requires = replace(context.part.requires, ranks_per_host=ranks_per_host, **requirements)
+    part = type(context.part.__name__, (context.part,), {"requires": requires})
     expected = f"{ranks_per_host} on each, in blocks of one size"
     try:
-        message = str(other(on.case.problem, manager))
+        message = str(part(context.case.problem, manager))
     except ConfigurationError as error:
         message = str(error)
     return (expected if expected in message else message), expected
 
 
-def _use_separate_hosts(on: ScenarioContext) -> Iterator[tuple[str, str]]:
+def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
     """Put each rank on a separate host and check that errors name the hosts."""
-    with use_host_id(f"host{on.rank}"):
-        manager = manager_class(on.part)(None)
-    ranks = range(on.world_size)
+    with use_host_id(f"host{context.rank}"):
+        manager = manager_class(context.part)(None)
+    ranks = range(context.world_size)
     placement = "; ".join(f"{rank} on host{rank}" for rank in ranks)
     yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {placement}"
-    yield _declare_ranks_per_host(on, manager, 1, full_hosts=True)
-    kernel = on.over(manager)
-    yield on.goes(kernel)
+    yield _declare_ranks_per_host(context, manager, 1, full_hosts=True)
+    kernel = context.kernel_on(manager)
+    yield context.call_succeeds(kernel)
     try:
-        message = on.judged(on.call(kernel, x_TH=on.sample.inputs.x_TH.double()))
+        message = context.compare(context.call(kernel, x_TH=context.sample.inputs.x_TH.double()))
     except (CommunicationError, DtypeError) as error:
         message = str(error)
     expected = "rank 1 refused its call 2 of layer 1 with DtypeError; rank 1: all of host host1"
-    yield str(on.at_fault or expected in message), "True"
+    yield str(context.is_victim or expected in message), "True"
     manager.destroy()
 
 
-def _with_ranks_per_host(on: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
+def _with_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
     """Return the context with a problem of so many ranks per host."""
-    problem = on.case.problem
+    problem = context.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)
-    return replace(on, case=replace(on.case, problem=replace(problem, parallel=parallel)))
+    return replace(context, case=replace(context.case, problem=replace(problem, parallel=parallel)))

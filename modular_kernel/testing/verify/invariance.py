@@ -20,11 +20,11 @@ def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
     The inputs are copied and not changed.
     """
 
-    def on(tokens: torch.Tensor) -> torch.Tensor:
+    def call(tokens: torch.Tensor) -> torch.Tensor:
         index = tokens.to(inputs.x_TH.device)
         return kernel(inputs.x_TH[index], inputs.weights, inputs.routing.of(index)).clone()
 
-    return on
+    return call
 
 
 def reversed_order(tokens: int) -> list[torch.Tensor]:
@@ -32,30 +32,30 @@ def reversed_order(tokens: int) -> list[torch.Tensor]:
     return [torch.arange(tokens).flip(0)]
 
 
-def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
+def doubling_calls(tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
     """Return the tokens of calls on 1, 2, 4, ... tokens that together cover all tokens once.
 
     most: maximum number of tokens of any rank, so that all ranks make as many calls; the last calls
     may have no tokens.
     """
     parts, start, size = [], 0, 1
-    while start < (tokens if most is None else most):
+    while start < (tokens if max_tokens is None else max_tokens):
         parts.append(torch.arange(min(start, tokens), min(start + size, tokens)))
         start, size = start + size, 2 * size
     return parts
 
 
-def gather_rows(call: Calls, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Call on each of `parts`; return all rows in token order, in a tensor like `like`."""
-    out = torch.empty_like(like)
+def gather_rows(call: Calls, parts: list[torch.Tensor], template: torch.Tensor) -> torch.Tensor:
+    """Call on each of `parts`; return all rows in token order, in a tensor like `template`."""
+    out = torch.empty_like(template)
     for part in parts:
         out[part.to(out.device)] = call(part)
     return out
 
 
-def rows_that_differ(got: torch.Tensor, want: torch.Tensor) -> int:
+def count_differing_rows(actual: torch.Tensor, expected: torch.Tensor) -> int:
     """Count the rows whose bits differ; equal NaNs are equal, and -0.0 differs from 0.0."""
-    return int((as_bytes(got) != as_bytes(want)).any(1).sum())
+    return int((as_bytes(actual) != as_bytes(expected)).any(1).sum())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def batch_invariant(trial: Trial) -> Iterator[str]:
     if not trial.case.problem.batch_invariant:
         return
     for description, rows in regrouped_calls(trial):
-        count = rows_that_differ(rows, trial.eager)
+        count = count_differing_rows(rows, trial.eager)
         if count:
             yield f"{description}: the bits of {count} of {len(rows)} rows differ"
 
@@ -79,19 +79,19 @@ def regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
 
     Every rank makes the same number of calls, whatever its own number of tokens.
     """
-    inputs, want = trial.first.pristine, trial.eager
-    tokens, max_tokens = len(want), trial.case.problem.tokens
+    inputs, expected = trial.first.pristine, trial.eager
+    tokens, max_tokens = len(expected), trial.case.problem.tokens
     one_call, call = [torch.arange(tokens)], call_on(trial.kernel, inputs)
-    yield "in reverse order", gather_rows(call, reversed_order(tokens), want)
+    yield "in reverse order", gather_rows(call, reversed_order(tokens), expected)
     yield (
         "in calls of 1, 2, 4, ... tokens",
-        gather_rows(call, doubling_calls(tokens, max_tokens), want),
+        gather_rows(call, doubling_calls(tokens, max_tokens), expected),
     )
-    larger = _changed(trial, tokens=2 * max_tokens).plan()
-    yield "in a plan for twice as many", gather_rows(call_on(larger, inputs), one_call, want)
+    larger = _kernel_with(trial, tokens=2 * max_tokens).plan()
+    yield "in a plan for twice as many", gather_rows(call_on(larger, inputs), one_call, expected)
     rechunked = rechunked_kernel(trial)
     if rechunked is not None:
-        yield "with other chunks", gather_rows(call_on(rechunked, inputs), one_call, want)
+        yield "with other chunks", gather_rows(call_on(rechunked, inputs), one_call, expected)
 
 
 def rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
@@ -104,10 +104,10 @@ def rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
     problem = replace(case.problem, chunk_tokens=chunk)
     if not check(case.prepare_finalize, case.experts, problem, trial.machine).ok:
         return None
-    return _changed(trial, chunk_tokens=chunk)
+    return _kernel_with(trial, chunk_tokens=chunk)
 
 
-def _changed(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
+def _kernel_with(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
     """Return the poisoned kernel of the case's problem with `changes`."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

@@ -34,7 +34,7 @@ class InvarianceRow:
     prepare_finalize: str
     experts: str
     column: str
-    asked: bool
+    batch_invariant: bool
     rows: int | None
     tokens: int
 
@@ -53,34 +53,40 @@ def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]
         for experts in catalog.names("experts"):
             if not check(pf, experts, layer, machine).ok:
                 continue
-            for asked in (False, True):
+            for batch_invariant in (False, True):
                 for column, changes in COLUMNS.items():
-                    problem = replace(layer, batch_invariant=asked, **changes)  # type: ignore[arg-type]
+                    problem = replace(layer, batch_invariant=batch_invariant, **changes)  # type: ignore[arg-type]
                     rows = None
                     if check(pf, experts, problem, machine).ok:
                         rows = changed_rows(Case(pf, experts, problem), machine)
-                    yield InvarianceRow(pf, experts, column, asked, rows, layer.tokens)
+                    yield InvarianceRow(pf, experts, column, batch_invariant, rows, layer.tokens)
 
 
 def changed_rows(case: Case, machine: Machine) -> int:
     """Count the case's tokens whose bits differ in another call on them."""
     trial = Trial(case, machine)
-    want = as_bytes(trial.eager)
-    changed = torch.zeros(len(want), dtype=torch.bool, device=want.device)
+    expected = as_bytes(trial.eager)
+    is_changed = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
     for _, rows in regrouped_calls(trial):
-        changed |= (as_bytes(rows) != want).any(1)
-    return int(changed.sum())
+        is_changed |= (as_bytes(rows) != expected).any(1)
+    return int(is_changed.sum())
 
 
-def as_markdown(found: list[InvarianceRow]) -> str:
+def as_markdown(table_rows: list[InvarianceRow]) -> str:
     """Return a table with one line per experts part, without and with `batch_invariant`."""
-    columns = list(dict.fromkeys(one.column for one in found))
+    columns = list(dict.fromkeys(row.column for row in table_rows))
     lines = [
         f"| experts | asked for | {' | '.join(columns)} |",
         "|---|---" + "|---" * len(columns) + "|",
     ]
-    for experts, asked in dict.fromkeys((one.experts, one.asked) for one in found):
-        cells = {o.column: o.cell for o in found if (o.experts, o.asked) == (experts, asked)}
-        row = " | ".join(cells.get(column, "") for column in columns)
-        lines.append(f"| `{experts}` | {'yes' if asked else 'no'} | {row} |")
+    for experts, batch_invariant in dict.fromkeys(
+        (row.experts, row.batch_invariant) for row in table_rows
+    ):
+        cells = {
+            o.column: o.cell
+            for o in table_rows
+            if (o.experts, o.batch_invariant) == (experts, batch_invariant)
+        }
+        cell_text = " | ".join(cells.get(column, "") for column in columns)
+        lines.append(f"| `{experts}` | {'yes' if batch_invariant else 'no'} | {cell_text} |")
     return "\n".join(lines) + "\n"

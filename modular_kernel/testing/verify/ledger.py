@@ -18,7 +18,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.verify.one_process import Proof
 
-KINDS = ("cpu", "cpu-interpreter", "cuda")
+MACHINE_KINDS = ("cpu", "cpu-interpreter", "cuda")
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,23 @@ def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
 
     Raise ConfigurationError on a malformed line.
     """
-    promises = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+    entries = []
+    for line_number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
             continue
-        if len(words) != 4 or not _is_kind(words[0]) or not words[3].isdecimal():
-            kinds = f"MACHINE one of {', '.join(KINDS)}, or with ranks such as {KINDS[0]}:2"
+        if len(fields) != 4 or not _is_kind(fields[0]) or not fields[3].isdecimal():
+            names = ", ".join(MACHINE_KINDS)
+            kinds = f"MACHINE one of {names}, or with ranks such as {MACHINE_KINDS[0]}:2"
             need = f"MACHINE PREPARE_FINALIZE EXPERTS CASES, {kinds}"
-            raise ConfigurationError(f"ledger line {number}", got=line.strip(), need=need)
-        promises.append(LedgerEntry(words[0], words[1], words[2], int(words[3])))
-    return tuple(promises)
+            raise ConfigurationError(f"ledger line {line_number}", got=line.strip(), need=need)
+        entries.append(LedgerEntry(fields[0], fields[1], fields[2], int(fields[3])))
+    return tuple(entries)
 
 
 def _is_kind(word: str) -> bool:
     kind, colon, ranks = word.partition(":")
-    return kind in KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
+    return kind in MACHINE_KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
 
 
 def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
@@ -78,19 +79,19 @@ def unmet_entries(
 
     A pairing with cases but no line in the ledger is reported too, because nothing would guard it.
     """
-    promises = [promise for promise in ledger if promise.machine == kind]
-    short = [
+    entries = [entry for entry in ledger if entry.machine == kind]
+    too_few = [
         f"{kind}: {' x '.join(p.pairing)}: {counts[p.pairing]} cases, need {p.cases}"
-        for p in promises
+        for p in entries
         if counts[p.pairing] < p.cases
     ]
-    listed = {promise.pairing for promise in promises}
+    listed = {entry.pairing for entry in entries}
     unguarded = [
         f"{kind}: {' x '.join(pairing)}: {count} cases and no line in the ledger"
         for pairing, count in counts.items()
         if count and pairing not in listed
     ]
-    return (*short, *unguarded)
+    return (*too_few, *unguarded)
 
 
 def check_proofs(ledger: Iterable[LedgerEntry], proofs: Iterable[Proof]) -> tuple[str, ...]:

@@ -43,11 +43,11 @@ class Proof:
 
     def __str__(self) -> str:
         accuracy = f"error {self.error:.2e} of {self.bound:.2e}"
-        head = f"{self.case}: {'proven' if self.passed else 'FAILED'}, {accuracy}"
+        summary = f"{self.case}: {'proven' if self.passed else 'FAILED'}, {accuracy}"
         if self.passed:
-            return head
+            return summary
         lines = [f"  - {failure}" for failure in self.failures]
-        return "\n".join([head, *lines, f"  {command(self.case)}"])
+        return "\n".join([summary, *lines, f"  {command(self.case)}"])
 
 
 def prove(case: Case, machine: Machine | None = None, build: Build = build_kernel) -> Proof:
@@ -61,25 +61,25 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         build(case, machine, False)  # raises if the pairing is refused
     except ModularKernelError:
         raise
-    except Exception as why:  # noqa: BLE001 (a third-party part may raise anything)
+    except Exception as build_error:  # noqa: BLE001 (a third-party part may raise anything)
         seconds = time.perf_counter() - start
-        return Proof(case, machine, math.inf, 0.0, (raised_finding("build", why),), seconds)
+        return Proof(case, machine, math.inf, 0.0, (raised_finding("build", build_error),), seconds)
     trial = Trial(case, machine, build)
     with (
         launch_cache(),
-        record_paths() as entered,
+        record_paths() as entered_paths,
     ):  # the launch cache skips interpreted launches that repeat an earlier one
         failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)
     seconds = time.perf_counter() - start
     ids = trial.first.invalid_ids
-    return Proof(case, machine, error, bound, failures, seconds, ids, _cells(entered))
+    return Proof(case, machine, error, bound, failures, seconds, ids, _cells(entered_paths))
 
 
-def _cells(entered: Iterable[EnteredPath]) -> frozenset[PathCell]:
+def _cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
     """Return the path cells of all entered calls."""
-    of_calls = (cells_of(call.path, call.problem, call.weights) for call in entered)
-    return frozenset[PathCell]().union(*of_calls)
+    cells = (cells_of(call.path, call.problem, call.weights) for call in entered_paths)
+    return frozenset[PathCell]().union(*cells)
 
 
 def findings(trial: Trial) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Runs the checks of a case on every rank side by side.
+"""Runs the checks of a case on all ranks in parallel.
 
 Each rank compares the output of its tokens with the float64 oracle of the whole layer. All ranks
 make the same calls in the same order. A rank whose check raises stops there, because its peers may
@@ -64,66 +64,70 @@ class RankSample(Sample):
         device: torch.device,
         *,
         counts: tuple[int, ...],
-        salt: int,
+        seed_offset: int,
         strided: bool = False,
     ) -> None:
-        self.all, self.counts, self.rank = case, counts, rank
+        self.case, self.counts, self.rank = case, counts, rank
         of_rank = case.of_rank(rank)
-        super().__init__(of_rank, device, tokens=counts[rank], salt=salt, strided=strided)
+        super().__init__(
+            of_rank, device, tokens=counts[rank], seed_offset=seed_offset, strided=strided
+        )
 
     @cached_property
-    def world(self) -> Inputs:
+    def global_inputs(self) -> Inputs:
         """The inputs of all ranks and the weights of all experts."""
-        return self._world(self.manner)
+        return self._global_inputs(self.variation)
 
-    def _world(self, manner: InputVariation) -> Inputs:
-        tokens = self.counts[0] if self.all.replicated else sum(self.counts)
-        whole = self.all.whole.with_tokens(tokens)
+    def _global_inputs(self, variation: InputVariation) -> Inputs:
+        tokens = self.counts[0] if self.case.replicated else sum(self.counts)
+        problem = self.case.global_problem.with_tokens(tokens)
         return make_inputs(
-            whole,
+            problem,
             self.routing,
             _CPU,
             seed=self.seed,
             strided=self.strided,
-            manner=manner,
+            variation=variation,
         )
 
     @property
-    def mine(self) -> slice:
+    def local_tokens(self) -> slice:
         """The slice of this rank's tokens among those of all ranks."""
-        start = 0 if self.all.replicated else sum(self.counts[: self.rank])
+        start = 0 if self.case.replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
-    def _make(self, manner: InputVariation | None = None) -> Inputs:
-        world = self.world if manner is None else self._world(manner)
-        place = FencedMemory(self.device, fill=fill_of(self.seed))
-        return inputs_of_rank(world, self.mine, self.problem, place, strided=self.strided)
+    def _make(self, variation: InputVariation | None = None) -> Inputs:
+        global_inputs = self.global_inputs if variation is None else self._global_inputs(variation)
+        memory = FencedMemory(self.device, fill=fill_of(self.seed))
+        return inputs_of_rank(
+            global_inputs, self.local_tokens, self.problem, memory, strided=self.strided
+        )
 
     @property
-    def whole_pristine(self) -> Inputs:
-        return self.world
+    def global_pristine(self) -> Inputs:
+        return self.global_inputs
 
     @property
-    def whole_problem(self) -> Problem:
-        return self.all.whole.with_tokens(len(self.world.x_TH))
+    def global_problem(self) -> Problem:
+        return self.case.global_problem.with_tokens(len(self.global_inputs.x_TH))
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        return self.exact_of_all[self.mine].to(self.device)
+        return self.global_exact[self.local_tokens].to(self.device)
 
     @cached_property
     def recipe(self) -> torch.Tensor:
-        return self.recipe_of_all[self.mine].to(self.device)
+        return self.global_recipe[self.local_tokens].to(self.device)
 
     @cached_property
-    def exact_of_all(self) -> torch.Tensor:
+    def global_exact(self) -> torch.Tensor:
         """The oracle's output for the tokens of all ranks."""
-        return self._reference(reference.oracle, self.world.routing)
+        return self._reference(reference.oracle, self.global_inputs.routing)
 
     @cached_property
-    def recipe_of_all(self) -> torch.Tensor:
+    def global_recipe(self) -> torch.Tensor:
         """The output of plain torch over ranks for the tokens of all ranks."""
-        return recipe_over_ranks(self.world, self.problem)
+        return recipe_over_ranks(self.global_inputs, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the oracle.
@@ -131,40 +135,44 @@ class RankSample(Sample):
         The recipe's error is measured over the tokens of all ranks, since one rank may have too
         few.
         """
-        exact, recipe = self.exact_of_all, self.recipe_of_all
-        if self.manner.nan:
+        exact, recipe = self.global_exact, self.global_recipe
+        if self.variation.nan:
             exact, recipe = (t.masked_fill(recipe.isnan(), 0) for t in (exact, recipe))
-        size = exact.norm()
-        fair = float((recipe - exact).norm() / size) if size else 0.0
+        norm = exact.norm()
+        recipe_error = float((recipe - exact).norm() / norm) if norm else 0.0
         args = out, self.exact, self.recipe, self.problem
         return (
-            compare_with_nan(*args, fair=RecipeErrors(fair))
-            if self.manner.nan
-            else compare(*args, fair=fair)
+            compare_with_nan(*args, recipe_errors=RecipeErrors(recipe_error))
+            if self.variation.nan
+            else compare(*args, recipe_error=recipe_error)
         )
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """Apply `function` to all tokens and all experts."""
-        return function(self.world.x_TH, self.world.weights, routing, self.whole_problem)
+        return function(
+            self.global_inputs.x_TH, self.global_inputs.weights, routing, self.global_problem
+        )
 
 
-def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:
-    """Compute the recipe over ranks for all tokens of `world`: (T, H) or (T, K, H), float64.
+def recipe_over_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
+    """Compute the recipe over ranks for all tokens: (T, H) or (T, K, H), float64.
 
     problem: that of any rank.
     """
-    routing, tokens = world.routing, len(world.x_TH)
+    routing, tokens = global_inputs.routing, len(global_inputs.x_TH)
     one_rank = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
-    whole = one_rank.with_tokens(tokens)
+    global_problem = one_rank.with_tokens(tokens)
     if problem.combine is not Combine.SUM:
-        return reference.recipe(world.x_TH, world.weights, routing, whole)
+        return reference.recipe(global_inputs.x_TH, global_inputs.weights, routing, global_problem)
     ids = routing.topk_ids_TK
-    home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
+    rank_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
     total = torch.zeros(tokens, problem.hidden)
     for rank in range(problem.parallel.world_size):
         # Pairs with an invalid id belong to no rank, as in the oracle.
-        local_routing = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
-        total += reference.recipe(world.x_TH, world.weights, local_routing, whole).float()
+        local_routing = replace(routing, topk_ids_TK=ids.masked_fill(rank_TK != rank, -1))
+        total += reference.recipe(
+            global_inputs.x_TH, global_inputs.weights, local_routing, global_problem
+        ).float()
     return total.to(problem.dtype).double()
 
 
@@ -181,13 +189,13 @@ class RankTrial(Trial):
         rotated, rotated_twice = (counts[n:] + counts[:n] for n in (1, 2 % len(counts)))
         half = tuple((count + 1) // 2 for count in rotated_twice)
         sample = partial(RankSample, case, rank, device)
-        self.first = sample(counts=counts, salt=0)
-        self.second = sample(counts=rotated, salt=1)
-        self.other = sample(counts=half, salt=2, strided=True)
+        self.first = sample(counts=counts, seed_offset=0)
+        self.second = sample(counts=rotated, seed_offset=1)
+        self.other = sample(counts=half, seed_offset=2, strided=True)
         self._like_first = partial(sample, counts=counts)
 
     def first_again(self) -> Sample:
-        return self._like_first(salt=0)
+        return self._like_first(seed_offset=0)
 
     @cached_property
     def scenario_outcomes(self) -> tuple[tuple[str, str], ...]:
@@ -196,31 +204,31 @@ class RankTrial(Trial):
             return ()
         return run_scenario(
             self.fault,
-            ScenarioContext(self.case, self.machine, self.first, self.build, self._meaning),
+            ScenarioContext(self.case, self.machine, self.first, self.build, self._changed_sample),
         )
 
-    def _meaning(self, changes: Mapping[str, Any]) -> RankSample | None:
+    def _changed_sample(self, changes: Mapping[str, Any]) -> RankSample | None:
         """Return this rank's share of the first call of a changed layer; None if it is refused."""
         first = self.first
         assert isinstance(first, RankSample)
-        other = replace(first.all, problem=replace(first.all.problem, **changes))
-        if not other.verdict(self.machine).ok:
+        changed = replace(first.case, problem=replace(first.case.problem, **changes))
+        if not changed.verdict(self.machine).ok:
             return None
-        return RankSample(other, first.rank, first.device, counts=first.counts, salt=0)
+        return RankSample(changed, first.rank, first.device, counts=first.counts, seed_offset=0)
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
         # A graph has a fixed number of tokens, and the second call's differs from the first's.
-        fresh = self._like_first(salt=3)
-        return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
+        sample = self._like_first(seed_offset=3)
+        return (sample, call(self.kernel, sample)), (self.first, self.eager)
 
 
 def faults(trial: Trial) -> Findings:
     """Check that every call of the fault scenario has its expected outcome on this rank."""
     assert isinstance(trial, RankTrial)
-    for number, (outcome, expected) in enumerate(trial.scenario_outcomes, 1):
+    for index, (outcome, expected) in enumerate(trial.scenario_outcomes, 1):
         if outcome != expected:
-            yield f"call {number} of {trial.fault}: got {outcome}, expected {expected}"
+            yield f"call {index} of {trial.fault}: got {outcome}, expected {expected}"
             return  # later differences follow from this one
 
 
@@ -267,13 +275,13 @@ def run_checks(
     checks: tuple[Check, ...],
 ) -> RankReport:
     """Run the checks of a case on one rank of a RankPool. Raise CheckError if a check raises."""
-    built: list[FusedMoEModularKernel] = []
+    kernels: list[FusedMoEModularKernel] = []
 
-    def build_here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-        built.append(build(of_rank, machine, poison, group))
-        return built[-1]
+    def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        kernels.append(build(rank_case, machine, poison, group))
+        return kernels[-1]
 
-    trial = RankTrial(case, rank, machine, build_here)
+    trial = RankTrial(case, rank, machine, build_on_rank)
     findings: list[str] = []
     for check in checks:
         name = check.__name__
@@ -285,7 +293,7 @@ def run_checks(
     comparison = trial.first.compare(trial.eager)
     unique = tuple(dict.fromkeys(findings))
     # Not done after a check raised: destroying a part may wait for peers that never get here.
-    for kernel in built:
+    for kernel in kernels:
         kernel.prepare_finalize.destroy()
     return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
 
@@ -341,7 +349,9 @@ def prove_unchecked(
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
     seconds = time.perf_counter() - start
     complete = len(reports) == case.world_size
-    worst = max(reports.values(), key=_share) if complete else RankReport((), math.inf, 0.0, 0)
+    worst = (
+        max(reports.values(), key=_error_ratio) if complete else RankReport((), math.inf, 0.0, 0)
+    )
     invalid_ids = sum(report.invalid_ids for report in reports.values())
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
 
@@ -351,8 +361,8 @@ def machine_of(pool: AnyRanks) -> Machine:
     return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
 
 
-def _share(report: RankReport) -> float:
-    """Return error over bound; the error itself where the bound is 0 (it is then not finite)."""
+def _error_ratio(report: RankReport) -> float:
+    """Return error over bound; infinity if the bound is 0."""
     return report.error / report.bound if report.bound else math.inf
 
 

@@ -50,12 +50,12 @@ def _submit(
     pool: ProcessPoolExecutor, cases: Sequence[Case], machine: Machine
 ) -> tuple[list[Future[Proof]], list[BaseProcess]]:
     """Submit all cases; return the futures of their proofs and the started processes."""
-    before = active_children()
+    existing = active_children()
     # Workers inherit this mask and ignore Ctrl-C; the parent handles it and ends them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         proofs = [pool.submit(prove, case, machine) for case in cases]
-        return proofs, [process for process in active_children() if process not in before]
+        return proofs, [process for process in active_children() if process not in existing]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -64,8 +64,8 @@ def _wait_for_proof(proof: Future[Proof], case: Case) -> Proof:
     try:
         return proof.result()
     except BrokenProcessPool as error:
-        why = "this case or one that ran at the same time ended it"
-        raise WorkerError(f"a worker process ended; {why}: {command(case)}") from error
+        reason = "this case or one that ran at the same time ended it"
+        raise WorkerError(f"a worker process ended; {reason}: {command(case)}") from error
 
 
 def _init_worker() -> None:

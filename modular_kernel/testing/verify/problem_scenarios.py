@@ -1,4 +1,4 @@
-"""Errors where rank 1 uses another problem; part of the fault scenario "misunderstood"."""
+"""Errors where rank 1 uses another problem: steps of the fault scenario "misunderstood"."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from modular_kernel.testing.verify.scenario_context import VICTIM, ScenarioConte
 ONE_CALL = "one layer, call, pairing, step and order"
 
 # Properties that must agree on all ranks; rank 1 changes them one at a time.
-OTHERS: tuple[dict[str, Any], ...] = (
+PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
     {"routed_scaling_factor": 2.0},
     {"intermediate": 48},
     {"bias": True},
@@ -24,35 +24,42 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 # (outcome, expected outcome) of each call.
-Lines = Iterator[tuple[str, str]]
+Outcomes = Iterator[tuple[str, str]]
 
 
-def another_problem(on: ScenarioContext, first: FusedMoEModularKernel) -> Lines:
+def another_problem(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
     """Call another layer on rank 1: the counts of the first call report it on all ranks."""
     got = "another dtype, scheme, placement, activation or pairing"
-    others = on.other_problems(OTHERS)
-    for number, (changes, inputs) in enumerate(others):
-        other = on.beside(first, **changes)
-        outcome = outcome_of(lambda: on.judged(on.call(other, **inputs)))  # noqa: B023
-        yield outcome, on.counts_error(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
-    smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
-    tokens = on.case.problem.tokens
+    changed_problems = context.other_problems(PROBLEM_CHANGES)
+    for index, (changes, inputs) in enumerate(changed_problems):
+        kernel = context.kernel_on_manager_of(first, **changes)
+        outcome = outcome_of(lambda: context.compare(context.call(kernel, **inputs)))  # noqa: B023
+        yield outcome, context.counts_error(got, ONE_CALL, layer=3 + index, call=1, step=8 + index)
+    larger = context.kernel_on_manager_of(first, tokens=context.case.problem.tokens + 1)
+    tokens = context.case.problem.tokens
     yield (
-        outcome_of(lambda: on.judged(on.call(smaller))),
-        on.counts_error(
-            on.by_rank("tokens", tokens, tokens + 1),
-            ONE_CALL, layer=3 + len(others), call=1, step=8 + len(others),
+        outcome_of(lambda: context.compare(context.call(larger))),
+        context.counts_error(
+            context.by_rank("tokens", tokens, tokens + 1),
+            ONE_CALL, layer=3 + len(changed_problems), call=1, step=8 + len(changed_problems),
         ),
     )  # fmt: skip
 
 
-def another_problem_at_construction(on: ScenarioContext, first: FusedMoEModularKernel) -> Lines:
-    """Check the same for ranks that share memory: they report it when the part is made."""
-    peers = on.others if on.at_fault else (VICTIM,)
-    expected = on.error("ranks that share buffers", "", "", (0, 0, 0), peers, "construct")
-    tokens = {"tokens": on.case.problem.tokens + 1}
-    for changes in (*(each for each, _ in on.other_problems(OTHERS)), tokens):
-        outcome = outcome_of(lambda: str(on.beside(first, **changes)))  # noqa: B023
+def another_problem_at_construction(
+    context: ScenarioContext, first: FusedMoEModularKernel
+) -> Outcomes:
+    """Check the same for ranks that share memory, which report it when the part is constructed."""
+    peers = context.peers if context.is_victim else (VICTIM,)
+    expected = context.expected_error(
+        "ranks that share buffers", "", "", (0, 0, 0), peers, "construct"
+    )
+    tokens = {"tokens": context.case.problem.tokens + 1}
+    for changes in (
+        *(supported for supported, _ in context.other_problems(PROBLEM_CHANGES)),
+        tokens,
+    ):
+        outcome = outcome_of(lambda: str(context.kernel_on_manager_of(first, **changes)))  # noqa: B023
         yield text_before(outcome, ": got"), text_before(expected, ": got")
         yield outcome.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
 

@@ -20,9 +20,9 @@ from modular_kernel.testing.verify.compare import Comparison
 from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
-# Enough for 146 calls of 7 tokens. With 64, w8a8 cases of so few tokens failed by chance although
-# their error over many tokens was that of the recipe.
-_MORE_TOKENS = 1024
+# Enough for 146 calls of 7 tokens. With 64, w8a8 cases of 7 tokens failed by chance, although their
+# error over many tokens equaled that of the recipe.
+_NUM_RECIPE_TOKENS = 1024
 
 
 class Sample:
@@ -34,41 +34,47 @@ class Sample:
     """
 
     def __init__(
-        self, case: Case, device: torch.device, *, tokens: int, salt: int, strided: bool = False
+        self,
+        case: Case,
+        device: torch.device,
+        *,
+        tokens: int,
+        seed_offset: int,
+        strided: bool = False,
     ) -> None:
         self.problem: Problem = case.problem.with_tokens(tokens)
-        self.routing, self.manner = case.routing, case.manner
+        self.routing, self.variation = case.routing, case.variation
         self.device = device
         self.strided = strided
         prepare = load_catalog().prepare_finalize(case.prepare_finalize)
         self.input_weighted = prepare.requires.multiplies_input
-        self.seed = 1000 * case.seed + salt
+        self.seed = 1000 * case.seed + seed_offset
         self.inputs = self._make()
         self.pristine = self._make()
         self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
 
-    def _make(self, manner: InputVariation | None = None) -> Inputs:
+    def _make(self, variation: InputVariation | None = None) -> Inputs:
         return make_inputs(
             self.problem,
             self.routing,
             self.device,
             seed=self.seed,
             strided=self.strided,
-            manner=manner or self.manner,
+            variation=variation or self.variation,
         )
 
     @property
-    def mine(self) -> slice:
+    def local_tokens(self) -> slice:
         """The slice of the whole call's tokens in this sample."""
         return slice(None)
 
     @property
-    def whole_pristine(self) -> Inputs:
+    def global_pristine(self) -> Inputs:
         """The inputs of the whole call, over all ranks."""
         return self.pristine
 
     @property
-    def whole_problem(self) -> Problem:
+    def global_problem(self) -> Problem:
         """The problem of the whole call, on one rank with all experts."""
         return self.problem
 
@@ -85,37 +91,41 @@ class Sample:
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the oracle; special tokens are compared separately."""
-        if self.manner.nan:
+        if self.variation.nan:
             nan_args = out, self.exact, self.recipe, self.problem
             result = compare_with_nan(*nan_args)
-            return result if result.ok else compare_with_nan(*nan_args, fair=self.fair)
-        args = out, self.exact, self.recipe, self.problem, self.manner.values
+            return (
+                result
+                if result.ok
+                else compare_with_nan(*nan_args, recipe_errors=self.recipe_errors)
+            )
+        args = out, self.exact, self.recipe, self.problem, self.variation.values
         result = compare_by_group(*args)
-        return result if result.ok else compare_by_group(*args, fair=self.fair)
+        return result if result.ok else compare_by_group(*args, recipe_errors=self.recipe_errors)
 
     @cached_property
-    def fair(self) -> RecipeErrors:
+    def recipe_errors(self) -> RecipeErrors:
         """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
-        problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
-        more = make_inputs(problem, "uniform", self.device, seed=self.seed)
+        problem = replace(self.problem.with_tokens(_NUM_RECIPE_TOKENS), chunk_tokens=None)
+        inputs = make_inputs(problem, "uniform", self.device, seed=self.seed)
         weights = self.pristine.weights
-        if self.manner.nan:
-            manner = replace(self.manner, nan="")
-            weights = self._make(manner).weights
+        if self.variation.nan:
+            variation = replace(self.variation, nan="")
+            weights = self._make(variation).weights
         # Adapters that no token of this call uses hold NaN: cycle through those that are used.
         adapters_T = self.pristine.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
-                torch.arange(_MORE_TOKENS, device=adapters_T.device) % len(adapters_T)
+                torch.arange(_NUM_RECIPE_TOKENS, device=adapters_T.device) % len(adapters_T)
             ]
         expert_map = weights.expert_map
-        ids_TK = _map_to_local(more.routing.topk_ids_TK, expert_map, problem.e)
-        routing = replace(more.routing, topk_ids_TK=ids_TK, adapters_T=adapters_T)
-        args = more.x_TH, weights, routing, problem
+        ids_TK = _map_to_local(inputs.routing.topk_ids_TK, expert_map, problem.e)
+        routing = replace(inputs.routing, topk_ids_TK=ids_TK, adapters_T=adapters_T)
+        args = inputs.x_TH, weights, routing, problem
         exact = reference.oracle(*args)
         recipe = reference.recipe(*args, input_weighted=self.input_weighted)
-        rows = int((self.exact != 0).flatten(1).any(1).sum())  # nonzero
-        return RecipeErrors.of(exact, recipe, min(_MORE_TOKENS, max(1, rows)))
+        num_rows = int((self.exact != 0).flatten(1).any(1).sum())  # nonzero
+        return RecipeErrors.measure(exact, recipe, min(_NUM_RECIPE_TOKENS, max(1, num_rows)))
 
     def x_TH(self) -> torch.Tensor:
         """Return x for one call: a new copy if the call overwrites it."""

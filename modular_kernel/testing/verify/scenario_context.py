@@ -33,15 +33,15 @@ class ScenarioContext:
     """Context of one rank in a fault scenario.
 
     sample: this rank's share of a correct call. build: makes a kernel of a case over the group.
-    meaning: returns this rank's share of a call of a layer with the given problem changes, or None
-    if the pairing does not support that layer.
+    changed_sample: returns this rank's share of a call of a layer with the given problem changes,
+    or None if the pairing does not support that layer.
     """
 
     case: Case
     machine: Machine
     sample: "Sample"
     build: Callable[[Case, Machine, bool], FusedMoEModularKernel]
-    meaning: Callable[[Mapping[str, Any]], "Sample | None"]
+    changed_sample: Callable[[Mapping[str, Any]], "Sample | None"]
 
     @property
     def rank(self) -> int:
@@ -52,11 +52,11 @@ class ScenarioContext:
         return self.case.problem.parallel.world_size
 
     @property
-    def at_fault(self) -> bool:
+    def is_victim(self) -> bool:
         return self.rank == VICTIM
 
     @property
-    def others(self) -> tuple[int, ...]:
+    def peers(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
     @property
@@ -67,41 +67,43 @@ class ScenarioContext:
         """Make a kernel with a new manager."""
         return self.build(self.case, self.machine, True)
 
-    def waiting(self, deadline_s: float) -> FusedMoEModularKernel:
+    def kernel_with_deadline(self, deadline_s: float) -> FusedMoEModularKernel:
         """Make a kernel whose exchanges time out after `deadline_s` seconds."""
-        return self.over(manager_class(self.part)(None, deadline_s=deadline_s))
+        return self.kernel_on(manager_class(self.part)(None, deadline_s=deadline_s))
 
-    def beside(self, kernel: FusedMoEModularKernel, **changes: Any) -> FusedMoEModularKernel:
-        """Make another layer on the manager of `kernel`, with `changes` applied on rank 1 alone."""
-        return self.over(manager_of(kernel.prepare_finalize), **changes)
+    def kernel_on_manager_of(
+        self, kernel: FusedMoEModularKernel, **changes: Any
+    ) -> FusedMoEModularKernel:
+        """Make another layer on the manager of `kernel`; `changes` apply on rank 1 only."""
+        return self.kernel_on(manager_of(kernel.prepare_finalize), **changes)
 
-    def of(self, **changes: Any) -> "ScenarioContext | None":
+    def with_changes(self, **changes: Any) -> "ScenarioContext | None":
         """Return the context of another layer, changed on all ranks; None where it is refused.
 
         If `parallel` is among the changes, it is that of rank 0.
         """
-        sample = self.meaning(changes)
+        sample = self.changed_sample(changes)
         if sample is None:
             return None
         problem = replace(self.case.problem, **changes)
         problem = replace(problem, parallel=replace(problem.parallel, rank=self.rank))
         return replace(self, case=replace(self.case, problem=problem), sample=sample)
 
-    def over(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
-        """Make a layer on a manager, with `changes` applied on rank 1 alone."""
+    def kernel_on(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
+        """Make a layer on a manager; `changes` apply on rank 1 only."""
         problem = self.case.problem
-        if changes and self.at_fault:
+        if changes and self.is_victim:
             problem = replace(problem, **changes)
         names = self.case.prepare_finalize, self.case.experts
         return make_kernel(*names, problem, group=manager, machine=self.machine)
 
     def other_problems(
-        self, others: Sequence[Mapping[str, Any]]
+        self, candidates: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
         """Return the supported changes, each with the tensors of a call of the changed layer."""
         supported = []
-        for changes in others:
-            sample = self.meaning(changes)
+        for changes in candidates:
+            sample = self.changed_sample(changes)
             if sample is not None:
                 i = sample.inputs
                 tensors = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
@@ -113,23 +115,23 @@ class ScenarioContext:
         i = self.sample.inputs
         kwargs: dict[str, Any] = {"x_TH": self.sample.x_TH(), "weights": i.weights}
         kwargs["routing"] = i.routing
-        if self.at_fault:
+        if self.is_victim:
             kwargs |= changes
         out = kernel(**kwargs).clone()
         # Parts that report errors asynchronously raise them here.
         getattr(kernel.prepare_finalize, "check", lambda: None)()
         return out
 
-    def begun(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
+    def start(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
         """Start a call and leave it in flight, on the sample's tokens or on `x_TH`."""
         i = self.sample.inputs
         return kernel.start(self.sample.x_TH() if x_TH is None else x_TH, i.weights, i.routing)
 
-    def goes(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-        """Make a consistent call on all ranks; return its outcome and the expected one, "right"."""
-        return outcome_of(lambda: self.judged(self.call(kernel))), RIGHT
+    def call_succeeds(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+        """Make a consistent call on all ranks; return its outcome and the expected outcome."""
+        return outcome_of(lambda: self.compare(self.call(kernel))), RIGHT
 
-    def judged(self, out: torch.Tensor) -> str:
+    def compare(self, out: torch.Tensor) -> str:
         return "; ".join(self.sample.compare(out).problems) or RIGHT
 
     def counts_error(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
@@ -137,34 +139,36 @@ class ScenarioContext:
 
         Its peers, the ranks to inspect, are rank 1, and on rank 1 all other ranks.
         """
-        peers = self.others if self.at_fault else (VICTIM,)
-        return self.error("ranks of one call", got, need, (layer, call, step), peers, "counts")
+        peers = self.peers if self.is_victim else (VICTIM,)
+        return self.expected_error(
+            "ranks of one call", got, need, (layer, call, step), peers, "counts"
+        )
 
-    def error(
+    def expected_error(
         self,
-        what: str,
+        subject: str,
         got: str,
         need: str,
-        at: tuple[int, int, int],
+        position: tuple[int, int, int],
         peers: tuple[int, ...],
         phase: str,
     ) -> str:
         """Return the text of the expected error.
 
-        at: layer, call and step. Layer 0 means that the error names no layer.
+        position: layer, call and step. Layer 0 means that the error names no layer.
         """
-        layer, call, step = at
-        subject = f"{what}, call {call} of layer {layer}" if layer else what
+        layer, call, step = position
+        text = f"{subject}, call {call} of layer {layer}" if layer else subject
         error = CommunicationError(
-            subject, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
+            text, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
         return error_text(error)
 
-    def by_rank(self, name: str, all_but_one: object, of_one: object) -> str:
-        """Return `name` with its value on every rank, which differs on rank 1."""
+    def by_rank(self, name: str, value: object, victim_value: object) -> str:
+        """Return `name` with its values by rank: `victim_value` on rank 1, otherwise `value`."""
         ranks = range(self.world_size)
-        values = ", ".join(str(of_one if rank == VICTIM else all_but_one) for rank in ranks)
+        values = ", ".join(str(victim_value if rank == VICTIM else value) for rank in ranks)
         return f"{name} {values} by rank"
 
 
@@ -180,9 +184,9 @@ def outcome_of(call: Callable[[], str]) -> str:
 
 
 def error_text(error: CommunicationError) -> str:
-    """Return an error as text, with layer and call, without times, digests and host names."""
-    facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
-    return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))
+    """Return an error as text with layer and call, and without times, digests and host names."""
+    fields = error.rank, error.phase, error.step, error.layer, error.call, error.peers
+    return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{fields} {error}")))
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:

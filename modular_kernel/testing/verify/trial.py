@@ -33,12 +33,13 @@ def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularK
 class OutCallResult:
     """Result of a call with `out=` (or inplace).
 
-    same: whether it returned the given tensor. intact: whether the memory around it is unchanged.
+    is_out: whether it returned the given tensor. is_intact: whether the memory around it is
+    unchanged.
     """
 
     output: torch.Tensor
-    same: bool
-    intact: bool
+    is_out: bool
+    is_intact: bool
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class Trial:
             device = torch.device("cuda", torch.cuda.current_device())
         tokens = case.problem.tokens
         half = (tokens + 1) // 2
-        self.first = Sample(case, device, tokens=tokens, salt=0)
-        self.second = Sample(case, device, tokens=tokens, salt=1)
-        self.other = Sample(case, device, tokens=half, salt=2, strided=True)
+        self.first = Sample(case, device, tokens=tokens, seed_offset=0)
+        self.second = Sample(case, device, tokens=tokens, seed_offset=1)
+        self.other = Sample(case, device, tokens=half, seed_offset=2, strided=True)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -95,7 +96,7 @@ class Trial:
     def first_again(self) -> Sample:
         """Return new inputs of the first call, which may be overwritten."""
         case = self.case
-        return Sample(case, self.first.device, tokens=case.problem.tokens, salt=0)
+        return Sample(case, self.first.device, tokens=case.problem.tokens, seed_offset=0)
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
@@ -138,8 +139,8 @@ class Trial:
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
         target = x_TH if inplace else sample.empty_output()
         i = sample.inputs
-        got = self.plan(x_TH, i.weights, i.routing, out=None if inplace else target)
-        return OutCallResult(got.clone(), got is target, fences_intact(target))
+        output = self.plan(x_TH, i.weights, i.routing, out=None if inplace else target)
+        return OutCallResult(output.clone(), output is target, fences_intact(target))
 
     @cached_property
     def planned_other(self) -> torch.Tensor:
@@ -155,8 +156,8 @@ class Trial:
         wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
         if not check(case.prepare_finalize, case.experts, wider, self.machine).ok:
             wider = replace(problem, tokens=tokens)
-        other = replace(case, problem=wider, manner=ORDINARY)
-        sample = Sample(other, self.first.device, tokens=tokens, salt=3)
+        other = replace(case, problem=wider, variation=ORDINARY)
+        sample = Sample(other, self.first.device, tokens=tokens, seed_offset=3)
         return self.build(other, self.machine, True), sample
 
     @cached_property

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.testing.verify.invariance import rows_that_differ
+from modular_kernel.testing.verify.invariance import count_differing_rows
 from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.validate import ADAPTER_TENSORS
 
@@ -37,17 +37,17 @@ def without_adapters(trial: Trial) -> Iterator[str]:
             replace(i.weights, **no_adapters),
         )
         routing = replace(i.routing, adapters_T=None)
-        got = kernel(trial.first.x_TH(), weights, routing)
-        if count := rows_that_differ(got, trial.eager):
+        output = kernel(trial.first.x_TH(), weights, routing)
+        if count := count_differing_rows(output, trial.eager):
             yield f"{count} rows of a call without adapters differ from the layer without adapters"
         return
     scheme = case.problem.scheme
     if scheme.activation_granularity == "tensor" and not scheme.static:
         return  # all tokens share the scale of h, so adapters affect every token
     none_T = torch.full_like(slots_T, -1)
-    got = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=none_T))
+    output = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=none_T))
     base_T = slots_T < 0
-    if count := rows_that_differ(got[base_T], trial.eager[base_T]):
+    if count := count_differing_rows(output[base_T], trial.eager[base_T]):
         base = int(base_T.sum())
         yield f"{count} of {base} rows without an adapter depend on other tokens' adapters"
 
@@ -70,17 +70,17 @@ def alternating_adapters(trial: Trial) -> Iterator[str]:
         trial.build(plain_case, trial.machine, True),
         replace(i.weights, **no_adapters),
     )
-    want = kernel(trial.first.x_TH(), weights, replace(i.routing, adapters_T=None)).clone()
+    expected = kernel(trial.first.x_TH(), weights, replace(i.routing, adapters_T=None)).clone()
     plan = trial.plan
     plan(trial.first.x_TH(), i.weights, i.routing)
-    got = plan(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T="none"))
-    if count := rows_that_differ(got, want):
+    output = plan(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T="none"))
+    if count := count_differing_rows(output, expected):
         yield (
             f"{count} rows without adapters, after a call with adapters, differ from the layer "
             "without adapters"
         )
-    again = plan(trial.first.x_TH(), i.weights, i.routing)
-    if count := rows_that_differ(again, trial.eager):
+    output_with_adapters = plan(trial.first.x_TH(), i.weights, i.routing)
+    if count := count_differing_rows(output_with_adapters, trial.eager):
         yield (
             f"{count} rows with adapters, after a call without adapters, differ from the first call"
         )
