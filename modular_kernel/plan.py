@@ -388,7 +388,7 @@ class StreamMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         self.busy = False
         self._device = device
         self._memory: torch.Tensor | None = None
@@ -601,21 +601,21 @@ class _CallPlan(BoundCalls):
         On a GPU that is only a call that this one is made from; calls of other threads wait. On a
         CPU it is any other call, because calls of several threads run in parallel there.
         """
-        memory = self._memory
-        if not memory.lock.acquire(blocking=self._index is not None):
+        memory, lock = self._memory, self._memory.lock
+        if lock._is_owned():  # this call is made from within another one
             return None
         try:
-            if memory.busy:
+            if not lock.acquire(blocking=self._index is not None):
                 return None
             memory.busy = True
-            try:
-                if not self._bound and not self._bind():
-                    return None
-                return self._call(x_TH, weights, routing, out)
-            finally:
-                memory.busy = False
+            if not self._bound and not self._bind():
+                return None
+            return self._call(x_TH, weights, routing, out)
         finally:
-            memory.lock.release()
+            # Not `with lock`: an interrupt may come right after the acquisition.
+            if lock._is_owned():
+                memory.busy = False
+                lock.release()
 
     def bind_unless_busy(self) -> None:
         """Reserve the memory now, unless this thread is in a call that uses it."""

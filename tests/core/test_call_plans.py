@@ -1,5 +1,6 @@
 """Plans behind a kernel's own calls: outputs are new, memory is shared and bounded."""
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -15,7 +16,13 @@ from experts.triton.configs.select import override_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel import plan, validate
 from modular_kernel.catalog import make_kernel
-from modular_kernel.errors import CapacityError, InputError, LayoutError, ShapeError
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    InputError,
+    LayoutError,
+    ShapeError,
+)
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import StreamMemories, StreamMemory, held_bytes
 from modular_kernel.spec.problem import Machine, Problem
@@ -238,6 +245,31 @@ def test_reserve_workspace_makes_the_plan() -> None:
     assert held_bytes() == before
     with pytest.raises(InputError, match="tokens"):
         kernel.reserve_workspace(-3)
+    with pytest.raises(ConfigurationError, match="device: got 7, need a torch device"):
+        kernel.reserve_workspace(3, device=7)  # type: ignore[arg-type]
+
+
+def test_an_interrupt_after_the_acquisition_releases_the_lock() -> None:
+    kernel, _ = recorded_kernel()
+    args = inputs()
+    kernel(*args)
+
+    def interrupt(frame: Any, event: str, function: Any) -> None:
+        is_run = frame.f_code.co_name == "run"
+        if is_run and event == "c_return" and function.__name__ == "acquire":
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            kernel(*args)
+    finally:
+        sys.setprofile(None)
+    thread = threading.Thread(target=kernel.reserve_workspace, args=(4,), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert_right(kernel(*args), args)
 
 
 def test_a_copy_has_plans_of_its_own() -> None:

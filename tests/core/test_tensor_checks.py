@@ -18,6 +18,8 @@ def test_lazily_conjugated_views_and_sparse_tensors_are_refused() -> None:
         check_tensor("x", torch.zeros(2, dtype=torch.complex64).conj())
     with pytest.raises(LayoutError, match=r"x: got torch\.sparse_coo"):
         check_tensor("x", torch.eye(2).to_sparse())
+    with pytest.raises(LayoutError, match="x: got a nested tensor"):
+        check_tensor("x", torch.nested.nested_tensor([torch.zeros(2)]))
 
 
 def test_a_tensor_without_memory_is_taken_where_nothing_is_launched() -> None:
