@@ -8,19 +8,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.bench_model import WholeModel, bench_model
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.command import POSITIVE, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
+    TOKENS_LIST,
     ExpertsType,
     PfType,
     Prepared,
     ProblemOptions,
     not_prepared_error,
+    parse_schemes,
     refuse_combination,
 )
 from modular_kernel.cli.presets import (
@@ -55,31 +57,31 @@ class Method:
     """Options for the measurement and for the layers to compare with."""
 
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of each row, such as 1,16,128.  [default: --tokens, or the shape's list]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            "Tokens of each row, such as 1,16,128.  [default: --tokens, or the shape's list]",
+            type=TOKENS_LIST,
         ),
     ] = None
-    routing: Annotated[str, typer.Option(help="Kinds, such as uniform,zipf,hot1 (all to one).")] = (
-        "uniform"
-    )
-    eager: Annotated[
-        bool, typer.Option("--eager", help="Time eager calls, not replays of CUDA graphs.")
-    ] = False
+    routing: Annotated[str, option("Kinds, such as uniform,zipf,hot1 (all to one).")] = "uniform"
+    eager: Annotated[bool, option("Time eager calls, not replays of CUDA graphs.")] = False
     prepared: Prepared = False
     peer: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file that defines layers() to compare with; may be repeated."),
-        FileUse.READ,
-    ] = None
+        tuple[Path, ...],
+        option(
+            "A file that defines layers() to compare with; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = ()
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="Memory bandwidth of the roofline in TB/s.  [default: as measured]"),
+        option("Memory bandwidth of the roofline in TB/s.  [default: as measured]", type=POSITIVE),
     ] = None
-    ms: Annotated[float, typer.Option(help="Timed milliseconds of the device for each row.")] = 20
+    ms: Annotated[
+        float, option("Timed milliseconds of the device for each row.", type=POSITIVE)
+    ] = 20
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds after which no new row is started.")
+        float | None, option("Seconds after which no new row is started.", type=POSITIVE)
     ] = None
 
 
@@ -89,13 +91,16 @@ class BenchFiles(ReportFiles):
 
     load: Annotated[
         Path | None,
-        typer.Option(help="Show and plot this --json record instead of measuring."),
-        FileUse.READ,
+        option(
+            "Show and plot this --json record instead of measuring.", type=FilePath(FileUse.READ)
+        ),
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="Write a plot of time over tokens to this .png file (needs matplotlib)."),
-        FileUse.WRITE,
+        option(
+            "Write a plot of time over tokens to this .png file (needs matplotlib).",
+            type=FilePath(FileUse.WRITE),
+        ),
     ] = None
 
 
@@ -179,7 +184,7 @@ def bench(
         output.line(
             "nothing to measure: no pair is valid on this machine and there is no other layer"
         )
-        raise typer.Exit(1)
+        raise Exit(1)
     job = BenchJob(
         cells=cells,
         offers=tuple(offers),
@@ -195,7 +200,7 @@ def bench(
         report = run(job, _progress(files), lambda row: activity.__setitem__(0, row))
     _finish(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 class _Cells:
@@ -205,10 +210,6 @@ class _Cells:
         self.options, self.method = options, method
         if self.method.eager and self.options.graph:
             raise ConfigurationError("--graph", got="--eager too", need="one of them")
-        for name in ("bandwidth", "ms", "deadline"):
-            value = getattr(self.method, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"--{name}", got=value, need="> 0")
         self.names()
         self.tokens("")
 
@@ -224,19 +225,19 @@ class _Cells:
         return list(dict.fromkeys(names))
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        text = self.method.tokens_list
-        if text is None:
+        tokens_list = self.method.tokens_list
+        if tokens_list is None:
             if self.options.tokens is not None:
                 return (self.options.tokens,)
             return _LARGE_SHAPE_TOKENS.get(name, _SHAPE_TOKENS if name in SHAPES else _TOKENS)
         if self.options.tokens is not None:
             raise ConfigurationError("--tokens", got="--tokens-list too", need="one of them")
-        return token_numbers(text)
+        return tokens_list
 
     def quants(self) -> list[str]:
         """Return the schemes in --quant, else those of the models' config files, else "none"."""
         if self.options.quant is not None:
-            return schemes(self.options.quant)
+            return parse_schemes(self.options.quant)
         names = [facts(name).get("quant", "none") if name else "none" for name in self.names()]
         return list(dict.fromkeys(str(quant) for quant in names))
 
@@ -283,7 +284,7 @@ def _offers(
         for cell in cells
     ]
     others = baseline_offers()
-    for path in wanted.method.peer or []:
+    for path in wanted.method.peer:
         others += peer_offers(path)
 
     def kind(quant: str) -> str:

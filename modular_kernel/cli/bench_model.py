@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.presets import known, unknown_model_error
 from modular_kernel.errors import ConfigurationError
@@ -31,43 +32,39 @@ class WholeModel:
 
     hf: Annotated[
         str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Instead: time a whole transformers model of this config.json (or its folder, or "
+        option(
+            "Instead: time a whole transformers model of this config.json (or its folder, or "
             "a name of `mk models`) with random weights.",
+            metavar="CONFIG",
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="With --hf: number of layers to keep.  [default: all]")
+        int | None,
+        option("With --hf: number of layers to keep.  [default: all]", type=IntegerRange(1)),
     ] = None
-    batch: Annotated[int | None, typer.Option(help="With --hf: sequences.  [default: 1]")] = None
+    batch: Annotated[
+        int | None, option("With --hf: number of sequences.  [default: 1]", type=IntegerRange(1))
+    ] = None
     prompt: Annotated[
-        int | None, typer.Option(help="With --hf: tokens of the prefill.  [default: 128]")
+        int | None,
+        option("With --hf: tokens of the prefill.  [default: 128]", type=IntegerRange(1)),
     ] = None
     new_tokens: Annotated[
-        int | None, typer.Option(help="With --hf: tokens decoded after it.  [default: 16]")
+        int | None,
+        option("With --hf: tokens decoded after the prefill.  [default: 16]", type=IntegerRange(1)),
     ] = None
 
     def workload(self) -> "Workload":
-        """Return the workload, with defaults filled in.
-
-        Raises ConfigurationError for a number below 1.
-        """
+        """Return the workload, with defaults filled in."""
         from modular_kernel.bench.model_speed import Workload
 
-        options = {"batch": self.batch, "prompt": self.prompt, "new-tokens": self.new_tokens}
-        defaults = {"batch": 1, "prompt": 128, "new-tokens": 16}
-        numbers = {name: defaults[name] if n is None else n for name, n in options.items()}
-        for name, number in numbers.items():
-            if number < 1:
-                raise ConfigurationError(f"--{name}", got=number, need="1 or more")
-        return Workload(*numbers.values())
+        return Workload(self.batch or 1, self.prompt or 128, self.new_tokens or 16)
 
     def check_alone(self) -> None:
         """Raise ConfigurationError for an option that requires --hf if --hf is missing."""
-        for option in fields(self):
-            if self.hf is None and getattr(self, option.name) is not None:
-                name = f"--{option.name.replace('_', '-')}"
+        for field in fields(self):
+            if self.hf is None and getattr(self, field.name) is not None:
+                name = f"--{field.name.replace('_', '-')}"
                 raise ConfigurationError(name, got=f"{name} alone", need="--hf CONFIG with it")
 
 
@@ -81,7 +78,7 @@ def bench_model(
 ) -> None:
     """Time a whole model with transformers' eager and grouped_mm experts, and with ours.
 
-    Raises typer.Exit(1) if a row is wrong or failed.
+    Raises Exit(1) if a row is wrong or failed.
     """
     assert whole.hf is not None
     if not is_file(whole.hf) and not known(whole.hf):
@@ -117,7 +114,7 @@ def bench_model(
     notes = [*built.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
     output.print_result(record, as_json, lambda: _print(record, notes, rows))
     if any(row.status != OK for row in rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Implementation]":

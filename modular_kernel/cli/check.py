@@ -3,11 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import option
 from modular_kernel.cli.machine_setup import select_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import with_launcher
@@ -29,14 +30,13 @@ def check(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     arch: Annotated[
-        str | None, typer.Option(help="Check for a GPU of this compute capability, such as 9.0.")
+        str | None, option("Check for a GPU of this compute capability, such as 9.0.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Check for a machine with this device: cuda or cpu.")
+        Literal["cuda", "cpu"] | None, option("Check for a machine with this device.")
     ] = None,
     packages: Annotated[
-        str | None,
-        typer.Option(help="Check for a machine with only these packages, such as deep_ep,triton."),
+        str | None, option("Check for a machine with only these packages, such as deep_ep,triton.")
     ] = None,
     as_json: AsJson = None,
 ) -> None:
@@ -78,7 +78,7 @@ def check(
 
     output.print_result(record, as_json, show)
     if not any(verdict.ok for verdict in verdicts):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":

@@ -8,9 +8,10 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import limit_workers
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
@@ -24,16 +25,11 @@ def compile_kernels(
     *,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check",
-            help="Exit with 1 if a kernel breaks a limit or is not compiled, or if none is.",
-        ),
+        option("Exit with 1 if a kernel breaks a limit or is not compiled, or if none is."),
     ] = False,
-    target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
-    only: Annotated[
-        str, typer.Option(help="Only kernels and cases whose names contain this text.")
-    ] = "",
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    target: Annotated[str, option("Compile for this GPU.")] = "sm_90",
+    only: Annotated[str, option("Only kernels and cases whose names contain this text.")] = "",
+    workers: Annotated[int, option("Number of worker processes.", type=IntegerRange(1))] = 1,
     as_json: AsJson = None,
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
@@ -64,7 +60,7 @@ def compile_kernels(
     if check and not compiled.rows:
         output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
     if check and (missing or not compiled.rows or any(row.violations for row in compiled.rows)):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _kernels() -> list[str]:

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from modular_kernel.cli import output
+from modular_kernel.cli.command import option
 from modular_kernel.cli.compose_output import explain_text, print_text, progress_notes, record
-from modular_kernel.cli.list_options import token_numbers
-from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.cli.options import TOKENS_LIST, AsJson, ProblemOptions
 from modular_kernel.cli.ranks import Backend, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
@@ -27,22 +25,18 @@ class ComposeOptions:
     """Token counts, routing and time budget of the measurement."""
 
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens to measure, such as 1,16,128.  [default: powers of two to --tokens]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            "Token counts to measure, such as 1,16,128.  [default: powers of two to --tokens]",
+            type=TOKENS_LIST,
         ),
     ] = None
-    budget: Annotated[
-        float, typer.Option(help="Total seconds, including compilation; 0 skips timing.")
-    ] = _BUDGET_S
-    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
-    replicated: Annotated[
-        bool, typer.Option("--replicated", help="Every rank passes the same tokens.")
-    ] = False
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Ignore cached timings and measure again.")
-    ] = False
+    budget: Annotated[float, option("Total seconds, including compilation; 0 skips timing.")] = (
+        _BUDGET_S
+    )
+    routing: Annotated[str, option("uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
+    replicated: Annotated[bool, option("Every rank passes the same tokens.")] = False
+    fresh: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
         """Return the maximum number of tokens per call; None means the problem's default.
@@ -52,15 +46,14 @@ class ComposeOptions:
         if options.tokens is not None:
             return options.tokens
         if self.tokens_list is not None:
-            return max(token_numbers(self.tokens_list))
+            return max(self.tokens_list)
         return _TOKENS_OF_A_GPU if gpu else None
 
     def terms(self) -> "Terms":
         from modular_kernel.select.autotune import Terms
 
-        tokens = None if self.tokens_list is None else token_numbers(self.tokens_list)
         return Terms(
-            tokens=tokens,
+            tokens=self.tokens_list,
             budget=self.budget,
             routing=self.routing,
             replicated=self.replicated,
@@ -73,8 +66,7 @@ def compose(
     options: ProblemOptions,
     choosing: ComposeOptions,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Show the times of every pairing, or why it was not timed."),
+        bool, option("Show the times of every pairing, or why it was not timed.")
     ] = False,
     backend: Backend = None,
     as_json: AsJson = None,

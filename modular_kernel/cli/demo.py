@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.check import judge_pairs, matrix_record
+from modular_kernel.cli.command import option
 from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
@@ -96,12 +97,9 @@ class RecordedRouting:
 def demo(
     *,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
+        Literal["cuda", "cpu"] | None, option("Run on this device.  [default: the GPU, if any]")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Only this dtype: float32, float16 or bfloat16.", show_default=False),
-    ] = None,
+    dtype: Annotated[str | None, option("Only this dtype: float32, float16 or bfloat16.")] = None,
     as_json: AsJson = None,
 ) -> None:
     """Run four small models with transformers' experts and with ours, and compare the results.
@@ -154,16 +152,14 @@ def demo(
     )
     passed = [row.ok for row in rows] + [row.ok for row in packed]
     if not rows or not packed or not all(passed):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _record(row: DemoRow | CheckpointRow) -> dict[str, object]:
     return {**output.to_json_types(row), "ok": row.ok}  # type: ignore[dict-item]
 
 
-def _machine(device: str | None) -> "Machine":
-    if device not in (None, "cuda", "cpu"):
-        raise ConfigurationError("--device", got=repr(device), need="cuda or cpu")
+def _machine(device: Literal["cuda", "cpu"] | None) -> "Machine":
     if device == "cpu":
         enable_interpreter()
     prepare_host(quiet=device == "cpu")
@@ -186,7 +182,7 @@ def _rows(
         from modular_kernel.integrations.transformers import register
     except ImportError as error:
         output.note(f"error: {error}")
-        raise typer.Exit(2) from None
+        raise Exit(2) from None
     transformers().logging.set_verbosity_error()
     for pair in pairings:
         register(*pair, name=" x ".join(pair))

@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
+import click
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.command import POSITIVE, IntegerRange, NumberRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
+from modular_kernel.cli.options import TOKENS_LIST, parse_schemes
 from modular_kernel.cli.ranks import Backend, pool_of, resolve_world_size
 from modular_kernel.cli.record_files import load_record
 from modular_kernel.cli.report_files import ReportFiles
@@ -41,7 +43,7 @@ _METHOD = (
 # Defaults: a layer of DeepSeek-V3 on GPUs. On a CPU a small layer that runs all parts in less than
 # a minute.
 _GPU_DEFAULTS: dict[str, Any] = {
-    "tokens_list": "1,8,32,128,1024,4096",
+    "tokens_list": (1, 8, 32, 128, 1024, 4096),
     "hidden": 7168,
     "experts": 256,
     "top_k": 8,
@@ -49,7 +51,7 @@ _GPU_DEFAULTS: dict[str, Any] = {
     "rounds": 5,
 }
 _CPU_DEFAULTS: dict[str, Any] = {
-    "tokens_list": "1,8",
+    "tokens_list": (1, 8),
     "hidden": 256,
     "experts": 8,
     "top_k": 2,
@@ -58,9 +60,14 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _device_option(text: str, name: str) -> Any:
-    default = f"[default: {_GPU_DEFAULTS[name]}; on a CPU {_CPU_DEFAULTS[name]}]"
-    return typer.Option(help=f"{text}  {default}", show_default=False)
+def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
+    on_gpu, on_cpu = (_shown(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS))
+    default = f"[default: {on_gpu}; on a CPU {on_cpu}]"
+    return option(f"{text}  {default}", type=type)
+
+
+def _shown(default: int | tuple[int, ...]) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 G = TypeVar("G", "ExchangeSizes", "ExchangeOptions")
@@ -78,10 +85,12 @@ class ExchangeSizes:
     """Options for the number of ranks and the sizes of the exchanged rows."""
 
     world_size: Annotated[
-        int | None,
-        typer.Option(help="Ranks, 2 or more.  [default: 2, or a launcher's]", show_default=False),
+        int | None, option("Ranks, 2 or more.  [default: 2, or a launcher's]")
     ] = None
-    tokens_list: Annotated[str | None, _device_option("Tokens of each rank.", "tokens_list")] = None
+    tokens_list: Annotated[
+        tuple[int, ...] | None,
+        _device_option("Tokens of each rank.", "tokens_list", type=TOKENS_LIST),
+    ] = None
     hidden: Annotated[int | None, _device_option("Hidden size.", "hidden")] = None
     experts: Annotated[int | None, _device_option("Number of experts of the model.", "experts")] = (
         None
@@ -89,7 +98,7 @@ class ExchangeSizes:
     top_k: Annotated[
         int | None, _device_option("Number of experts per token (top-k).", "top_k")
     ] = None
-    quant: Annotated[str, typer.Option(help="Formats of dispatched rows.")] = "none,fp8_w8a8_block"
+    quant: Annotated[str, option("Formats of dispatched rows.")] = "none,fp8_w8a8_block"
 
     @property
     def ranks(self) -> int:
@@ -105,31 +114,38 @@ class ExchangeOptions:
     backend: Backend = None
     only: Annotated[
         str | None,
-        typer.Option(
-            help="Only parts and peers whose names contain one of these words.  [default: all]"
-        ),
+        option("Only parts and peers whose names contain one of these words.  [default: all]"),
     ] = None
     peer: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file with transports() to measure beside; may be repeated."),
-        FileUse.READ,
+        tuple[Path, ...],
+        option(
+            "A file with transports() to measure beside; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = ()
+    replays: Annotated[
+        int | None, _device_option("Calls per round.", "replays", type=IntegerRange(1))
     ] = None
-    replays: Annotated[int | None, _device_option("Calls per round.", "replays")] = None
     rounds: Annotated[
         int | None,
-        _device_option("Number of rounds; the result is the median of their medians.", "rounds"),
+        _device_option(
+            "Number of rounds; the result is the median of their medians.",
+            "rounds",
+            type=IntegerRange(1),
+        ),
     ] = None
     link: Annotated[
         float,
-        typer.Option(
-            help="Link bandwidth into one GPU in GB/s for the roofline; required for a roofline on "
-            "a CPU."
+        option(
+            "Link bandwidth into one GPU in GB/s for the roofline; required for a roofline on "
+            "a CPU.",
+            type=POSITIVE,
         ),
     ] = _LINK_OF_A_GPU
-    latency: Annotated[float, typer.Option(help="Latency of the roofline in microseconds.")] = 6
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
-        None
-    )
+    latency: Annotated[
+        float, option("Latency of the roofline in microseconds.", type=NumberRange(0))
+    ] = 6
+    deadline: Annotated[float | None, option("Seconds after which nothing begins.")] = None
 
     def wants(self, name: str) -> bool:
         """Return whether --only selects the transport with this name."""
@@ -142,10 +158,12 @@ class ExchangeFiles(ReportFiles):
     """Options for the output files, and for records to join instead of measuring."""
 
     load: Annotated[
-        list[Path] | None,
-        typer.Option(help="Join this --json record instead of measuring; may be repeated."),
-        FileUse.READ,
-    ] = None
+        tuple[Path, ...],
+        option(
+            "Join this --json record instead of measuring; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = ()
 
 
 def exchange(*, sizes: ExchangeSizes, manner: ExchangeOptions, files: ExchangeFiles) -> None:
@@ -170,21 +188,15 @@ def exchange(*, sizes: ExchangeSizes, manner: ExchangeOptions, files: ExchangeFi
     report = _measured(sizes, manner, link, files)
     _finish(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _check(sizes: ExchangeSizes, manner: ExchangeOptions) -> None:
     if sizes.ranks < 2:
         raise ConfigurationError("--world-size", got=sizes.ranks, need=">= 2")
-    for name in ("replays", "rounds", "link"):
-        value = getattr(manner, name)
-        if value is not None and not value > 0:
-            raise ConfigurationError(f"--{name}", got=value, need="> 0")
     if manner.deadline is not None and read_launcher() is not None:
         need = "no --deadline: a launcher's ranks have no common clock"
         raise ConfigurationError("--deadline", got=manner.deadline, need=need)
-    if manner.latency < 0:
-        raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
 
 
 def _measured(
@@ -253,10 +265,10 @@ def _cells(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
     """Yield the cases grouped by quant and capacity; cases of one group share buffers."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
-    numbers = sorted(token_numbers(str(sizes.tokens_list)))
+    numbers = sorted(sizes.tokens_list or ())
     few = [tokens for tokens in numbers if tokens <= _SMALL_BATCH]
     shape: dict[str, Any] = {name: getattr(sizes, name) for name in ("hidden", "experts", "top_k")}
-    for quant in schemes(sizes.quant):
+    for quant in parse_schemes(sizes.quant):
         for tokens in numbers:
             capacity = max(few) if tokens <= _SMALL_BATCH else max(numbers)
             yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
@@ -276,7 +288,7 @@ def _offers(
     for name in filter(manner.wants, names):
         alone = PartTransport(name, machine).alone
         yield ExchangeOffer(name, OURS, cells, machine, alone)
-    for path in manner.peer or []:
+    for path in manner.peer:
         for peer in load_peers(path):
             if manner.wants(peer.name):
                 yield ExchangeOffer(peer.name, peer.origin, cells, machine, peer.alone, path)

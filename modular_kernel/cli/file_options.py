@@ -1,16 +1,16 @@
 """Options that name files and folders, checked before a verb starts.
 
-An option declares its use as metadata of its annotation, next to `typer.Option`:
-
-    html: Annotated[Path | None, typer.Option(help=...), FileUse.WRITE] = None
-
-`modular_kernel.cli.parsing.converted` checks every such option, so verbs do not check paths.
+`click.Path` checks only paths that exist. `FilePath` also rejects names that the file system does
+not accept, and outputs that cannot be created.
 """
 
 import os
 import tempfile
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+import click
 
 from modular_kernel.errors import ConfigurationError
 
@@ -26,6 +26,25 @@ class FileUse(Enum):
     WRITE_OR_STDOUT = "a file that can be written, or - for stdout"
     WRITE_FOLDER = "a folder that files can be written to"
     READ_FOLDER = "a folder"
+
+
+class FilePath(click.Path):
+    """The type of an option that names a file or folder for `use`; its value is a Path.
+
+    as_text: the value is a str, which may be `STDOUT`.
+    """
+
+    def __init__(self, use: FileUse, *, as_text: bool = False) -> None:
+        super().__init__(path_type=None if as_text else Path)
+        self.use = use
+        is_folder = use in (FileUse.WRITE_FOLDER, FileUse.READ_FOLDER)
+        self.name = "folder" if is_folder else "file"  # in the help
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. Raises ConfigurationError if it is unusable for `use`."""
+        assert param is not None
+        check_path(param.opts[0], Path(value), self.use)
+        return self.coerce_path_result(value)
 
 
 def check_path(option: str, path: Path, use: FileUse) -> None:

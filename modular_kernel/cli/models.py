@@ -2,9 +2,8 @@
 
 from typing import Annotated
 
-import typer
-
 from modular_kernel.cli import output
+from modular_kernel.cli.command import option
 from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.presets import SHAPE_OF, SHAPES
 from modular_kernel.models.families import FAMILIES
@@ -20,9 +19,7 @@ of it (TP N: 1/N of I, EP N: 1/N of E)."""
 
 
 def list_models(
-    types: Annotated[
-        bool, typer.Option("--types", help="Instead: the model types of config.json, by name.")
-    ] = False,
+    types: Annotated[bool, option("Instead: the model types of config.json, by name.")] = False,
     as_json: AsJson = None,
 ) -> None:
     """List the models that --model accepts by name, with their sizes and properties.

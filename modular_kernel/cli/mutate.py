@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from modular_kernel.cli import output
 from modular_kernel.cli.call_defects import print_kills, record_of_kill, run_input_mutations
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import IntegerRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import counted
@@ -25,42 +24,35 @@ class MutationOptions:
 
     mutate: Annotated[
         str | None,
-        typer.Option(
-            metavar="PART",
-            help="Mutate the calls and the source of this part and check that each mutant is "
+        option(
+            "Mutate the calls and the source of this part and check that each mutant is "
             "killed. PART,PART: several parts, which share results for common code.",
+            metavar="PART",
         ),
     ] = None
-    only: Annotated[
-        str | None, typer.Option(metavar="ID", help="With --mutate: run only this mutant.")
-    ] = None
+    only: Annotated[str | None, option("With --mutate: run only this mutant.", metavar="ID")] = None
     mutants: Annotated[
-        str,
-        typer.Option(
-            help="With --mutate: number of source mutants to sample, all, or 0.", metavar="N"
-        ),
+        str, option("With --mutate: number of source mutants to sample, all, or 0.", metavar="N")
     ] = "150"
     bits: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="With --only ID or ID,ID: compare output bits in N random problems."
+        option(
+            "With --only ID or ID,ID: compare output bits in N random problems.",
+            metavar="N",
+            type=IntegerRange(1),
         ),
     ] = None
-    code: Annotated[
-        bool,
-        typer.Option("--code", help="With --only ID or ID,ID: compare the compiled code."),
-    ] = False
+    code: Annotated[bool, option("With --only ID or ID,ID: compare the compiled code.")] = False
     save: Annotated[
         Path | None,
-        typer.Option(help="With --mutate: write PART.json into this folder, too."),
-        FileUse.WRITE_FOLDER,
+        option(
+            "With --mutate: write PART.json into this folder, too.",
+            type=FilePath(FileUse.WRITE_FOLDER),
+        ),
     ] = None
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="With --save: do not rerun mutants that the saved record lists as killed.",
-        ),
+        option("With --save: do not rerun mutants that the saved record lists as killed."),
     ] = False
 
     def check(self, *, beside: bool) -> None:
@@ -73,8 +65,8 @@ class MutationOptions:
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
         if self.resume and self.save is None:
             raise ConfigurationError("--resume", got="no --save", need="--save FOLDER in addition")
-        if self.bits is not None and (self.only is None or self.bits < 1):
-            raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
+        if self.bits is not None and self.only is None:
+            raise ConfigurationError("--bits", got=self.bits, need="--only ID in addition")
         if self.code and (self.only is None or self.bits is not None):
             raise ConfigurationError("--code", got="other words", need="--only ID, and no --bits")
         if self.mutate is not None and "," in self.mutate and self.only is not None:

@@ -1,6 +1,5 @@
 """Output of the verbs: tables and JSON on stdout, notes and errors on stderr."""
 
-import functools
 import json
 import math
 import shutil
@@ -8,15 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
-
-import typer
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
 from modular_kernel.cli.output_streams import LOST_OUTPUT, JsonOutput, only_json_on_stdout
@@ -351,24 +348,9 @@ def rejections(found: Sequence["Rejection"]) -> None:
     table(("rule", "parties", "got", "need", "hint"), rows)
 
 
-def handle_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a verb so that toolkit errors become messages and exit statuses, without a traceback.
-
-    IncompatibleError exits with 1, InputError (bad usage) with 2, and any other ModularKernelError,
-    such as a rank that does not respond, with BROKEN (70).
-    """
-
-    @functools.wraps(command)
-    def guarded(**values: Any) -> None:
-        to: str | None = values.get("as_json")
-        with _json_on_stdout() if to == STDOUT else nullcontext():
-            _guarded(command, values, to)
-
-    return guarded
-
-
 @contextmanager
-def _json_on_stdout() -> Iterator[None]:
+def json_on_stdout() -> Iterator[None]:
+    """Context in which stdout receives only what `print_document` prints."""
     with only_json_on_stdout() as documents:
         token = _json_output.set(documents)
         try:
@@ -377,30 +359,20 @@ def _json_on_stdout() -> Iterator[None]:
             _json_output.reset(token)
 
 
-def _guarded(command: Callable[..., None], values: dict[str, Any], to: str | None) -> None:
-    try:
-        command(**values)
-    except IncompatibleError as refusal:
-        _refuse(refusal, to)
-        raise typer.Exit(1) from None
-    except InputError as error:
-        if to == STDOUT and is_reporting_rank():
-            error_type = type(error).__name__
-            print_json(
-                {
-                    "error": {
-                        "type": error_type,
-                        "what": error.what,
-                        "got": error.got,
-                        "need": error.need,
-                    }
-                }
-            )
-        print_error(str(error))
-        raise typer.Exit(2) from None
-    except ModularKernelError as error:
-        print_error(str(error))
-        raise typer.Exit(BROKEN) from None
+def report_error(error: ModularKernelError, to: str | None) -> int:
+    """Print an error of a verb and return the exit status.
+
+    An IncompatibleError has status 1, an InputError (bad usage) 2, and any other error, such as a
+    rank that does not respond, BROKEN (70). to: the value of --json.
+    """
+    if isinstance(error, IncompatibleError):
+        _refuse(error, to)
+        return 1
+    if isinstance(error, InputError) and to == STDOUT and is_reporting_rank():
+        values = {"what": error.what, "got": error.got, "need": error.need}
+        print_json({"error": {"type": type(error).__name__, **values}})
+    print_error(str(error))
+    return 2 if isinstance(error, InputError) else BROKEN
 
 
 def _refuse(refusal: IncompatibleError, to: str | None) -> None:

@@ -1,15 +1,17 @@
 """`mk plan`: analytic time estimates of a layer on clusters other than this machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import token_numbers
+from modular_kernel.cli.command import IntegerList, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.options import (
+    TOKENS_LIST,
     AsJson,
     Prepared,
     ProblemOptions,
@@ -23,9 +25,14 @@ if TYPE_CHECKING:
     from modular_kernel.perf_model.estimate import Estimate, SizeResult
     from modular_kernel.perf_model.hardware import Cluster
 
-_WORLDS = "1,8,16,32,64"
-_TOKENS = "1,128,4096"
+_WORLD_SIZES = (1, 8, 16, 32, 64)
+_TOKENS = (1, 128, 4096)
+_MAX_WORLD_SIZE = 4096
 _GIGA, _TERA = 1e9, 1e12
+
+
+def _as_list(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +44,31 @@ class ClusterOptions:
     """
 
     worlds: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Numbers of ranks, such as 8,64,256.  [default: of {_WORLDS}, those that have an "
-            "expert for each rank]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            f"Numbers of ranks, such as 8,64,256.  [default: of {_as_list(_WORLD_SIZES)}, those "
+            "that have an expert for each rank]",
+            type=IntegerList(_MAX_WORLD_SIZE, "8,64"),
         ),
     ] = None
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Tokens of each rank.  [default: --tokens, or {_TOKENS}]", show_default=False
+        tuple[int, ...] | None,
+        option(
+            f"Tokens of each rank.  [default: --tokens, or {_as_list(_TOKENS)}]", type=TOKENS_LIST
         ),
     ] = None
-    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
-    per_host: Annotated[int, typer.Option(help="GPUs of one host.")] = 8
-    link: Annotated[float, typer.Option(help="GB/s out of one GPU to others of its host.")] = 393
-    link_latency: Annotated[float, typer.Option(help="us added to exchanges in a host.")] = 0
-    net: Annotated[float, typer.Option(help="GB/s out of one GPU to other hosts.")] = 50
-    net_latency: Annotated[float, typer.Option(help="us added to exchanges between hosts.")] = 20
-    bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory.")] = 4.8
-    groups: Annotated[int, typer.Option(help="Groups of experts, of group-limited routing.")] = 1
-    topk_groups: Annotated[int, typer.Option(help="Groups that a token's experts are in.")] = 1
+    routing: Annotated[str, option("uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
+    per_host: Annotated[int, option("GPUs of one host.")] = 8
+    link: Annotated[float, option("GB/s out of one GPU to others of its host.")] = 393
+    link_latency: Annotated[float, option("us added to exchanges in a host.")] = 0
+    net: Annotated[float, option("GB/s out of one GPU to other hosts.")] = 50
+    net_latency: Annotated[float, option("us added to exchanges between hosts.")] = 20
+    bandwidth: Annotated[float, option("TB/s of a GPU's memory.")] = 4.8
+    groups: Annotated[int, option("Groups of experts, of group-limited routing.")] = 1
+    topk_groups: Annotated[int, option("Groups that a token's experts are in.")] = 1
     prepared: Prepared = False
     peak: Annotated[
-        float | None,
-        typer.Option(help="TFLOP/s in 16 bits, twice that in 8.  [default: an H200 as measured]"),
+        float | None, option("TFLOP/s in 16 bits, twice that in 8.  [default: an H200 as measured]")
     ] = None
 
     def cluster(self) -> "Cluster":
@@ -77,21 +83,19 @@ class ClusterOptions:
         return Cluster(gpu, inside, between, self.per_host)
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
-        if self.tokens_list is None and options.tokens is not None:
-            return (options.tokens,)
-        return token_numbers(_TOKENS if self.tokens_list is None else self.tokens_list)
+        """Return the token counts per rank: of --tokens-list, of --tokens, or the default."""
+        if self.tokens_list is not None:
+            return self.tokens_list
+        return _TOKENS if options.tokens is None else (options.tokens,)
 
-    def sizes(self, options: ProblemOptions) -> tuple[int, ...]:
+    def world_sizes(self, options: ProblemOptions) -> tuple[int, ...]:
+        """Return the numbers of ranks: of --world-size, of --worlds, or the default."""
         if options.world_size is not None:
             return (options.world_size,)
-        if self.worlds is None:
-            experts = options.problem().experts
-            return tuple(ranks for ranks in map(int, _WORLDS.split(",")) if ranks <= experts)
-        words = self.worlds.split(",")
-        if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= 4096 for w in words):
-            need = "numbers from 1 to 4096, such as 8,64"
-            raise ConfigurationError("--worlds", got=repr(self.worlds[:80]), need=need)
-        return tuple(dict.fromkeys(map(int, words)))
+        if self.worlds is not None:
+            return self.worlds
+        experts = options.problem().experts
+        return tuple(world_size for world_size in _WORLD_SIZES if world_size <= experts)
 
 
 def plan(
@@ -99,10 +103,12 @@ def plan(
     options: ProblemOptions,
     world: ClusterOptions,
     compare: Annotated[
-        list[Path] | None,
-        typer.Option(help="Instead: the model beside the measured rows of this file; repeatable."),
-        FileUse.READ,
-    ] = None,
+        tuple[Path, ...],
+        option(
+            "Instead: the model beside the measured rows of this file; repeatable.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = (),
     as_json: AsJson = None,
 ) -> None:
     """Estimate the time of a layer on 1 to 4096 ranks for each pairing, without running it.
@@ -138,7 +144,7 @@ def plan(
             groups=groups,
             prepared=world.prepared,
         )
-        for ranks in world.sizes(options)
+        for ranks in world.world_sizes(options)
         for tokens in world.tokens(options)
     ]
     estimates = [estimate for item in sized for estimate in item.estimates]
@@ -148,7 +154,7 @@ def plan(
     record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
     output.print_result(record, as_json, lambda: _print(sized, cluster, world.routing))
     if not any(item.estimates for item in sized):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
@@ -250,7 +256,7 @@ def _of_prepared(estimates: "list[Estimate]") -> list[str]:
     ]
 
 
-def _compare(paths: list[Path], *, as_json: str | None) -> None:
+def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
     from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
 
     results = compare([cell for path in paths for cell in cells_of(path)])
@@ -282,7 +288,7 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
         {"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show
     )
     if not results or any(result.is_mispredicted for result in results):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _error_row(row: dict[str, Any]) -> tuple[object, ...]:

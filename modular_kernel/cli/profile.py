@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import IntegerRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, not_prepared_error
 from modular_kernel.cli.ranks import Backend, Host, host_of, with_launcher
@@ -35,24 +34,21 @@ class ProfileOptions:
 
     against: Annotated[
         tuple[str, str] | None,
-        typer.Option(
-            help="A second pairing (two names: PF EXPERTS) on the same inputs, to compare with.",
-            show_default=False,
-        ),
+        option("A second pairing (two names: PF EXPERTS) on the same inputs, to compare with."),
     ] = None
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, zipfA (zipf1.2) or hotN (hot1: all to one).")
+        str, option("uniform, zipf, zipfA (zipf1.2) or hotN (hot1: all to one).")
     ] = "uniform"
     calls: Annotated[
         int | None,
-        typer.Option(
-            help="Number of traced calls.  [default: 5, or 1 on a CPU]", show_default=False
+        option(
+            "Number of traced calls.  [default: 5, or 1 on a CPU]",
+            type=IntegerRange(1, _MOST_CALLS),
         ),
     ] = None
     out: Annotated[
         Path,
-        typer.Option(help="Folder for the traces and is_reporting_rank."),
-        FileUse.WRITE_FOLDER,
+        option("Folder for the traces and reports.", type=FilePath(FileUse.WRITE_FOLDER)),
     ] = Path("out")
     prepared: Prepared = False
 
@@ -62,14 +58,13 @@ def profile(
     options: ProblemOptions,
     wanted: ProfileOptions,
     pf_type: Annotated[
-        str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")
+        str, option("Name of a PrepareAndFinalize (see mk list).")
     ] = "MoEPrepareAndFinalizeNoEP",
     experts_type: Annotated[
         str | None,
-        typer.Option(
-            help="Name of an experts part (see mk list).  [default: TritonExperts, or TorchExperts "
-            "without a GPU]",
-            show_default=False,
+        option(
+            "Name of an experts part (see mk list).  [default: TritonExperts, or TorchExperts "
+            "without a GPU]"
         ),
     ] = None,
     backend: Backend = None,
@@ -88,8 +83,6 @@ def profile(
     options = with_launcher(options)
     problem = options.problem()
     calls, against = wanted.calls, wanted.against
-    if calls is not None and not 1 <= calls <= _MOST_CALLS:
-        raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
     experts_type = experts_type or default_experts()
     from modular_kernel.measure.routing_patterns import RoutingKind

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
+from modular_kernel.cli.command import option
 from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
     from modular_kernel.testing.verify.one_process import Proof
 
 Backend = Annotated[
-    str | None,
-    typer.Option(
-        help="With --world-size: nccl (one GPU a rank) or gloo (processes on the CPU).  "
-        "[default: nccl where there are GPUs enough]",
-        show_default=False,
+    Literal["nccl", "gloo"] | None,
+    option(
+        "With --world-size: nccl, one GPU per rank, or gloo, processes on the CPU.  [default: nccl "
+        "if there are enough GPUs]"
     ),
 ]
 
@@ -160,8 +158,6 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
     from modular_kernel.testing.ranks.external_launcher import LaunchedRanks
     from modular_kernel.testing.ranks.pool import RankPool
 
-    if backend not in ("gloo", "nccl", None):
-        raise ConfigurationError("--backend", got=repr(backend), need="nccl or gloo")
     launcher, gpus = read_launcher(), torch.cuda.device_count()
     if launcher is None:
         if backend == "nccl" or (backend is None and gpus >= world_size):

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
 
-import typer
-
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.options import AsJson
 
 
@@ -26,7 +25,7 @@ class ReportFiles:
 
     as_json: AsJson = None
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the tables of a document here."), FileUse.WRITE
+        Path | None, option("Write the tables of a document here.", type=FilePath(FileUse.WRITE))
     ] = None
 
     @property

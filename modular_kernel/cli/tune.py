@@ -10,13 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.command import POSITIVE, IntegerRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import limit_workers, prepare_host
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
+from modular_kernel.cli.options import (
+    TOKENS_LIST,
+    AsJson,
+    ExpertsType,
+    PfType,
+    Prepared,
+    ProblemOptions,
+    parse_schemes,
+)
 from modular_kernel.cli.presets import SHAPES, display_name
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -42,43 +50,43 @@ class TuneOptions:
     """Options for the token counts, the time budget and the output of the search."""
 
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of a call, such as 1,16,128.  [default: --tokens, or 1,2,4,..,8192]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            "Tokens of a call, such as 1,16,128.  [default: --tokens, or 1,2,4,..,8192]",
+            type=TOKENS_LIST,
         ),
     ] = None
-    budget: Annotated[float, typer.Option(help="Total seconds, including compilation.")] = 600
+    budget: Annotated[float, option("Total seconds, including compilation.", type=POSITIVE)] = 600
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the tuned files.  [default: MK_CONFIG_DIR]",
-            show_default=False,
+        option(
+            "Folder for the tuned files.  [default: MK_CONFIG_DIR]",
+            type=FilePath(FileUse.WRITE_FOLDER),
         ),
-        FileUse.WRITE_FOLDER,
     ] = None
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start afresh instead of continuing a file.")
-    ] = False
-    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
+    fresh: Annotated[bool, option("Start afresh instead of continuing a file.")] = False
+    routing: Annotated[str, option("uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
     workers: Annotated[
         int | None,
-        typer.Option(
-            help="Processes that compile.  [default: one less than the CPUs]", show_default=False
+        option(
+            "Number of processes that compile.  [default: one less than the CPUs]",
+            type=IntegerRange(1),
         ),
     ] = None
     times: Annotated[
         Path | None,
-        typer.Option(help="Append the times of all configurations to this JSON Lines file."),
-        FileUse.WRITE,
+        option(
+            "Append the times of all configurations to this JSON Lines file.",
+            type=FilePath(FileUse.WRITE),
+        ),
     ] = None
     prepared: Prepared = False
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
         """Return the token counts of --tokens-list or --tokens, else the default list."""
-        if self.tokens_list is None:
-            return _TOKENS if options.tokens is None else (options.tokens,)
-        return token_numbers(self.tokens_list)
+        if self.tokens_list is not None:
+            return self.tokens_list
+        return _TOKENS if options.tokens is None else (options.tokens,)
 
 
 def tune(
@@ -87,12 +95,9 @@ def tune(
     search: TuneOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Only explain which launches are used; needs no GPU.")
-    ] = False,
+    explain: Annotated[bool, option("Only explain which launches are used; needs no GPU.")] = False,
     device_name: Annotated[
-        str | None,
-        typer.Option(help="With --explain: as if on this GPU, such as 'NVIDIA H200'."),
+        str | None, option("With --explain: as if on this GPU, such as 'NVIDIA H200'.")
     ] = None,
     as_json: AsJson = None,
 ) -> None:
@@ -114,8 +119,6 @@ def tune(
     Exits with 1 if there is no GPU, if every pair is refused, or if a configuration computes wrong
     results or none can run.
     """
-    if not search.budget > 0:
-        raise ConfigurationError("--budget", got=search.budget, need="> 0")
     if search.workers is not None:
         search = replace(search, workers=limit_workers(search.workers))
     if device_name is not None and not explain:
@@ -143,7 +146,7 @@ def tune(
         output.note(_NO_GPU)
         if as_json is not None:
             output.print_json({"ok": False, "reason": _NO_GPU}, as_json)
-        raise typer.Exit(1)
+        raise Exit(1)
     if search.prepared:
         problems = _with_prepared_weights(problems, experts_type)
     largest = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
@@ -159,7 +162,7 @@ def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
         names = [n for word in words for n in (SHAPES if word == ALL else (word,))]
     problems = []
     # Without --quant each layer uses the scheme of its config file, or none.
-    for quant in [None] if options.quant is None else schemes(options.quant):
+    for quant in [None] if options.quant is None else parse_schemes(options.quant):
         for name in dict.fromkeys(names):
             problem = replace(options, quant=quant, model=name).problem()
             problems.append((display_name(name) if name else "", problem))
@@ -238,7 +241,7 @@ def _valid(
 ) -> "list[tuple[str, Problem, TunedPair]]":
     """Return the problems with a valid pair, and note the refused ones.
 
-    A single refused problem raises IncompatibleError; several raise typer.Exit(1).
+    A single refused problem raises IncompatibleError; several raise Exit(1).
     """
     valid = []
     for name, problem in problems:
@@ -250,7 +253,7 @@ def _valid(
             output.note(f"skipped {name} {problem.quant}: {refusal.rejections[0]}")
     if not valid:
         output.note("nothing to tune: every layer is refused")
-        raise typer.Exit(1)
+        raise Exit(1)
     return valid
 
 
@@ -342,7 +345,7 @@ def _run(
         result = {"ok": ok, "machine": chosen[0][2].machine, "layers": records}
         output.print_json(result, as_json)
     if not ok:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import limit_workers, prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import MutationOptions, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
@@ -28,37 +29,22 @@ if TYPE_CHECKING:
 class SingleCaseOptions:
     """Options that, together with the problem options, describe a single case to replay."""
 
-    one: Annotated[
-        bool, typer.Option("--one", help="Verify one case: the pair, the problem options below.")
-    ] = False
-    routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
-    seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
-    layout: Annotated[str, typer.Option(help="With --one: memory layout of the tensors.")] = "plain"
-    values: Annotated[str, typer.Option(help="With --one: values of x and routing.")] = "ordinary"
-    named: Annotated[
-        str, typer.Option(help="With --one and --lora: mixed, sequences, nobody or without.")
-    ] = "mixed"
-    nan: Annotated[
-        str,
-        typer.Option(
-            help="With --one: arguments that hold a NaN, such as x+w1_scale.", show_default=False
-        ),
-    ] = ""
-    own_scales: Annotated[bool, typer.Option("--own-scales", help="With --one: 16-bit scales.")] = (
-        False
+    one: Annotated[bool, option("Verify one case: the pair, the problem options below.")] = False
+    routing: Annotated[str, option("With --one: the kind of routing.")] = "uniform"
+    seed: Annotated[int, option("With --one: the seed of the inputs.")] = 0
+    layout: Annotated[str, option("With --one: memory layout of the tensors.")] = "plain"
+    values: Annotated[str, option("With --one: values of x and routing.")] = "ordinary"
+    named: Annotated[str, option("With --one and --lora: mixed, sequences, nobody or without.")] = (
+        "mixed"
     )
-    by_turns: Annotated[
-        bool, typer.Option("--by-turns", help="With --one: interleave calls of a second kernel.")
-    ] = False
+    nan: Annotated[str, option("With --one: arguments that hold a NaN, such as x+w1_scale.")] = ""
+    own_scales: Annotated[bool, option("With --one: 16-bit scales.")] = False
+    by_turns: Annotated[bool, option("With --one: interleave calls of a second kernel.")] = False
     rank_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="With --one and --world-size: tokens of each rank, such as 7,0.",
-            show_default=False,
-        ),
+        str | None, option("With --one and --world-size: tokens of each rank, such as 7,0.")
     ] = None
     fault: Annotated[
-        str, typer.Option(help="With --one and --world-size: the fault scenario of the ranks.")
+        str, option("With --one and --world-size: the fault scenario of the ranks.")
     ] = ""
 
 
@@ -67,19 +53,18 @@ class VerifyOptions:
     """Options for the selection and execution of cases."""
 
     level: Annotated[
-        str | None,
-        typer.Option(help="smoke: some cases; full: all.  [default: smoke; --mutate: full]"),
+        Literal["smoke", "full"] | None,
+        option("smoke: some cases; full: all.  [default: smoke; with --mutate: full]"),
     ] = None
-    torch_only: Annotated[
-        bool,
-        typer.Option("--torch-only", help="On a CPU: plain torch, without Triton's interpreter."),
-    ] = False
+    torch_only: Annotated[bool, option("On a CPU: plain torch, without Triton's interpreter.")] = (
+        False
+    )
     workers: Annotated[
         int | None,
-        typer.Option(
-            help="Number of worker processes.  [default: one per CPU with --level full on a "
-            "CPU, else 1]",
-            show_default=False,
+        option(
+            "Number of worker processes.  [default: one per CPU if --level is full and there is no "
+            "GPU, else 1]",
+            type=IntegerRange(1),
         ),
     ] = None
     backend: Backend = None
@@ -190,10 +175,10 @@ def verify(
     options = with_launcher(options)
     mutating.check(beside=replay.one)
     single_process = replay.one or mutating.mutate is not None or options.world_size is not None
-    if manner.workers is not None and (manner.workers < 1 or single_process):
-        need = "1 or more; it cannot be combined with --one, --mutate or --world-size"
+    if manner.workers is not None and single_process:
+        need = "no --one, --mutate or --world-size with it"
         raise ConfigurationError("--workers", got=manner.workers, need=need)
-    level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
+    level = manner.level or ("full" if mutating.mutate else "smoke")
     if manner.torch_only:
         if options.world_size is not None:
             raise ConfigurationError("--torch-only", got="--world-size", need="one rank")
@@ -204,7 +189,7 @@ def verify(
         if mutating.mutate is not None:
             pairs = _named_pairs(host, pf_type, experts_type, level)
             if not run_mutation(mutating, pairs, host, level, as_json=as_json):
-                raise typer.Exit(1)
+                raise Exit(1)
             return
         if replay.one:
             jobs = [_single_case(options, replay, pf_type, experts_type)]
@@ -212,15 +197,7 @@ def verify(
             jobs = _jobs(host, pf_type, experts_type, level)
         ok = _verify(jobs, host, _workers(manner, host, level), as_json=as_json)
     if not ok:
-        raise typer.Exit(1)
-
-
-def _level(text: str) -> Literal["smoke", "full"]:
-    if text == "smoke":
-        return "smoke"
-    if text == "full":
-        return "full"
-    raise ConfigurationError("--level", got=repr(text), need="smoke or full")
+        raise Exit(1)
 
 
 def _single_case(

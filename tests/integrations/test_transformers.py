@@ -178,7 +178,7 @@ def test_switching_back_to_eager_leaves_no_trace(baseline_of) -> None:
 
 
 def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
-    import typer
+    from click.exceptions import Exit
 
     rates = {"transformers' eager": 2000.0}
     monkeypatch.setattr(demo, "_rates", lambda *_: rates)
@@ -198,7 +198,7 @@ def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
     for rows, packed in bad:
         monkeypatch.setattr(demo, "_rows", lambda *a, rows=rows, **k: iter(rows))
         monkeypatch.setattr(demo, "_packed", lambda *a, packed=packed, **k: iter(packed))
-        with pytest.raises(typer.Exit) as ended:
+        with pytest.raises(Exit) as ended:
             demo.demo()
         assert ended.value.exit_code == 1
         assert ("FAILED" in capsys.readouterr().out) is bool(rows and packed)
