@@ -196,8 +196,8 @@ def bench(
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
     activity = ["measuring hardware peaks"]
-    with output.waiting(lambda: activity[0]):
-        report = run(job, _progress(files), lambda row: activity.__setitem__(0, row))
+    with output.activity_notes(lambda: activity[0]):
+        report = run(job, _teller(files), lambda row: activity.__setitem__(0, row))
     _finish(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
         raise Exit(1)

@@ -12,7 +12,7 @@ from modular_kernel.cli.command import option
 from modular_kernel.cli.machine_setup import select_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import with_launcher
-from modular_kernel.cli.tables import layout
+from modular_kernel.cli.tables import fit_table
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _print_verdict(verdict: "Verdict") -> None:
         return
     count = counted(len(verdict.rejections), "reason")
     output.line(f"{verdict.pairing}: refused for {subject}, {count}")
-    output.rejections(verdict.rejections)
+    output.print_rejections(verdict.rejections)
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
@@ -245,7 +245,7 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     matrix is split into several tables.
     """
     head = f"..{_SUFFIX}"
-    if layout((head, *names), rows, output.width()).columns:
+    if fit_table((head, *names), rows, output.width()) is not None:
         output.table((head, *names), rows)
         return
     numbers, start = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
@@ -253,7 +253,7 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
         for end in range(len(names), start, -1):
             part = [(row[0], *row[1 + start : 1 + end]) for row in rows]
             columns = (head, *numbers[start:end])
-            if layout(columns, part, output.width()).columns or end == start + 1:
+            if end == start + 1 or fit_table(columns, part, output.width()) is not None:
                 output.table(columns, part)
                 break
         start = end

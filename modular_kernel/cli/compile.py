@@ -43,7 +43,7 @@ def compile_kernels(
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
     workers = limit_workers(workers)
     # The first import after installation is slow.
-    with output.waiting(lambda: "loading torch, triton and the parts"):
+    with output.activity_notes(lambda: "loading torch, triton and the parts"):
         kernels = _kernels()
         from modular_kernel.testing.compile.cases import compile_all
 

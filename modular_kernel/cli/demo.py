@@ -123,7 +123,7 @@ def demo(
         CHECKPOINTS
     )
     rows, packed = list[DemoRow](), list[CheckpointRow]()
-    status = output.waiting(lambda: f"run {len(rows) + len(packed) + 1} of {runs}")
+    status = output.activity_notes(lambda: f"run {len(rows) + len(packed) + 1} of {runs}")
     with (
         nullcontext() if sys.stderr.isatty() else status,
         nullcontext(_ignore_message)

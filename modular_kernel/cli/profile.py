@@ -111,7 +111,7 @@ def profile(
             command=shlex.join(["mk", *sys.argv[1:]]),
             prepared=wanted.prepared,
         )
-        with output.waiting(lambda: "profiling"):
+        with output.activity_notes(lambda: "profiling"):
             recorded = _recorded(job, host)
         result = _read(job, recorded, files, host)
         record = as_record(result) | host.facts | {"report": str(files.report("html"))}

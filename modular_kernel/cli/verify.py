@@ -304,7 +304,7 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
     cases = [case for job in jobs for case in job.cases]
     all_proofs = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
     # Where there is no progress bar: a case of a real model's size may take minutes.
-    status = output.waiting(lambda: f"case {current[0]} of {len(cases)}")
+    status = output.activity_notes(lambda: f"case {current[0]} of {len(cases)}")
     with (
         all_proofs as proven,
         nullcontext() if sys.stderr.isatty() else status,
