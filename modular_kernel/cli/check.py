@@ -51,8 +51,8 @@ def check(
     problem = options.problem()
     checkpoint = _checkpoint(options)
     if checkpoint is not None:
-        problem = _as_stored(problem, options, checkpoint)
-    _warn(problem)
+        problem = _with_checkpoint_fields(problem, options, checkpoint)
+    _warn_of_sizes(problem)
     machine = select_machine(arch, device, packages)
     from modular_kernel.catalog import load_catalog
 
@@ -93,8 +93,8 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     from modular_kernel.checkpoints.inspection import inspect
     from modular_kernel.checkpoints.safetensors_files import has_tensors
 
-    with_tensors = has_tensors(Path(options.model))
-    return inspect(options.model, options.dtype) if with_tensors else None
+    has_files = has_tensors(Path(options.model))
+    return inspect(options.model, options.dtype) if has_files else None
 
 
 def _describe_source(checkpoint: "InspectionReport") -> str:
@@ -107,13 +107,13 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
     return f"; it has no dtype, using {checkpoint.problem_fields['dtype']} of the files"
 
 
-def _as_stored(
+def _with_checkpoint_fields(
     problem: "Problem", options: ProblemOptions, checkpoint: "InspectionReport"
 ) -> "Problem":
     """Return the problem with the checkpoint's quant and activation, unless options set them."""
     fields = {name: checkpoint.problem_fields[name] for name in ("quant", "activation")}
-    explicit = {name for name in fields if getattr(options, name) is not None}
-    return replace(problem, **{n: value for n, value in fields.items() if n not in explicit})
+    set_by_user = {name for name in fields if getattr(options, name) is not None}
+    return replace(problem, **{n: value for n, value in fields.items() if n not in set_by_user})
 
 
 def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
@@ -127,7 +127,7 @@ def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
     }
 
 
-def _warn(problem: "Problem") -> None:
+def _warn_of_sizes(problem: "Problem") -> None:
     """Warn of sizes that are valid but probably a mistake."""
     if problem.top_k > problem.experts:
         output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
@@ -222,7 +222,7 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
             by_rule.setdefault(rule, []).append(first)
     letters = dict(zip(by_rule, letters_for(len(by_rule)), strict=True))
     names = dict.fromkeys(verdict.experts for verdict in verdicts)
-    cells = {(v.prepare_finalize, v.experts): _cell(v, letters) for v in verdicts}
+    cells = {(v.prepare_finalize, v.experts): _format_cell(v, letters) for v in verdicts}
     rows = [
         (pf.removesuffix(_SUFFIX), *(cells[pf, experts] for experts in names))
         for pf in dict.fromkeys(verdict.prepare_finalize for verdict in verdicts)
@@ -260,7 +260,7 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     output.line(", ".join(f"{short}={name}" for short, name in zip(numbers, names, strict=True)))
 
 
-def _cell(verdict: "Verdict", letters: dict[str, str]) -> str:
+def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:
     """Format a verdict as "ok", or as the letters of the violated rules."""
     return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
 

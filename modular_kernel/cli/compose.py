@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
     from modular_kernel.spec.problem import Machine, Problem
 
-_TOKENS_OF_A_GPU = 8192
+_MAX_TOKENS_ON_GPU = 8192
 _BUDGET_S = 20.0  # duplicates the default of modular_kernel.select, whose import loads torch
 _AFTER_BUDGET_S = 300  # extra time for ranks to start, create weights and finish their last timing
 
@@ -34,7 +34,9 @@ class ComposeOptions:
     budget: Annotated[float, option("Total seconds, including compilation; 0 skips timing.")] = (
         _BUDGET_S
     )
-    routing: Annotated[str, option("uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
+    routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
+        "uniform"
+    )
     replicated: Annotated[bool, option("Every rank passes the same tokens.")] = False
     fresh: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
@@ -47,7 +49,7 @@ class ComposeOptions:
             return options.tokens
         if self.tokens_list is not None:
             return max(self.tokens_list)
-        return _TOKENS_OF_A_GPU if gpu else None
+        return _MAX_TOKENS_ON_GPU if gpu else None
 
     def terms(self) -> "Terms":
         from modular_kernel.select.autotune import Terms
@@ -64,7 +66,7 @@ class ComposeOptions:
 def compose(
     *,
     options: ProblemOptions,
-    choosing: ComposeOptions,
+    search: ComposeOptions,
     explain: Annotated[
         bool, option("Show the times of every pairing, or why it was not timed.")
     ] = False,
@@ -93,12 +95,14 @@ def compose(
     Exits with 1 if every pairing is refused, and with 2 on bad usage.
     """
     options = with_launcher(options)
-    if choosing.replicated and (options.world_size or 1) == 1:
-        raise ConfigurationError("--replicated", got="one rank", need="--world-size N in addition")
-    terms = choosing.terms()
+    if search.replicated and (options.world_size or 1) == 1:
+        raise ConfigurationError(
+            "--replicated", got="a single rank", need="--world-size N in addition"
+        )
+    terms = search.terms()
     with host_of(options.world_size, backend) as host:
         gpu = host.machine.device == "cuda"
-        options = replace(options, tokens=choosing.max_tokens(options, gpu=gpu))
+        options = replace(options, tokens=search.max_tokens(options, gpu=gpu))
         problem = options.problem()
         if host.pool is None:
             if as_json != output.STDOUT:

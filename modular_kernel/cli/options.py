@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from modular_kernel.cli.command import IntegerList, option
 from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
 from modular_kernel.cli.output import note
-from modular_kernel.cli.presets import facts, reads_file
+from modular_kernel.cli.presets import problem_fields, reads_file
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class ProblemOptions:
 
         from modular_kernel.spec.problem import Combine, Parallel, Problem
 
-        from_model = {} if self.model is None else facts(self.model)
+        from_model = {} if self.model is None else problem_fields(self.model)
         no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
         if no_dtype and reads_file(str(self.model)):
             note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")

@@ -74,10 +74,10 @@ class Bar:
         """Advance the bar by one measurement."""
         self._bar.advance(self._task)
 
-    def tell(self, layer: TunedLayer, tuned: "TuneResult") -> None:
+    def print_result(self, layer: TunedLayer, tuned: "TuneResult") -> None:
         """Print the result of one token count."""
         self._bar.update(self._task, description=layer.title)
-        self._bar.console.print(f"{layer.title}: {_line(tuned)}")
+        self._bar.console.print(f"{layer.title}: {_summary_line(tuned)}")
 
 
 class TuneRecorder:
@@ -91,12 +91,12 @@ class TuneRecorder:
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
         self._layer, self._path = layer, path
 
-    def keep(self, tuned: "TuneResult") -> None:
+    def append(self, tuned: "TuneResult") -> None:
         if self._path is None or tuned.best is None:
             return
         problem, best = self._layer.problem, tuned.best
 
-        def kept(choice: "Choice") -> dict[str, object]:
+        def choice_fields(choice: "Choice") -> dict[str, object]:
             return dict(self._layer.space.as_json(choice))
 
         line = {
@@ -109,13 +109,13 @@ class TuneRecorder:
             "prepared": self._layer.pair.prepared,
             "tokens": tuned.tokens,
             "best": {
-                **kept(best.choice),
+                **choice_fields(best.choice),
                 "us": _us(best.seconds),
                 "untuned_us": best.untuned_seconds and _us(best.untuned_seconds),
             },
             "choices": [
                 {
-                    **kept(choice),
+                    **choice_fields(choice),
                     "us": _us(timing.seconds),
                     "stages": {name: _us(seconds) for name, seconds in timing.stages.items()},
                 }
@@ -131,7 +131,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _line(tuned: "TuneResult") -> str:
+def _summary_line(tuned: "TuneResult") -> str:
     best = tuned.best
     if best is None:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
@@ -145,7 +145,7 @@ def _line(tuned: "TuneResult") -> str:
 
 
 def record(
-    layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[int]
+    layer: TunedLayer, done: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> dict[str, object]:
     return {
         "layer": layer.name,
@@ -153,7 +153,7 @@ def record(
         "pairing": f"{layer.pair.prepare_finalize} x {layer.pair.experts}",
         "prepared": layer.pair.prepared,
         "file": str(done[-1].file) if done and done[-1].file else None,
-        "left": list(left),
+        "left": list(remaining),
         "tuned": [
             {
                 "tokens": tuned.tokens,
@@ -172,7 +172,7 @@ def record(
     }
 
 
-def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[int]) -> None:
+def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", remaining: Sequence[int]) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
     output.table(
         columns,
@@ -187,12 +187,12 @@ def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[i
     files = [tuned.file for tuned in done if tuned.file is not None]
     if files:
         output.line(f"saved in {files[-1]}")
-    if left:
-        numbers = counted_list(left, "token")
+    if remaining:
+        numbers = counted_list(remaining, "token")
         output.line(
             f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
         )
-    if not done and not left:
+    if not done and not remaining:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
-from modular_kernel.cli.presets import SHAPE_OF, SHAPES, facts, known
+from modular_kernel.cli.presets import SHAPE_OF, SHAPES, is_known, problem_fields
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
@@ -21,11 +21,11 @@ def test_every_name_is_one_layer() -> None:
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", source) for source in sources)
     assert not set(MODELS) & set(ALIASES) | set(SHAPES) & (set(MODELS) | set(ALIASES))
     for name, model in MODELS.items():
-        problem = Problem(tokens=1, **facts(name))  # type: ignore[arg-type]
+        problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
         assert problem.top_k <= problem.experts
-        assert facts(model.source) == facts(name.upper()) == facts(name)
+        assert problem_fields(model.source) == problem_fields(name.upper()) == problem_fields(name)
     for alias, name in ALIASES.items():
-        assert facts(alias) == facts(name)
+        assert problem_fields(alias) == problem_fields(name)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_every_name_is_one_layer() -> None:
     ],
 )
 def test_a_name_means_its_layer(name: str, expected: str) -> None:
-    assert str(Problem(tokens=1, **facts(name))) == expected  # type: ignore[arg-type]
+    assert str(Problem(tokens=1, **problem_fields(name))) == expected  # type: ignore[arg-type]
 
 
 def test_a_layer_has_the_sizes_of_its_model() -> None:
@@ -69,8 +69,8 @@ def test_a_layer_has_the_sizes_of_its_model() -> None:
     ],
 )
 def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None:
-    assert facts(typed) == facts(name)
-    assert known(typed)
+    assert problem_fields(typed) == problem_fields(name)
+    assert is_known(typed)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None
         ("olmoe", "need olmoe-1b-7b or"),
         ("granite", "need granite-3.1-1b-a400m or granite-3.1-3b-a800m or"),
         ("zzz", "need a name of `mk models`, or the path of a config.json"),
-        ("Qwen/Qwen9-1T", "need its file (hf download Qwen/Qwen9-1T config.json)"),
+        ("Qwen/Qwen9-1T", "need its config.json (hf download Qwen/Qwen9-1T config.json)"),
     ],
 )
 def test_an_unknown_name_says_what_would_do(name: str, need: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(need)):
-        facts(name)
+        problem_fields(name)
 
 
 def test_a_folder_is_named_by_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match=r"need \./mine for the folder"):
-        facts("mine")
+        problem_fields("mine")
 
 
 def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

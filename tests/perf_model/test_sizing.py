@@ -328,8 +328,8 @@ def test_the_verb_sizes_and_prints_what_it_assumes(capsys: pytest.CaptureFixture
     assert code == 0
     assert "TorchAll2AllPrepareAndFinalize x TritonExperts" in out
     assert "between hosts: 25 GB/s and 20 us" in out
-    assert "nothing overlaps" in out
-    assert "- experts' efficiency: measured, of scheme none\n" in out
+    assert "without overlap" in out
+    assert "- efficiency of the experts: measured, of scheme none\n" in out
     code, out, _ = ended(capsys, *words, "--json")
     found = json.loads(out)["estimates"]
     assert {row["ranks"] for row in found} == {1, 64}
