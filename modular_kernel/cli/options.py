@@ -170,24 +170,26 @@ def parse_schemes(text: str) -> list[str]:
     return list(dict.fromkeys(str(QuantScheme.parse(scheme)) for scheme in schemes))
 
 
-def not_prepared_error(quants: str, parts: str) -> ConfigurationError:
-    """Return the error for --prepared if none of the named parts prepares weights of `quants`."""
-    got = f"{quants}, not prepared by {parts}"
+def not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
+    """Return the error for --prepared if none of the named parts prepares weights of `schemes`."""
+    got = f"{schemes}, not prepared by {parts}"
     example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
     return ConfigurationError(
         "--prepared", got=got, need=f"a scheme with prepared weights, such as {example}"
     )
 
 
-def refuse_combination(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
+def refuse_combination(
+    option: str, groups: Iterable[object], allowed: Collection[str] = ()
+) -> None:
     """Raise ConfigurationError if an option of `groups` is set that `option` would ignore.
 
-    groups: option dataclasses. taken: names of fields that may be combined with `option`.
+    groups: option dataclasses. allowed: names of fields that may be combined with `option`.
     """
     for group in groups:
         for field in fields(group):  # type: ignore[arg-type]
-            if field.name not in taken and getattr(group, field.name) != field.default:
+            if field.name not in allowed and getattr(group, field.name) != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 raise ConfigurationError(
-                    name, got=f"{name} together with {option}", need="only one of the two options"
+                    name, got=f"{name} together with {option}", need="only one of them"
                 )

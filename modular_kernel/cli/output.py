@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
-from modular_kernel.cli.output_streams import LOST_OUTPUT, JsonOutput, only_json_on_stdout
+from modular_kernel.cli.output_streams import LOST_OUTPUT, only_json_on_stdout
 from modular_kernel.cli.tables import fit_table, fold, format_records
 from modular_kernel.errors import (
     ConfigurationError,
@@ -34,7 +34,7 @@ _PIPE_WIDTH = 10_000
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0
 
-_json_output: ContextVar[JsonOutput | None] = ContextVar("json_output", default=None)
+_json_output: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -61,25 +61,25 @@ def to_json_types(value: object) -> Json:
     return str(value).removeprefix("torch.")
 
 
-def print_json(value: object, to: str = STDOUT) -> None:
-    """Print one JSON document on stdout, or write it to the file `to`.
+def print_json(value: object, json_path: str = STDOUT) -> None:
+    """Print one JSON document on stdout, or write it to the file `json_path`.
 
     Raises SystemExit with LOST_OUTPUT if the file cannot be written.
     """
     text = json.dumps(to_json_types(value), indent=2)
-    if to == STDOUT:
+    if json_path == STDOUT:
         print_document(text)
         return
-    write_file(to, f"{text}\n")
+    write_file(json_path, f"{text}\n")
 
 
 def print_document(text: str) -> None:
     """Print a JSON document on stdout; with --json nothing else is printed there."""
-    printed = _json_output.get()
-    if printed is None:
+    documents = _json_output.get()
+    if documents is None:
         print(text)
     else:
-        printed.print(text)
+        documents.append(text)
 
 
 def write_file(path: Path | str, text: str) -> None:
@@ -119,20 +119,20 @@ def _launcher_rank() -> int:
     return 0 if launcher is None else launcher.rank
 
 
-def print_result(value: object, to: str | None, show: Callable[[], None]) -> None:
+def print_result(value: object, json_path: str | None, print_text: Callable[[], None]) -> None:
     """Output a result on the reporting rank.
 
-    to: None calls `show` to print text, "-" prints JSON on stdout, and a path does both, with the
-    JSON in that file.
+    json_path: the value of --json. None calls `print_text`, "-" prints JSON on stdout, and a path
+    does both, with the JSON in that file.
     """
     if not is_reporting_rank():
         return
     try:
-        if to is not None:
-            print_json(value, to)
+        if json_path is not None:
+            print_json(value, json_path)
     finally:
-        if to != STDOUT:
-            show()
+        if json_path != STDOUT:
+            print_text()
 
 
 def width(stream: TextIO | None = None) -> int:
@@ -335,27 +335,27 @@ def json_on_stdout() -> Iterator[None]:
             _json_output.reset(token)
 
 
-def report_error(error: ModularKernelError, to: str | None) -> int:
+def report_error(error: ModularKernelError, json_path: str | None) -> int:
     """Print an error of a verb and return the exit status.
 
     An IncompatibleError has status 1, an InputError (bad usage) 2, and any other error, such as a
-    rank that does not respond, BROKEN (70). to: the value of --json.
+    rank that does not respond, BROKEN (70). json_path: the value of --json.
     """
     if isinstance(error, IncompatibleError):
-        _refuse(error, to)
+        _print_refused(error, json_path)
         return 1
-    if isinstance(error, InputError) and to == STDOUT and is_reporting_rank():
+    if isinstance(error, InputError) and json_path == STDOUT and is_reporting_rank():
         values = {"what": error.what, "got": error.got, "need": error.need}
         print_json({"error": {"type": type(error).__name__, **values}})
     print_error(str(error))
     return 2 if isinstance(error, InputError) else BROKEN
 
 
-def _refuse(refusal: IncompatibleError, to: str | None) -> None:
-    record = {"pairing": refusal.pairing, "ok": False, "rejections": refusal.rejections}
-    print_result(record, to, lambda: _print_refusal(refusal))
+def _print_refused(error: IncompatibleError, json_path: str | None) -> None:
+    record = {"pairing": error.pairing, "ok": False, "rejections": error.rejections}
+    print_result(record, json_path, lambda: _print_refusal(error))
 
 
-def _print_refusal(refusal: IncompatibleError) -> None:
-    line(f"{refusal.pairing}: refused, {counted(len(refusal.rejections), 'reason')}")
-    print_rejections([r for r in refusal.rejections if hasattr(r, "rule")])  # type: ignore[misc]
+def _print_refusal(error: IncompatibleError) -> None:
+    line(f"{error.pairing}: refused, {counted(len(error.rejections), 'reason')}")
+    print_rejections([r for r in error.rejections if hasattr(r, "rule")])  # type: ignore[misc]

@@ -109,7 +109,7 @@ def test_verbs_that_only_judge_look_for_no_garbage() -> None:
 
 def test_listing_models_loads_no_torch() -> None:
     run = "from modular_kernel.cli.main import run\ntry: run(['models'])\nexcept SystemExit: pass"
-    assert loaded(run) & {"torch", "numpy", "rich", *HEAVY} == set()
+    assert loaded(run) & {"torch", "numpy", *HEAVY} == set()
 
 
 # Seconds of processor time beyond torch's import, and as a share of it where a machine is slow.
