@@ -48,6 +48,7 @@ setup(
             "py.typed",
             "replay/launch/*.c",
             "report/pages/*.html",
+            "report/pages/*.md",
             "report/pages/*.css",
             "select/*.json",
             "select/data/*.json",

@@ -30,7 +30,7 @@ from modular_kernel.report.judge_all import (
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
 from modular_kernel.report.pages.document import Heading, Items, Table, Text
-from modular_kernel.report.records import read_records
+from modular_kernel.report.records import display_name, read_records
 from modular_kernel.spec.problem import Machine, Parallel
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
@@ -76,7 +76,7 @@ def test_check_finds_every_kind_of_staleness_and_write_mends_it(mk: Run, docs: P
     assert code == 1
     assert [line.removeprefix(f"{docs}/") for line in said.splitlines()] == [
         "errors.md: missing",
-        "plots/gone.svg: made from nothing",
+        "plots/gone.svg: without a record",
         "support-matrix.md: changed",
     ]
     assert not (docs / "errors.md").exists()  # --check writes nothing
@@ -224,6 +224,21 @@ def test_json(mk: Run) -> None:
 # ----------------------------------------------------------------------------------- the records
 
 
+def test_records_are_read_as_they_were_written() -> None:
+    records = {record.name: record.report for record in read_records(DOCS / "benchmarks")}
+    for name in ("h200-layers", "h200-bf16", "h200-prefill"):
+        report = records[name]
+        rows = json.loads((DOCS / f"benchmarks/{name}.json").read_text(encoding="utf-8"))["rows"]
+        assert report is not None
+        assert [(r.shape, r.tokens, r.layer, r.us) for r in report.rows] == [
+            (row["shape"], row["tokens"], display_name(row["peer"]), row["us"]) for row in rows
+        ]
+        ours = {display_name(row["peer"]) for row in rows if row["peer"].startswith("mk_")}
+        assert {r.origin for r in report.rows if r.layer in ours} == {OURS}
+        assert {r.origin for r in report.rows if r.layer not in ours} == {PEER}
+        assert [r.layer for r in report.rows if "_" in r.layer.replace("triton_kernels", "")] == []
+
+
 def test_other_forms_are_named_and_broken_files_refused(docs: Path) -> None:
     (docs / "benchmarks/other.json").write_text('{"rows": [{"ms": 1}]}')
     (record,) = (r for r in read_records(docs / "benchmarks") if r.name == "other")
@@ -333,7 +348,7 @@ def test_the_page_is_whole_and_fetches_nothing(docs: Path) -> None:
 
 def test_a_page_without_records(tmp_path: Path) -> None:
     text = html_page(load_catalog(), tmp_path)
-    assert text.index('id="support-matrix"') < text.index("There is none here.")
+    assert text.index('id="support-matrix"') < text.index("No records were found.")
     assert "TorchExperts" in text
     assert "<svg" not in text
 
@@ -368,5 +383,5 @@ def test_every_error_has_its_place() -> None:
 def test_another_machine_has_another_matrix(matrix: Matrix) -> None:
     cpu = judge_all(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-    assert cpu.by_place[*pair, "none", 1].rules == ("device",)
-    assert matrix.by_place[*pair, "none", 1].ok
+    assert cpu.by_key[*pair, "none", 1].rules == ("device",)
+    assert matrix.by_key[*pair, "none", 1].ok
