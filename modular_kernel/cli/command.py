@@ -21,7 +21,7 @@ import click
 from modular_kernel.cli.output import STDOUT, json_on_stdout, report_error
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 
-_MAX_SHOWN = 100  # characters of an invalid value in a message
+_MAX_QUOTED = 100  # characters of an invalid value in a message
 JSON_PARAMETER = "as_json"  # the parameter of --json; every verb has it
 
 
@@ -34,7 +34,7 @@ class _TypedErrors(click.ParamType[Any]):
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter:
-            error = ConfigurationError(option_name(param), got=_shown(value), need=self.need)
+            error = ConfigurationError(option_name(param), got=_quote(value), need=self.need)
             raise error from None
 
 
@@ -68,7 +68,7 @@ class NumberRange(_TypedErrors, click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if math.isnan(number):  # compares as if it were in every range
-            raise ConfigurationError(option_name(param), got=_shown(value), need=self.need)
+            raise ConfigurationError(option_name(param), got=_quote(value), need=self.need)
         return number
 
 
@@ -100,13 +100,13 @@ class IntegerList(click.ParamType[Any]):
         """Parse the value of an option. Raises ConfigurationError naming the option."""
         words = text.split(",")
         if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= self.max for w in words):
-            raise ConfigurationError(option_name, got=_shown(text), need=self.need)
+            raise ConfigurationError(option_name, got=_quote(text), need=self.need)
         return tuple(dict.fromkeys(map(int, words)))
 
 
-def _shown(value: object) -> str:
+def _quote(value: object) -> str:
     text = str(value)
-    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
+    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 
 def option_name(parameter: click.Parameter | None) -> str:
@@ -165,7 +165,7 @@ def _reported(ctx: click.Context) -> Iterator[None]:
         raise click.exceptions.Exit(report_error(error, ctx.params.get(JSON_PARAMETER))) from None
 
 
-def verb_of(name: str, function: Callable[..., None], short_help: str) -> Verb:
+def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb:
     """Return the command that calls `function` with the values of its options.
 
     Options of only this verb come before those of its dataclasses in the help.

@@ -84,9 +84,9 @@ def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
     times = _first_to_last([f"{o.us:.1f}" for o in timed])
     ratios = _first_to_last([f"{o.ratio:.2f}" for o in timed])
     picks = [p for t, p in choice.picks_with_source.items() if segment.first <= t <= segment.last]
-    by = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
+    source = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
-    return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", by
+    return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
 
 def _first_to_last(texts: Sequence[str]) -> str:
@@ -120,8 +120,8 @@ def explain_text(choice: "Choice") -> None:
             for verdict in choice.candidates.refused
         ],
     )
-    facts = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
-    output.line(f"cached for: {facts}")
+    key = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
+    output.line(f"cached for: {key}")
 
 
 def _untimed_text(choice: "Choice") -> None:

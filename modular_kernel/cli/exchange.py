@@ -60,12 +60,14 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 
 def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
-    on_gpu, on_cpu = (_shown(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS))
+    on_gpu, on_cpu = (
+        _format_default(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS)
+    )
     default = f"[default: {on_gpu}; on a CPU {on_cpu}]"
     return option(f"{text}  {default}", type=type)
 
 
-def _shown(default: int | tuple[int, ...]) -> str:
+def _format_default(default: int | tuple[int, ...]) -> str:
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 

@@ -28,10 +28,10 @@ def prepare_host(*, quiet: bool = False) -> None:
         return
     enable_interpreter()
     if not quiet:
-        note(_how_triton_runs())
+        note(_triton_status())
 
 
-def _how_triton_runs() -> str:
+def _triton_status() -> str:
     """Describe how Triton kernels run on a machine without a GPU."""
     from modular_kernel.machine import importable
 

@@ -14,7 +14,7 @@ from importlib import import_module
 import click
 
 import modular_kernel
-from modular_kernel.cli.command import verb_of
+from modular_kernel.cli.command import make_verb
 from modular_kernel.cli.output import is_reporting_rank, print_error
 from modular_kernel.cli.output_streams import divert_stdout, guard_streams
 
@@ -82,7 +82,7 @@ def application(verbs: Iterable[str] = VERBS) -> click.Group:
         path, short_help = VERBS[verb]
         module, attribute = path.split(":")
         function = getattr(import_module(f"modular_kernel.cli.{module}"), attribute)
-        group.add_command(verb_of(verb, function, short_help))
+        group.add_command(make_verb(verb, function, short_help))
     return group
 
 
@@ -111,7 +111,7 @@ def run(argv: list[str] | None = None) -> None:
             args = sys.argv[1:] if argv is None else argv
             verb = args[0] if args and args[0] in VERBS else None
             with _pause_gc(last=argv is None) if verb in _SHORT_VERBS else nullcontext():
-                sys.exit(_status_of(_command(verb), args))
+                sys.exit(_run_command(_command(verb), args))
         except SystemExit as end:
             if argv is None:  # the process exits next, when some packages print
                 sys.stdout.flush()
@@ -138,7 +138,7 @@ def _pause_gc(*, last: bool) -> Iterator[None]:
             gc.enable()
 
 
-def _status_of(command: click.Group, args: list[str]) -> int:
+def _run_command(command: click.Group, args: list[str]) -> int:
     """Run the command and return its exit status.
 
     A usage error is printed as one line; click would print several.

@@ -37,7 +37,7 @@ def problem_fields(model: str) -> dict[str, object]:
     """
     if reads_file(model):
         fields = problem_fields_of_file(model)
-        return fields if "dtype" in fields else fields | _dtype_of_files(model)
+        return fields if "dtype" in fields else fields | _stored_dtype(model)
     model = _canonical_name(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
@@ -52,7 +52,7 @@ def reads_file(model: str) -> bool:
     return is_file(model) and (exists(model) or not _is_hub_id(model))
 
 
-def _dtype_of_files(model: str) -> dict[str, object]:
+def _stored_dtype(model: str) -> dict[str, object]:
     """Return the dtype of the safetensors in a model folder; {} if they do not determine it."""
     from modular_kernel.checkpoints.inspection import dtype_of_files
 

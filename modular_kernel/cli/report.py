@@ -70,9 +70,9 @@ def _print_matrix(catalog: "Catalog", to: str) -> None:
     from modular_kernel.report.judge_all import judge_all
 
     matrix = judge_all(catalog)
-    facts = {"problem": matrix.problem, "machine": matrix.machine}
+    header = {"problem": matrix.problem, "machine": matrix.machine}
     cells = [output.to_json_types(cell) for cell in matrix.cells]
-    output.print_json({**facts, "cells": cells}, to)
+    output.print_json({**header, "cells": cells}, to)
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:

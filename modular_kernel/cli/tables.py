@@ -28,9 +28,9 @@ def fit_table(
     from rich.console import Console
 
     console = Console(width=_UNLIMITED, height=25)
-    for kept in range(len(optional), -1, -1):
-        shown = [i for i, column in enumerate(columns) if column not in optional[kept:]]
-        table = _table(columns, cells, shown)
+    for count in range(len(optional), -1, -1):
+        indices = [i for i, column in enumerate(columns) if column not in optional[count:]]
+        table = _table(columns, cells, indices)
         if console.measure(table).maximum <= width:
             for column in table.columns:
                 column.max_width = None  # prose may use the width that is left
@@ -38,14 +38,16 @@ def fit_table(
     return None
 
 
-def _table(columns: Sequence[str], cells: Sequence[Sequence[str]], shown: Sequence[int]) -> "Table":
-    """Build the table of the columns `shown`, with those of prose as narrow as they may become."""
+def _table(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], indices: Sequence[int]
+) -> "Table":
+    """Build the table of the columns `indices`, with columns of prose at their minimum width."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index in shown:
+    for index in indices:
         texts = [row[index] for row in cells]
         prose_width = _prose_width(columns[index], texts)
         table.add_column(
@@ -56,7 +58,7 @@ def _table(columns: Sequence[str], cells: Sequence[Sequence[str]], shown: Sequen
             max_width=prose_width,
         )
     for row in cells:
-        table.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in shown))
+        table.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in indices))
     return table
 
 

@@ -341,12 +341,12 @@ def _run(
         with Bar(sum(len(x.space.candidates(t)) for x in layers for t in x.tokens)) as bar:
             for index, layer in enumerate(layers):
                 share = _TimeShare(end, _SHARE_FACTOR / (len(layers) - index))
-                done = _tune_layer(layer, search, share, compiler, bar)
-                remaining_tokens = layer.tokens[len(done) :]
-                records.append(record(layer, done, remaining_tokens))
-                ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
+                results = _tune_layer(layer, search, share, compiler, bar)
+                remaining_tokens = layer.tokens[len(results) :]
+                records.append(record(layer, results, remaining_tokens))
+                ok &= all(tuned.best is not None and not tuned.wrong for tuned in results)
                 if as_json != output.STDOUT:
-                    print_text(layer, done, remaining_tokens)
+                    print_text(layer, results, remaining_tokens)
     if as_json is not None:
         result = {"ok": ok, "machine": layers_to_tune[0][2].machine, "layers": records}
         output.print_json(result, as_json)
@@ -395,9 +395,9 @@ def _tune_layer(
         fresh=search.fresh,
         on_measurement=bar.tick,
     )
-    recorder, done = TuneRecorder(layer, search.times), list["TuneResult"]()
+    recorder, results = TuneRecorder(layer, search.times), list["TuneResult"]()
     for tuned in tune(job):
         bar.print_result(layer, tuned)
         recorder.append(tuned)
-        done.append(tuned)
-    return done
+        results.append(tuned)
+    return results

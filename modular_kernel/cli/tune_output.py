@@ -145,14 +145,14 @@ def _summary_line(tuned: "TuneResult") -> str:
 
 
 def record(
-    layer: TunedLayer, done: "Sequence[TuneResult]", remaining: Sequence[int]
+    layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> dict[str, object]:
     return {
         "layer": layer.name,
         "problem": layer.problem,
         "pairing": f"{layer.pair.prepare_finalize} x {layer.pair.experts}",
         "prepared": layer.pair.prepared,
-        "file": str(done[-1].file) if done and done[-1].file else None,
+        "file": str(results[-1].file) if results and results[-1].file else None,
         "left": list(remaining),
         "tuned": [
             {
@@ -167,24 +167,26 @@ def record(
                 "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
                 "wrong": [str(choice) for choice in tuned.wrong],
             }
-            for tuned in done
+            for tuned in results
         ],
     }
 
 
-def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", remaining: Sequence[int]) -> None:
+def print_text(
+    layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
+) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
     output.table(
         columns,
-        [_row(tuned) for tuned in done],
+        [_row(tuned) for tuned in results],
         title=layer.title,
         optional=("untuned us", "timed", "refused"),
     )
-    for tuned in done:
+    for tuned in results:
         for choice in tuned.wrong:
             tokens, reason = counted(tuned.tokens, "token"), tuned.refused[choice].reason
             output.line(f"WRONG, {tokens}: {choice}: {reason}")
-    files = [tuned.file for tuned in done if tuned.file is not None]
+    files = [tuned.file for tuned in results if tuned.file is not None]
     if files:
         output.line(f"saved in {files[-1]}")
     if remaining:
@@ -192,7 +194,7 @@ def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", remaining: Seque
         output.line(
             f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
         )
-    if not done and not remaining:
+    if not results and not remaining:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 
 

@@ -15,7 +15,7 @@ import torch
 from run_mk import run_mk
 
 from modular_kernel.cli import main, verify
-from modular_kernel.cli.command import IntegerList, option, verb_of
+from modular_kernel.cli.command import IntegerList, make_verb, option
 from modular_kernel.cli.machine_setup import parse_arch
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
@@ -314,7 +314,7 @@ def test_an_annotation_determines_the_type_of_an_option() -> None:
         seen.update(many=many, one=one, two=two, counts=counts, word=word, share=share)
         seen.update(yes=yes, bias=bias)
 
-    command = verb_of("verb", verb, "")
+    command = make_verb("verb", verb, "")
     for words, expected in (
         ("", ((), None, None, None, None, 0.5, False, None)),
         (
