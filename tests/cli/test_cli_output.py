@@ -1,5 +1,6 @@
 """What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
 
+import io
 import json
 import os
 import sys
@@ -232,6 +233,19 @@ def test_a_dumb_terminal_is_as_wide_as_it_is(
     names = [letter * 50 for letter in "abc"]
     output.table(("x", "y", "z"), [names])
     assert capsys.readouterr().out.split()[-3:] == names
+
+
+def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", _no_terminal)
+    assert output.width() == 10_000
+    monkeypatch.setenv("COLUMNS", "50")
+    assert output.width() == 50
+
+
+def _no_terminal(fd: int) -> os.terminal_size:
+    raise OSError(fd)
 
 
 @pytest.mark.parametrize("width", range(8, 70))
