@@ -178,7 +178,7 @@ def _packages() -> list[Package]:
         )
         if name in probed:
             probe = probed[name]
-            is_present, version, why = probe.folder is not None, probe.version, probe.why
+            is_present, version, why = probe.folder is not None, probe.version, probe.reason
         else:
             is_present, version, why = name in present, version_of(name) or "", ""
         packages.append(Package(name, is_present, enables, version if is_present else "", why, get))

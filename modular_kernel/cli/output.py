@@ -150,7 +150,7 @@ def line(text: str = "") -> None:
 
     Non-printable characters are escaped.
     """
-    for part in printable(text, lines=True).splitlines() or [""]:
+    for part in printable(text, keep_lines=True).splitlines() or [""]:
         print("\n".join(fold(part, width())))
 
 
@@ -167,7 +167,7 @@ def print_error(text: str) -> None:
 
 
 def _print_to_stderr(text: str) -> None:
-    for part in printable(text, lines=True).splitlines():
+    for part in printable(text, keep_lines=True).splitlines():
         print("\n".join(fold(part, width(sys.stderr))), file=sys.stderr)
 
 

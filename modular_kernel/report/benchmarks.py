@@ -9,13 +9,12 @@ from modular_kernel.report.pages.document import Block, Document, Heading, Items
 from modular_kernel.report.records import BenchmarkRecord
 
 _ABOUT = (
-    "All records in `docs/benchmarks`, newest first: the time of a whole layer in microseconds for "
-    "each number of tokens. An older record describes older kernels. Each record is a single run, "
-    "so a ratio between two records includes run-to-run variation. "
-    "[Benchmarks](benchmarks/README.md) describes the method; the other pages in that folder "
-    "describe what was compared and why."
+    "The records in `docs/benchmarks`, newest first: the time of a whole layer in microseconds for "
+    "each number of tokens. Each record is a single run of `make bench` or `mk bench`, so a ratio "
+    "of two records includes run-to-run variation. [Benchmarks](benchmarks/README.md) describes "
+    "the method and how to measure."
 )
-_MOST_PANELS = 20  # a figure with more of them, the legend among them, is not drawn
+_MAX_PANELS = 20  # including the legend; a figure with more is not drawn
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
@@ -59,7 +58,7 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
     if lines:
         blocks.append(Items(lines))
     plot = figure(name, report)
-    if plot is not None and len(plot.panels) <= _MOST_PANELS:
+    if plot is not None and len(plot.panels) <= _MAX_PANELS:
         blocks.append(plot)
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
