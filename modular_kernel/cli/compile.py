@@ -49,7 +49,7 @@ def compile_kernels(
 
     output.note(_describe_job(kernels, target, only))
     progress = partial(output.progress, steady=True)  # one kernel may take many seconds
-    compiled = compile_all(target, progress, workers=workers, only=only)
+    compiled = compile_all(target, progress, workers=workers, name_filter=only)
     if not compiled.rows and not compiled.left_out:
         need = "part of the name of a kernel or a case, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)

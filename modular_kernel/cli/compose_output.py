@@ -40,8 +40,8 @@ def print_text(choice: "Choice") -> None:
         [_segment_row(choice, segment) for segment in choice.segments],
     )
     output.line(choice.summary)
-    for reason in dict.fromkeys(candidates.silent.values()):
-        output.line(f"{counted(len(candidates.silent), 'pairing')} not measured: {reason}")
+    for reason in dict.fromkeys(candidates.untimeable.values()):
+        output.line(f"{counted(len(candidates.untimeable), 'pairing')} not measured: {reason}")
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
@@ -120,7 +120,7 @@ def explain_text(choice: "Choice") -> None:
             for verdict in choice.candidates.refused
         ],
     )
-    key = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
+    key = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
     output.line(f"cached for: {key}")
 
 

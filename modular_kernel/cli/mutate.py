@@ -125,7 +125,7 @@ def run_mutation(
         return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    part_surveys = surveys(parts, pairs, level, where=execution)
+    part_surveys = surveys(parts, pairs, level, backend=execution)
     if options.bits is not None:
         return _compare_bits(mutants, part_surveys[0], options.bits, as_json=as_json)
     scores, records = _mutation_scores(part_surveys, options)
@@ -240,10 +240,10 @@ def _mutation_scores(
                 mutation_score(
                     survey,
                     count=count,
-                    only=options.only,
-                    known=known,
-                    dead=dead,
-                    told=report_progress,
+                    ident=options.only,
+                    known_outcomes=known,
+                    recorded=dead,
+                    on_progress=report_progress,
                 )
             )
     return scores, [record_of(score) for score in scores]
@@ -285,7 +285,7 @@ def _compare_bits(
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
 
-    bits = compare_bits(mutants, survey.coverage, problems, where=survey.where)
+    bits = compare_bits(mutants, survey.coverage, problems, backend=survey.backend)
     differing = command(bits.differing) if bits.differing else None
 
     def show() -> None:
@@ -329,8 +329,8 @@ def _print_text(score: "Score") -> None:
 
     survey = score.survey
     for outcome in score.survivors:
-        ran = counted(outcome.ran, "case")
-        cases = "no case executes it" if outcome.how == "not executed" else f"passed by {ran}"
+        ran = counted(outcome.num_cases, "case")
+        cases = "no case executes it" if outcome.status == "not executed" else f"passed by {ran}"
         output.line(f"SURVIVED {outcome.mutant.edit.operator}: {cases}")
         output.line(f"{outcome.mutant.diff()}\n  {reproducer(outcome, survey)}\n")
     for outcome, equivalence in score.equivalent:
@@ -344,7 +344,7 @@ def _print_text(score: "Score") -> None:
     output.table(("excluded, because", "mutants"), score.undetectable.items())
     output.table(("no case executes", "mutants"), score.not_executed.items())
     output.line(
-        f"{survey.part}: {len(score.fates)} of {score.executed} mutants run (seed "
+        f"{survey.part}: {len(score.outcomes)} of {score.executed} mutants run (seed "
         f"{score.seed}): {len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
     )

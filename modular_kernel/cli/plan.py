@@ -212,7 +212,7 @@ def _print(results: "list[SizeResult]", cluster: "Cluster", routing: str) -> Non
     for text in _assumptions(results, cluster, routing):
         output.line(f"- {text}")
     missing: dict[str, dict[str, None]] = {}
-    for pairing, reason in (pair for result in results for pair in result.without):
+    for pairing, reason in (pair for result in results for pair in result.unestimated):
         if "no measured" in reason or pairing.partition(" x ")[0] in LIBRARIES:
             missing.setdefault(reason, {})[pairing] = None
     for reason, pairings in missing.items():
@@ -294,7 +294,7 @@ def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
         output.table(columns, [_error_row(row) for row in rows])
         for summary in summaries(results):
             output.line(
-                f"{summary.what}: {summary.good} of {summary.count} within {WITHIN:.0%}, "
+                f"{summary.quantity}: {summary.accurate} of {summary.count} within {WITHIN:.0%}, "
                 f"mean {summary.mean:.1%}, worst {summary.worst:.1%}"
             )
 

@@ -229,7 +229,7 @@ def _show(result: "Profile", files: _Files) -> None:
     """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
-    for name, text in summary.facts(result):
+    for name, text in summary.description(result):
         output.line(f"{name + ':':15} {text}")
     for line in result.missing:
         output.line(f"caveat: {line}")

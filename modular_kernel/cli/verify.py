@@ -232,7 +232,8 @@ def _single_case(
     case = Case(pf, experts, problem, single_case.routing, single_case.seed, execution, interleaved)
     if (options.world_size or 1) > 1:
         if (
-            replace(execution, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY
+            replace(execution, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
+            != ORDINARY
             or interleaved
         ):
             need = "ordinary inputs with --world-size"
@@ -265,7 +266,9 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                covered_pairs = getattr(selection, "met", 0)  # a RankSelection is not pairwise
+                covered_pairs = getattr(
+                    selection, "num_covered", 0
+                )  # a RankSelection is not pairwise
                 impossible_pairs = len(getattr(selection, "impossible", ()))
                 pair, omitted = (pf_name, experts_name), _describe_omitted(host, level)
                 cells = _reachable(host, *pair)
