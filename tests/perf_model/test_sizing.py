@@ -377,3 +377,14 @@ def test_an_option_that_a_comparison_would_ignore_is_refused(
     name = words.split()[0]
     assert (done.code, done.out) == (2, "")
     assert done.err == f"error: {name}: got {name} together with --compare, need only one of them\n"
+
+
+def test_without_experts_parts_a_library_is_listed_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("modular_kernel.perf_model.estimate.check_all", lambda *_: ())
+    sized = size(over_ranks(DEEPSEEK, 8, 8), Cluster(), others=True)
+    reasons = [reason for _, reason in sized.without]
+    assert not sized.estimates
+    assert len(reasons) == len(LIBRARIES) - sum(t.rows == "host" for t in LIBRARIES.values())
+    assert all(reason.startswith("no experts part is installed to judge") for reason in reasons)
