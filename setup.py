@@ -48,6 +48,7 @@ setup(
             "py.typed",
             "replay/launch/*.c",
             "report/pages/*.html",
+            "report/pages/*.md",
             "report/pages/*.css",
             "select/*.json",
             "select/data/*.json",
@@ -67,7 +68,7 @@ setup(
         "numpy>=1.26",
         "triton>=3.6,<3.10; platform_system == 'Linux'",
         "safetensors>=0.6.1",  # the first release with E8M0; it needs nothing itself
-        "typer>=0.15",
+        "click>=8.4.2",
         "rich>=13.7",
         "jinja2>=3.1",  # torch needs it, too
     ],

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.options import TOKENS_LIST, parse_schemes
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import capture, clock_of, l2_flusher, samples_ms
@@ -55,7 +55,7 @@ def main() -> int:
     report = {"seed": args.seed, "tokens": args.tokens, "cells": [], "calls": []}
     compose(Problem(1, 256, 256, 8, 2), terms=Terms(budget=0))  # warm up: import every part
     for name, sizes in _layers(args).items():
-        for quant in schemes(args.quant):
+        for quant in parse_schemes(args.quant):
             if time.monotonic() < args.end:
                 _check_layer(name, Problem(max(args.tokens), quant=quant, **sizes), args, report)
                 if args.json is not None:
@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.end = time.monotonic() + args.deadline
-    args.tokens = token_numbers(args.tokens_list)
+    args.tokens = TOKENS_LIST.parse(args.tokens_list, "--tokens-list")
     budgets = args.budgets.split(",")
     args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in budgets})
     return args

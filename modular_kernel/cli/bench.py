@@ -8,32 +8,33 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.bench_model import WholeModel, bench_model
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.bench_model import ModelOptions, bench_model
+from modular_kernel.cli.command import POSITIVE, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
+    TOKENS_LIST,
     ExpertsType,
     PfType,
     Prepared,
     ProblemOptions,
     not_prepared_error,
+    parse_schemes,
     refuse_combination,
 )
 from modular_kernel.cli.presets import (
     BASELINE_SHAPES,
     SHAPES,
     display_name,
-    facts,
-    known,
+    is_known,
+    problem_fields,
     unknown_model_error,
 )
 from modular_kernel.cli.ranks import resolve_world_size
-from modular_kernel.cli.record_files import load_record
-from modular_kernel.cli.report_files import ReportFiles
+from modular_kernel.cli.report_files import ReportFiles, load_record
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 from modular_kernel.utils import json_files
@@ -55,31 +56,33 @@ class Method:
     """Options for the measurement and for the layers to compare with."""
 
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of each row, such as 1,16,128.  [default: --tokens, or the shape's list]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            "Token counts, such as 1,16,128.  [default: --tokens, or the shape's list]",
+            type=TOKENS_LIST,
         ),
     ] = None
-    routing: Annotated[str, typer.Option(help="Kinds, such as uniform,zipf,hot1 (all to one).")] = (
-        "uniform"
-    )
-    eager: Annotated[
-        bool, typer.Option("--eager", help="Time eager calls, not replays of CUDA graphs.")
-    ] = False
+    routing: Annotated[
+        str, option("Routing patterns: uniform, zipf, zipfA or hotN (hot1: all to one).")
+    ] = "uniform"
+    eager: Annotated[bool, option("Time eager calls instead of CUDA graph replays.")] = False
     prepared: Prepared = False
     peer: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file that defines layers() to compare with; may be repeated."),
-        FileUse.READ,
-    ] = None
+        tuple[Path, ...],
+        option(
+            "A Python file that defines layers() to compare with; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = ()
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="Memory bandwidth of the roofline in TB/s.  [default: as measured]"),
+        option("Memory bandwidth of the roofline, in TB/s.  [default: measured]", type=POSITIVE),
     ] = None
-    ms: Annotated[float, typer.Option(help="Timed milliseconds of the device for each row.")] = 20
+    ms: Annotated[
+        float, option("Device time to measure per row, in milliseconds.", type=POSITIVE)
+    ] = 20
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds after which no new row is started.")
+        float | None, option("Start no new row after this many seconds.", type=POSITIVE)
     ] = None
 
 
@@ -89,19 +92,22 @@ class BenchFiles(ReportFiles):
 
     load: Annotated[
         Path | None,
-        typer.Option(help="Show and plot this --json record instead of measuring."),
-        FileUse.READ,
+        option(
+            "Show and plot this --json record instead of measuring.", type=FilePath(FileUse.READ)
+        ),
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="Write a plot of time over tokens to this .png file (needs matplotlib)."),
-        FileUse.WRITE,
+        option(
+            "Write a plot of time over tokens to this .png file; requires matplotlib.",
+            type=FilePath(FileUse.WRITE),
+        ),
     ] = None
 
 
 @dataclass(frozen=True)
-class _Named:
-    """Parts named on the command line, as an option group."""
+class _PairOptions:
+    """The names of a pair, as an option group."""
 
     pf_type: str | None = None
     experts_type: str | None = None
@@ -112,7 +118,7 @@ def bench(
     options: ProblemOptions,
     method: Method,
     files: BenchFiles,
-    whole: WholeModel,
+    model_options: ModelOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
@@ -146,15 +152,15 @@ def bench(
     usage.
     """
     if resolve_world_size(None) > 1:
-        got, need = f"a launcher's world of {resolve_world_size(None)} ranks", "one process"
+        got, need = f"a launcher with {resolve_world_size(None)} ranks", "one process"
         raise ConfigurationError(
-            "mk bench", got=got, need=f"{need}; use mk exchange to measure over ranks"
+            "mk bench", got=got, need=f"{need}; to measure over ranks, use mk exchange"
         )
-    whole.check_alone()
-    if whole.hf is not None:
+    model_options.check_alone()
+    if model_options.hf is not None:
         refuse_combination("--hf", (options, method, files), ("dtype", "as_json"))
         bench_model(
-            whole,
+            model_options,
             dtype=options.dtype,
             pf_type=pf_type,
             experts_type=experts_type,
@@ -162,24 +168,24 @@ def bench(
         )
         return
     if files.load is not None:
-        refuse_combination("--load", (options, method, _Named(pf_type, experts_type)))
-    cells_of = _Cells(options, method)
+        refuse_combination("--load", (options, method, _PairOptions(pf_type, experts_type)))
+    benchmark_cells = _Cells(options, method)
     _check_plot(files)
     if files.load is not None:
-        _finish(_loaded(files.load), files)
+        _finish(_load(files.load), files)
         return
     prepare_host()
     from modular_kernel.bench.run import BenchJob, run
     from modular_kernel.catalog import this_machine
     from modular_kernel.measure.records import FAILED, WRONG
 
-    machine, cells = this_machine(), tuple(cells_of.cells())
-    offers = _offers(cells_of, cells, machine, pf_type, experts_type)
+    machine, cells = this_machine(), tuple(benchmark_cells.cells())
+    offers = _offers(benchmark_cells, cells, machine, pf_type, experts_type)
     if not offers:
         output.line(
-            "nothing to measure: no pair is valid on this machine and there is no other layer"
+            "nothing to measure: no pair is valid on this machine, and no other layer was given"
         )
-        raise typer.Exit(1)
+        raise Exit(1)
     job = BenchJob(
         cells=cells,
         offers=tuple(offers),
@@ -191,11 +197,11 @@ def bench(
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
     activity = ["measuring hardware peaks"]
-    with output.waiting(lambda: activity[0]):
-        report = run(job, _progress(files), lambda row: activity.__setitem__(0, row))
+    with output.activity_notes(lambda: activity[0]):
+        report = run(job, _row_reporter(files), lambda row: activity.__setitem__(0, row))
     _finish(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 class _Cells:
@@ -204,11 +210,7 @@ class _Cells:
     def __init__(self, options: ProblemOptions, method: Method) -> None:
         self.options, self.method = options, method
         if self.method.eager and self.options.graph:
-            raise ConfigurationError("--graph", got="--eager too", need="one of them")
-        for name in ("bandwidth", "ms", "deadline"):
-            value = getattr(self.method, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"--{name}", got=value, need="> 0")
+            raise ConfigurationError("--graph", got="--eager too", need="only one of them")
         self.names()
         self.tokens("")
 
@@ -218,26 +220,28 @@ class _Cells:
             return [""]
         names: list[str] = []
         for name in self.options.model.split(","):
-            if name != BASELINE and not known(name) and not is_file(name):
+            if name != BASELINE and not is_known(name) and not is_file(name):
                 raise unknown_model_error(name, BASELINE)
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        text = self.method.tokens_list
-        if text is None:
+        tokens_list = self.method.tokens_list
+        if tokens_list is None:
             if self.options.tokens is not None:
                 return (self.options.tokens,)
             return _LARGE_SHAPE_TOKENS.get(name, _SHAPE_TOKENS if name in SHAPES else _TOKENS)
         if self.options.tokens is not None:
-            raise ConfigurationError("--tokens", got="--tokens-list too", need="one of them")
-        return token_numbers(text)
+            raise ConfigurationError("--tokens", got="--tokens-list too", need="only one of them")
+        return tokens_list
 
     def quants(self) -> list[str]:
         """Return the schemes in --quant, else those of the models' config files, else "none"."""
         if self.options.quant is not None:
-            return schemes(self.options.quant)
-        names = [facts(name).get("quant", "none") if name else "none" for name in self.names()]
+            return parse_schemes(self.options.quant)
+        names = [
+            problem_fields(name).get("quant", "none") if name else "none" for name in self.names()
+        ]
         return list(dict.fromkeys(str(quant) for quant in names))
 
     def problem(self, name: str) -> "Problem":
@@ -262,11 +266,11 @@ class _Cells:
 
 
 def _offers(
-    wanted: _Cells,
+    benchmark_cells: _Cells,
     cells: "tuple[LayerCase, ...]",
     machine: "Machine",
-    pf: str | None,
-    experts: str | None,
+    pf_type: str | None,
+    experts_type: str | None,
 ) -> "list[BenchOffer]":
     """Return our pairs, plus the baseline and the --peer layers with the same operand types."""
     from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
@@ -274,33 +278,40 @@ def _offers(
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
-    quants = wanted.quants()
+    quants = benchmark_cells.quants()
     # Require graph capture unless a part is named: this excludes torch loops over experts.
-    graph = machine.device == "cuda" and not wanted.method.eager and pf is None and experts is None
+    graph = (
+        machine.device == "cuda"
+        and not benchmark_cells.method.eager
+        and pf_type is None
+        and experts_type is None
+    )
     problems = [
         replace(cell.problem, quant=quant, graph=cell.problem.graph or graph)
         for quant in quants
         for cell in cells
     ]
-    others = baseline_offers()
-    for path in wanted.method.peer or []:
-        others += peer_offers(path)
+    other_layers = baseline_offers()
+    for path in benchmark_cells.method.peer:
+        other_layers += peer_offers(path)
 
-    def kind(quant: str) -> str:
+    def operands_of(quant: str) -> str:
         return operands(cells[0].problem, QuantScheme.parse(quant))
 
-    kinds = {kind(quant) for quant in quants}
-    for offer in others:
-        if offer.origin == PEER and kind(offer.quant) not in kinds:
+    our_operands = {operands_of(quant) for quant in quants}
+    for offer in other_layers:
+        if offer.origin == PEER and operands_of(offer.quant) not in our_operands:
             need = f"--quant {offer.quant} or a scheme with the same operands"
-            output.note(f"skipped {offer.name}: needs {need}")
-    pairs = pair_offers(pf, experts, problems, machine, prepared=wanted.method.prepared)
-    if wanted.method.prepared:
-        _tell_unprepared(pairs, quants)
-    return pairs + [offer for offer in others if kind(offer.quant) in kinds]
+            output.note(f"skipped {offer.name}: got other operands, need {need}")
+    pairs = pair_offers(
+        pf_type, experts_type, problems, machine, prepared=benchmark_cells.method.prepared
+    )
+    if benchmark_cells.method.prepared:
+        _note_unprepared(pairs, quants)
+    return pairs + [offer for offer in other_layers if operands_of(offer.quant) in our_operands]
 
 
-def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
+def _note_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
     """Note the pairs without a prepared row; raise ConfigurationError if no pair has one."""
     from modular_kernel.bench.candidates import with_prepared
 
@@ -323,26 +334,26 @@ def _check_plot(files: BenchFiles) -> None:
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
 
 
-def _loaded(path: Path) -> "Report":
+def _load(path: Path) -> "Report":
     from modular_kernel.measure.records import Report
 
     return load_record("--load", path, Report.from_json)
 
 
-def _progress(files: BenchFiles) -> Any:
+def _row_reporter(files: BenchFiles) -> Any:
     """Make a callback that prints each new row on stderr and updates the JSON file."""
     printed = 0
 
-    def tell(report: "Report") -> None:
+    def report_new_rows(report: "Report") -> None:
         from modular_kernel.bench.tables import one_line
 
         nonlocal printed
         for row in report.rows[printed:]:
             output.note(one_line(row))
         printed = len(report.rows)
-        files.keep(report)
+        files.save(report)
 
-    return tell
+    return report_new_rows
 
 
 def _finish(report: "Report", files: BenchFiles) -> None:
@@ -364,9 +375,9 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     columns, cells = tables.text_table(report.rows)
-    routings = {row.routing for row in report.rows}  # if several, the column must stay
-    fixed = {"routing"} if len(routings) > 1 else set[str]()
-    output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in fixed])
+    routings = {row.routing for row in report.rows}  # with several, the column is required
+    required = {"routing"} if len(routings) > 1 else set[str]()
+    output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in required])
     output.note_interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)
     for text in tables.summary(report):
         output.line(text)

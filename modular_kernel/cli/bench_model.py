@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.presets import known, unknown_model_error
+from modular_kernel.cli.presets import is_known, unknown_model_error
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 from modular_kernel.text import counted
@@ -19,60 +20,56 @@ if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_NAME = "mk bench"
+_IMPLEMENTATION = "mk bench"
 _DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
 _ON_CPU = "no GPU: Triton kernels run in the interpreter, so times are meaningless"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeModel:
+class ModelOptions:
     """Options for the model to build and its workload."""
 
     hf: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Instead of a layer, time a whole transformers model with random weights: the path "
+            "of a config.json or its folder, or a name listed by `mk models`.",
             metavar="CONFIG",
-            help="Instead: time a whole transformers model of this config.json (or its folder, or "
-            "a name of `mk models`) with random weights.",
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="With --hf: number of layers to keep.  [default: all]")
+        int | None,
+        option("With --hf: number of layers to keep.  [default: all]", type=IntegerRange(1)),
     ] = None
-    batch: Annotated[int | None, typer.Option(help="With --hf: sequences.  [default: 1]")] = None
+    batch: Annotated[
+        int | None, option("With --hf: number of sequences.  [default: 1]", type=IntegerRange(1))
+    ] = None
     prompt: Annotated[
-        int | None, typer.Option(help="With --hf: tokens of the prefill.  [default: 128]")
+        int | None,
+        option("With --hf: tokens of the prefill.  [default: 128]", type=IntegerRange(1)),
     ] = None
     new_tokens: Annotated[
-        int | None, typer.Option(help="With --hf: tokens decoded after it.  [default: 16]")
+        int | None,
+        option("With --hf: tokens decoded after the prefill.  [default: 16]", type=IntegerRange(1)),
     ] = None
 
     def workload(self) -> "Workload":
-        """Return the workload, with defaults filled in.
-
-        Raises ConfigurationError for a number below 1.
-        """
+        """Return the workload, with defaults filled in."""
         from modular_kernel.bench.model_speed import Workload
 
-        options = {"batch": self.batch, "prompt": self.prompt, "new-tokens": self.new_tokens}
-        defaults = {"batch": 1, "prompt": 128, "new-tokens": 16}
-        numbers = {name: defaults[name] if n is None else n for name, n in options.items()}
-        for name, number in numbers.items():
-            if number < 1:
-                raise ConfigurationError(f"--{name}", got=number, need="1 or more")
-        return Workload(*numbers.values())
+        return Workload(self.batch or 1, self.prompt or 128, self.new_tokens or 16)
 
     def check_alone(self) -> None:
         """Raise ConfigurationError for an option that requires --hf if --hf is missing."""
-        for option in fields(self):
-            if self.hf is None and getattr(self, option.name) is not None:
-                name = f"--{option.name.replace('_', '-')}"
-                raise ConfigurationError(name, got=f"{name} alone", need="--hf CONFIG with it")
+        for field in fields(self):
+            if self.hf is None and getattr(self, field.name) is not None:
+                name = f"--{field.name.replace('_', '-')}"
+                raise ConfigurationError(name, got="no --hf", need="--hf CONFIG in addition")
 
 
 def bench_model(
-    whole: WholeModel,
+    model_options: ModelOptions,
     *,
     dtype: str | None,
     pf_type: str | None,
@@ -81,12 +78,12 @@ def bench_model(
 ) -> None:
     """Time a whole model with transformers' eager and grouped_mm experts, and with ours.
 
-    Raises typer.Exit(1) if a row is wrong or failed.
+    Raises Exit(1) if a row is wrong or failed.
     """
-    assert whole.hf is not None
-    if not is_file(whole.hf) and not known(whole.hf):
-        raise unknown_model_error(whole.hf)
-    workload = whole.workload()
+    assert model_options.hf is not None
+    if not is_file(model_options.hf) and not is_known(model_options.hf):
+        raise unknown_model_error(model_options.hf)
+    workload = model_options.workload()
     prepare_host()
     import torch
 
@@ -98,10 +95,10 @@ def bench_model(
     transformers().logging.set_verbosity_error()
     pair = pf_type or _NO_EP, experts_type or _DEFAULT_EXPERTS[device.type]
     implementations = _implementations(device.type, *pair)
-    built = random_model(whole.hf, device, dtype=dtype, layers=whole.layers)
+    built = random_model(model_options.hf, device, dtype=dtype, layers=model_options.layers)
     rows = measure(built.model, workload, implementations)
     record = {
-        "model": whole.hf,
+        "model": model_options.hf,
         "model_type": built.model_type,
         "layers": built.layers[0],
         "layers_of_config": built.layers[1],
@@ -117,14 +114,14 @@ def bench_model(
     notes = [*built.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
     output.print_result(record, as_json, lambda: _print(record, notes, rows))
     if any(row.status != OK for row in rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Implementation]":
     from modular_kernel.bench.model_speed import EAGER, Implementation
     from modular_kernel.integrations.transformers import register
 
-    name = register(pf_type, experts_type, name=_NAME)
+    name = register(pf_type, experts_type, name=_IMPLEMENTATION)
     use_torch = device == "cpu" and experts_type in _TORCH_PARTS
     others = [
         Implementation(implementation, implementation) for implementation in (EAGER, "grouped_mm")
@@ -140,15 +137,15 @@ def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[Spee
         output.line(f"  {note}")
     work = record["workload"]
     prompt = counted(work.prompt, "token")
-    output.line(f"{work.batch} x {prompt} of prefill, {work.new} decoded one by one")
-    first = rows[0]
+    output.line(f"workload: prefill of {work.batch} x {prompt}, then {work.new} decoding steps")
+    eager = rows[0]
     cells = [
         (
             row.experts,
             _speed(row.prefill, row.status),
-            _ratio(row.prefill, first.prefill),
+            _ratio(row.prefill, eager.prefill),
             _speed(row.decode, row.status),
-            _ratio(row.decode, first.decode),
+            _ratio(row.decode, eager.decode),
             "" if row.error is None or row.bound is None else f"{row.error / row.bound:.2f}",
         )
         for row in rows
@@ -171,5 +168,5 @@ def _speed(rate: float | None, status: str) -> str:
     return status if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
-def _ratio(rate: float | None, first: float | None) -> str:
-    return "" if rate is None or first is None else f"{rate / first:.2f} x"
+def _ratio(rate: float | None, eager: float | None) -> str:
+    return "" if rate is None or eager is None else f"{rate / eager:.2f} x"

@@ -3,15 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import option
 from modular_kernel.cli.machine_setup import select_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import with_launcher
-from modular_kernel.cli.tables import layout
+from modular_kernel.cli.tables import fit_table
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
@@ -29,14 +30,13 @@ def check(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     arch: Annotated[
-        str | None, typer.Option(help="Check for a GPU of this compute capability, such as 9.0.")
+        str | None, option("Check for a GPU of this compute capability, such as 9.0.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Check for a machine with this device: cuda or cpu.")
+        Literal["cuda", "cpu"] | None, option("Check for a machine with this device.")
     ] = None,
     packages: Annotated[
-        str | None,
-        typer.Option(help="Check for a machine with only these packages, such as deep_ep,triton."),
+        str | None, option("Check for a machine with only these packages, such as deep_ep,triton.")
     ] = None,
     as_json: AsJson = None,
 ) -> None:
@@ -51,8 +51,8 @@ def check(
     problem = options.problem()
     checkpoint = _checkpoint(options)
     if checkpoint is not None:
-        problem = _as_stored(problem, options, checkpoint)
-    _warn(problem)
+        problem = _with_checkpoint_fields(problem, options, checkpoint)
+    _warn_of_sizes(problem)
     machine = select_machine(arch, device, packages)
     from modular_kernel.catalog import load_catalog
 
@@ -78,7 +78,7 @@ def check(
 
     output.print_result(record, as_json, show)
     if not any(verdict.ok for verdict in verdicts):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
@@ -93,8 +93,8 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     from modular_kernel.checkpoints.inspection import inspect
     from modular_kernel.checkpoints.safetensors_files import has_tensors
 
-    with_tensors = has_tensors(Path(options.model))
-    return inspect(options.model, options.dtype) if with_tensors else None
+    has_files = has_tensors(Path(options.model))
+    return inspect(options.model, options.dtype) if has_files else None
 
 
 def _describe_source(checkpoint: "InspectionReport") -> str:
@@ -107,13 +107,13 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
     return f"; it has no dtype, using {checkpoint.problem_fields['dtype']} of the files"
 
 
-def _as_stored(
+def _with_checkpoint_fields(
     problem: "Problem", options: ProblemOptions, checkpoint: "InspectionReport"
 ) -> "Problem":
     """Return the problem with the checkpoint's quant and activation, unless options set them."""
     fields = {name: checkpoint.problem_fields[name] for name in ("quant", "activation")}
-    explicit = {name for name in fields if getattr(options, name) is not None}
-    return replace(problem, **{n: value for n, value in fields.items() if n not in explicit})
+    set_by_user = {name for name in fields if getattr(options, name) is not None}
+    return replace(problem, **{n: value for n, value in fields.items() if n not in set_by_user})
 
 
 def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
@@ -127,7 +127,7 @@ def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
     }
 
 
-def _warn(problem: "Problem") -> None:
+def _warn_of_sizes(problem: "Problem") -> None:
     """Warn of sizes that are valid but probably a mistake."""
     if problem.top_k > problem.experts:
         output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
@@ -209,7 +209,7 @@ def _print_verdict(verdict: "Verdict") -> None:
         return
     count = counted(len(verdict.rejections), "reason")
     output.line(f"{verdict.pairing}: refused for {subject}, {count}")
-    output.rejections(verdict.rejections)
+    output.print_rejections(verdict.rejections)
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
@@ -222,7 +222,7 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
             by_rule.setdefault(rule, []).append(first)
     letters = dict(zip(by_rule, letters_for(len(by_rule)), strict=True))
     names = dict.fromkeys(verdict.experts for verdict in verdicts)
-    cells = {(v.prepare_finalize, v.experts): _cell(v, letters) for v in verdicts}
+    cells = {(v.prepare_finalize, v.experts): _format_cell(v, letters) for v in verdicts}
     rows = [
         (pf.removesuffix(_SUFFIX), *(cells[pf, experts] for experts in names))
         for pf in dict.fromkeys(verdict.prepare_finalize for verdict in verdicts)
@@ -245,7 +245,7 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     matrix is split into several tables.
     """
     head = f"..{_SUFFIX}"
-    if layout((head, *names), rows, output.width()).columns:
+    if fit_table((head, *names), rows, output.width()) is not None:
         output.table((head, *names), rows)
         return
     numbers, start = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
@@ -253,14 +253,14 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
         for end in range(len(names), start, -1):
             part = [(row[0], *row[1 + start : 1 + end]) for row in rows]
             columns = (head, *numbers[start:end])
-            if layout(columns, part, output.width()).columns or end == start + 1:
+            if end == start + 1 or fit_table(columns, part, output.width()) is not None:
                 output.table(columns, part)
                 break
         start = end
     output.line(", ".join(f"{short}={name}" for short, name in zip(numbers, names, strict=True)))
 
 
-def _cell(verdict: "Verdict", letters: dict[str, str]) -> str:
+def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:
     """Format a verdict as "ok", or as the letters of the violated rules."""
     return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
 

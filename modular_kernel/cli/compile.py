@@ -8,9 +8,10 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import limit_workers
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
@@ -24,16 +25,11 @@ def compile_kernels(
     *,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check",
-            help="Exit with 1 if a kernel breaks a limit or is not compiled, or if none is.",
-        ),
+        option("Exit with 1 if a kernel breaks a limit or is not compiled, or if none is."),
     ] = False,
-    target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
-    only: Annotated[
-        str, typer.Option(help="Only kernels and cases whose names contain this text.")
-    ] = "",
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    target: Annotated[str, option("Compile for this GPU.")] = "sm_90",
+    only: Annotated[str, option("Only kernels and cases whose names contain this text.")] = "",
+    workers: Annotated[int, option("Number of worker processes.", type=IntegerRange(1))] = 1,
     as_json: AsJson = None,
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
@@ -47,15 +43,15 @@ def compile_kernels(
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
     workers = limit_workers(workers)
     # The first import after installation is slow.
-    with output.waiting(lambda: "loading torch, triton and the parts"):
+    with output.activity_notes(lambda: "loading torch, triton and the parts"):
         kernels = _kernels()
         from modular_kernel.testing.compile.cases import compile_all
 
-    output.note(_announcement(kernels, target, only))
-    bar = partial(output.progress, steady=True)  # one kernel may take many seconds
-    compiled = compile_all(target, bar, workers=workers, name_filter=only)
+    output.note(_describe_job(kernels, target, only))
+    progress = partial(output.progress, steady=True)  # one kernel may take many seconds
+    compiled = compile_all(target, progress, workers=workers, name_filter=only)
     if not compiled.rows and not compiled.left_out:
-        need = "a piece of a kernel's or a case's name, such as route_kernel or TritonExperts"
+        need = "part of the name of a kernel or a case, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
     rows = [_record(row) for row in compiled.rows]
     record = {"kernels": rows, "left_out": compiled.left_out, "only": only}
@@ -64,7 +60,7 @@ def compile_kernels(
     if check and not compiled.rows:
         output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
     if check and (missing or not compiled.rows or any(row.violations for row in compiled.rows)):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _kernels() -> list[str]:
@@ -72,20 +68,20 @@ def _kernels() -> list[str]:
     from modular_kernel.machine import importable
 
     if not importable({"triton"}):
-        raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
+        raise ConfigurationError("mk compile", got="no triton", need="the package triton")
     from modular_kernel.testing.compile.kernels_defined import defined_kernels
 
     return list(defined_kernels())
 
 
-def _announcement(kernels: list[str], target: str, only: str) -> str:
+def _describe_job(kernels: list[str], target: str, only: str) -> str:
     """Describe what will be compiled and how long it takes."""
-    named = [name for name in kernels if only in name]
+    matching = [name for name in kernels if only in name]
     if not only:
         text = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
         return f"{text}; takes minutes (faster: --only KERNEL, --workers N)"
-    if named:
-        text = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
+    if matching:
+        text = f"{len(matching)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
         return f"{text}, and all kernels of matching cases"
     return f"kernels of cases named {only!r} for {target}: may take minutes; no other is compiled"
 
@@ -94,8 +90,8 @@ def _record(row: "CompiledRow") -> dict[str, object]:
     return {"case": row.case, "record": row.record, "violations": row.violations}
 
 
-def _print_text(done: "CompileResult", *, check: bool, only: str) -> None:
-    rows = done.rows
+def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
+    rows = result.rows
     counts = [_instructions(row, check=check) for row in rows]
     columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")
     cells = [_cells(*row) for row in zip(rows, counts, strict=True)]
@@ -103,16 +99,18 @@ def _print_text(done: "CompileResult", *, check: bool, only: str) -> None:
     broken = [row for row in rows if row.violations]
     for row in broken:
         output.line("\n".join(row.violations))
-    left_out = [(k.kernel, k.module, k.reason or "no case launches it") for k in done.left_out]
-    output.table(("left out", "of", "because"), left_out)
+    left_out = [(k.kernel, k.module, k.reason or "no case launches it") for k in result.left_out]
+    output.table(("left out", "module", "reason"), left_out)
     kernels = len({row.record.kernel for row in rows})
-    forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"
-    rest = (
-        f"no other case or kernel than those with {only!r} was compiled"
+    compiled_forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"
+    omitted = (
+        f"only cases and kernels matching {only!r} were compiled"
         if only
         else f"{len(left_out)} left out"
     )
-    output.line(f"triton {version('triton')}: {forms}, {len(broken)} break a limit; {rest}")
+    output.line(
+        f"triton {version('triton')}: {compiled_forms}, {len(broken)} break a limit; {omitted}"
+    )
 
 
 def _instructions(row: "CompiledRow", *, check: bool) -> str:

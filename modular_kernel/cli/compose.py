@@ -3,12 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from modular_kernel.cli import output
+from modular_kernel.cli.command import option
 from modular_kernel.cli.compose_output import explain_text, print_text, progress_notes, record
-from modular_kernel.cli.list_options import token_numbers
-from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.cli.options import TOKENS_LIST, AsJson, ProblemOptions
 from modular_kernel.cli.ranks import Backend, host_of, with_launcher
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
     from modular_kernel.spec.problem import Machine, Problem
 
-_TOKENS_OF_A_GPU = 8192
+_MAX_TOKENS_ON_GPU = 8192
 _BUDGET_S = 20.0  # duplicates the default of modular_kernel.select, whose import loads torch
 _AFTER_BUDGET_S = 300  # extra time for ranks to start, create weights and finish their last timing
 
@@ -27,22 +25,20 @@ class ComposeOptions:
     """Token counts, routing and time budget of the measurement."""
 
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens to measure, such as 1,16,128.  [default: powers of two to --tokens]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            "Token counts to measure, such as 1,16,128.  [default: powers of two to --tokens]",
+            type=TOKENS_LIST,
         ),
     ] = None
-    budget: Annotated[
-        float, typer.Option(help="Total seconds, including compilation; 0 skips timing.")
-    ] = _BUDGET_S
-    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
-    replicated: Annotated[
-        bool, typer.Option("--replicated", help="Every rank passes the same tokens.")
-    ] = False
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Ignore cached timings and measure again.")
-    ] = False
+    budget: Annotated[float, option("Total seconds, including compilation; 0 skips timing.")] = (
+        _BUDGET_S
+    )
+    routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
+        "uniform"
+    )
+    replicated: Annotated[bool, option("Every rank passes the same tokens.")] = False
+    fresh: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
         """Return the maximum number of tokens per call; None means the problem's default.
@@ -52,15 +48,14 @@ class ComposeOptions:
         if options.tokens is not None:
             return options.tokens
         if self.tokens_list is not None:
-            return max(token_numbers(self.tokens_list))
-        return _TOKENS_OF_A_GPU if gpu else None
+            return max(self.tokens_list)
+        return _MAX_TOKENS_ON_GPU if gpu else None
 
     def terms(self) -> "Terms":
         from modular_kernel.select.autotune import Terms
 
-        tokens = None if self.tokens_list is None else token_numbers(self.tokens_list)
         return Terms(
-            tokens=tokens,
+            tokens=self.tokens_list,
             budget=self.budget,
             routing=self.routing,
             replicated=self.replicated,
@@ -71,10 +66,9 @@ class ComposeOptions:
 def compose(
     *,
     options: ProblemOptions,
-    choosing: ComposeOptions,
+    search: ComposeOptions,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Show the times of every pairing, or why it was not timed."),
+        bool, option("Show the times of every pairing, or why it was not timed.")
     ] = False,
     backend: Backend = None,
     as_json: AsJson = None,
@@ -101,12 +95,14 @@ def compose(
     Exits with 1 if every pairing is refused, and with 2 on bad usage.
     """
     options = with_launcher(options)
-    if choosing.replicated and (options.world_size or 1) == 1:
-        raise ConfigurationError("--replicated", got="one rank", need="--world-size N in addition")
-    terms = choosing.terms()
+    if search.replicated and (options.world_size or 1) == 1:
+        raise ConfigurationError(
+            "--replicated", got="a single rank", need="--world-size N in addition"
+        )
+    terms = search.terms()
     with host_of(options.world_size, backend) as host:
         gpu = host.machine.device == "cuda"
-        options = replace(options, tokens=choosing.max_tokens(options, gpu=gpu))
+        options = replace(options, tokens=search.max_tokens(options, gpu=gpu))
         problem = options.problem()
         if host.pool is None:
             if as_json != output.STDOUT:

@@ -1,6 +1,6 @@
 """Text and JSON output of `mk compose`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,12 @@ _MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machi
 def progress_notes(problem: "Problem") -> "Callable[[Bucket], None]":
     """Make a callback that notes the fastest times of each measured token count on stderr."""
 
-    def tell(bucket: "Bucket") -> None:
+    def note_times(bucket: "Bucket") -> None:
         times = sorted(bucket.times.items(), key=lambda item: item[1])
-        shown = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
-        output.note(f"{counted(bucket.tokens, 'token')}: {shown or 'nothing could be timed'}")
+        texts = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
+        output.note(f"{counted(bucket.tokens, 'token')}: {texts or 'no pairing could be timed'}")
 
-    return tell
+    return note_times
 
 
 def print_text(choice: "Choice") -> None:
@@ -34,14 +34,14 @@ def print_text(choice: "Choice") -> None:
     valid = len(candidates.order)
     count = valid + len(candidates.refused)
     text = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
-    output.line(f"{text}{_with_interpreter(choice)}")
+    output.line(f"{text}{_interpreter_note(choice)}")
     output.table(
-        ("tokens", "pairing", "us (first .. last)", "x default", "by"),
+        ("tokens", "pairing", "us (first .. last)", "x default", "source"),
         [_segment_row(choice, segment) for segment in choice.segments],
     )
     output.line(choice.summary)
     for reason in dict.fromkeys(candidates.untimeable.values()):
-        output.line(f"not measured: {len(candidates.untimeable)} pairings: {reason}")
+        output.line(f"{counted(len(candidates.untimeable), 'pairing')} not measured: {reason}")
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
@@ -52,7 +52,7 @@ def print_text(choice: "Choice") -> None:
         output.note(f"note: {note}")
 
 
-def _with_interpreter(choice: "Choice") -> str:
+def _interpreter_note(choice: "Choice") -> str:
     """Return a note on pairings that are valid only in Triton's interpreter, which is not timed.
 
     Returns "" if the interpreter is on or not available.
@@ -81,17 +81,16 @@ def _needs(verdict: "Verdict", machine: "Machine") -> str:
 def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
     buckets = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
     timed = [o for b in buckets if (o := b.outcome(segment.pair)) is not None and o.us is not None]
-    times = _ends(f"{o.us:.1f}" for o in timed)
-    ratios = _ends(f"{o.ratio:.2f}" for o in timed)
+    times = _first_to_last([f"{o.us:.1f}" for o in timed])
+    ratios = _first_to_last([f"{o.ratio:.2f}" for o in timed])
     picks = [p for t, p in choice.picks_with_source.items() if segment.first <= t <= segment.last]
-    by = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
+    source = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
-    return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", by
+    return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
 
-def _ends(shown: Iterable[str]) -> str:
+def _first_to_last(texts: Sequence[str]) -> str:
     """Format the first and the last text as "first .. last"; once if they are equal."""
-    texts = list(shown)
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
@@ -121,8 +120,8 @@ def explain_text(choice: "Choice") -> None:
             for verdict in choice.candidates.refused
         ],
     )
-    facts = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
-    output.line(f"cached for: {facts}")
+    key = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
+    output.line(f"cached for: {key}")
 
 
 def _untimed_text(choice: "Choice") -> None:

@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.check import judge_pairs, matrix_record
+from modular_kernel.cli.command import option
 from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
@@ -65,7 +66,7 @@ class Baseline:
     model: Model
     ids: "torch.Tensor"
     exact: "torch.Tensor"
-    own_difference: float
+    baseline_error: float
     routing: "RecordedRouting"
 
 
@@ -78,30 +79,27 @@ class RecordedRouting:
     def recorded(self, model: Model) -> AbstractContextManager[None]:
         """Record the routing that the model's routers choose."""
 
-        def keep(name: str, module: object, args: tuple[Any, ...]) -> None:
+        def record_call(name: str, module: object, args: tuple[Any, ...]) -> None:
             self.of_module[name] = args[1], args[2]
 
-        return _hook_experts(model, keep)
+        return _hook_experts(model, record_call)
 
     def replayed(self, model: Model) -> AbstractContextManager[None]:
         """Replace the model's routing by the recorded one, so that near ties do not change it."""
 
-        def swap(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def replace_routing(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids, weights = self.of_module[name]
             return args[0], ids, weights.to(args[2].dtype)
 
-        return _hook_experts(model, swap)
+        return _hook_experts(model, replace_routing)
 
 
 def demo(
     *,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
+        Literal["cuda", "cpu"] | None, option("Run on this device.  [default: the GPU, if any]")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Only this dtype: float32, float16 or bfloat16.", show_default=False),
-    ] = None,
+    dtype: Annotated[str | None, option("Only this dtype: float32, float16 or bfloat16.")] = None,
     as_json: AsJson = None,
 ) -> None:
     """Run four small models with transformers' experts and with ours, and compare the results.
@@ -119,24 +117,24 @@ def demo(
     from modular_kernel.spec.problem import dtype_name, parse_dtype
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
-    began = time.perf_counter()
+    start = time.perf_counter()
     pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
     runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(_unbatched(pairings)) * len(
         CHECKPOINTS
     )
-    rows, packed = list[DemoRow](), list[CheckpointRow]()
-    status = output.waiting(lambda: f"run {len(rows) + len(packed) + 1} of {runs}")
+    rows, checkpoints = list[DemoRow](), list[CheckpointRow]()
+    status = output.activity_notes(lambda: f"run {len(rows) + len(checkpoints) + 1} of {runs}")
     with (
         nullcontext() if sys.stderr.isatty() else status,
         nullcontext(_ignore_message)
         if as_json == output.STDOUT
         else output.step_lines(runs, "runs") as report,
     ):
-        for row in _rows(machine, pairings, dtypes, report):
+        for row in _model_results(machine, pairings, dtypes, report):
             rows.append(row)
-        for checkpoint in _packed(machine, pairings, report):
-            packed.append(checkpoint)
-    seconds = time.perf_counter() - began
+        for checkpoint in _checkpoint_results(machine, pairings, report):
+            checkpoints.append(checkpoint)
+    seconds = time.perf_counter() - start
     rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
 
@@ -144,26 +142,24 @@ def demo(
     record = {
         "machine": machine,
         "rows": [_record(row) for row in rows],
-        "checkpoints": [_record(row) for row in packed],
+        "checkpoints": [_record(row) for row in checkpoints],
         "tokens_per_second": rates,
         "matrix": matrix_record(verdicts, problem, machine),
     }
     slow = _interpreted(pairings, machine)
     output.print_result(
-        record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts, slow)
+        record, as_json, lambda: print_demo(rows, checkpoints, seconds, rates, verdicts, slow)
     )
-    passed = [row.ok for row in rows] + [row.ok for row in packed]
-    if not rows or not packed or not all(passed):
-        raise typer.Exit(1)
+    passed = [row.ok for row in rows] + [row.ok for row in checkpoints]
+    if not rows or not checkpoints or not all(passed):
+        raise Exit(1)
 
 
 def _record(row: DemoRow | CheckpointRow) -> dict[str, object]:
     return {**output.to_json_types(row), "ok": row.ok}  # type: ignore[dict-item]
 
 
-def _machine(device: str | None) -> "Machine":
-    if device not in (None, "cuda", "cpu"):
-        raise ConfigurationError("--device", got=repr(device), need="cuda or cpu")
+def _machine(device: Literal["cuda", "cpu"] | None) -> "Machine":
     if device == "cpu":
         enable_interpreter()
     prepare_host(quiet=device == "cpu")
@@ -179,24 +175,27 @@ def _ignore_message(_: str) -> None:
     """Ignore a progress message."""
 
 
-def _rows(
-    machine: "Machine", pairings: Sequence[Pair], dtypes: list[str], tell: Callable[[str], None]
+def _model_results(
+    machine: "Machine",
+    pairings: Sequence[Pair],
+    dtypes: list[str],
+    report_step: Callable[[str], None],
 ) -> Iterator[DemoRow]:
     try:
         from modular_kernel.integrations.transformers import register
     except ImportError as error:
         output.note(f"error: {error}")
-        raise typer.Exit(2) from None
+        raise Exit(2) from None
     transformers().logging.set_verbosity_error()
     for pair in pairings:
         register(*pair, name=" x ".join(pair))
     for dtype in dtypes:
         for name in SMALL_MODELS:
             base = baseline(small_model(name, dtype, machine.device))
-            own_tokens = greedy_tokens(base) if dtype == "float32" else None
+            baseline_tokens = greedy_tokens(base) if dtype == "float32" else None
             for pair in pairings:
-                row = compare(base, " x ".join(pair), name, own_tokens)
-                tell(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
+                row = compare(base, " x ".join(pair), name, baseline_tokens)
+                report_step(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
 
 
@@ -205,12 +204,12 @@ def _unbatched(pairings: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
 
-def _packed(
-    machine: "Machine", pairings: Sequence[Pair], tell: Callable[[str], None]
+def _checkpoint_results(
+    machine: "Machine", pairings: Sequence[Pair], report_step: Callable[[str], None]
 ) -> Iterator[CheckpointRow]:
     """Run the quantized checkpoints on the pairings in the standard format."""
     for row in checkpoint_rows(_unbatched(pairings), machine.device):
-        tell(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
+        report_step(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
         yield row
 
 
@@ -276,11 +275,13 @@ def baseline(model: Model) -> Baseline:
     with routing.recorded(exact_model), _float64():
         exact = logits(exact_model, ids)
     with routing.replayed(model):
-        own_difference = (logits(model, ids) - exact).abs().max().item()
-    return Baseline(model, ids, exact, own_difference, routing)
+        baseline_error = (logits(model, ids) - exact).abs().max().item()
+    return Baseline(model, ids, exact, baseline_error, routing)
 
 
-def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens | None) -> DemoRow:
+def compare(
+    base: Baseline, implementation: str, name: str, baseline_tokens: Tokens | None
+) -> DemoRow:
     """Run the model of `base` with another experts implementation and compare the results.
 
     own_tokens: tokens decoded with the model's own experts; None skips decoding. The model's own
@@ -297,9 +298,11 @@ def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens |
     with base.routing.replayed(base.model):
         difference = (logits(base.model, base.ids) - base.exact).abs().max().item()
     equal = None
-    if own_tokens is not None:
-        tokens = greedy_tokens(base, len(own_tokens))
-        equal = sum(token == expected for token, expected in zip(tokens, own_tokens, strict=True))
+    if baseline_tokens is not None:
+        tokens = greedy_tokens(base, len(baseline_tokens))
+        equal = sum(
+            token == expected for token, expected in zip(tokens, baseline_tokens, strict=True)
+        )
     base.model.set_experts_implementation(EAGER)
     dtype = base.model.dtype
     rounding = torch.finfo(dtype).eps / 2 * base.exact.abs().max().item()
@@ -308,9 +311,9 @@ def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens |
         dtype=str(dtype).removeprefix("torch."),
         pairing=" and ".join(sorted({kernel.pairing for kernel in kernels.values()})),
         difference=difference,
-        bound=_FACTOR * base.own_difference + rounding,
+        bound=_FACTOR * base.baseline_error + rounding,
         equal_tokens=equal,
-        decoded_tokens=len(own_tokens or ()),
+        decoded_tokens=len(baseline_tokens or ()),
         seconds=time.perf_counter() - start,
     )
 

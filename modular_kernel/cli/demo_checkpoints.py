@@ -35,10 +35,10 @@ def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterato
         for number, (family, kind) in enumerate(CHECKPOINTS):
             sample = write(Path(folder) / str(number), family, kind)
             for pair in pairings:
-                yield judged_layer(sample, family, kind, pair, device)
+                yield check_layer(sample, family, kind, pair, device)
 
 
-def judged_layer(
+def check_layer(
     sample: "Sample", family: str, kind: str, pair: tuple[str, str], device: str
 ) -> CheckpointRow:
     """Load and run the experts of layer 0 of a sample, and compare with its float64 result.

@@ -13,7 +13,7 @@ from modular_kernel.text import counted
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
 
-_NEXT = (
+_NEXT_COMMANDS = (
     ("mk check --model mixtral-8x7b", "which pairs serve a model, and why not"),
     ("mk test --experts-type TorchExperts", "verify pairs with a float64 oracle"),
     ("mk compose", "time the valid pairs, choose the fastest"),
@@ -69,17 +69,17 @@ class CheckpointRow:
 
 def print_demo(
     rows: Sequence[DemoRow],
-    packed: Sequence[CheckpointRow],
+    checkpoints: Sequence[CheckpointRow],
     seconds: float,
     rates: Mapping[str, float],
     verdicts: "Sequence[Verdict]",
-    interpreted: Sequence[str],
+    interpreted_parts: Sequence[str],
 ) -> None:
     """Print the results of the demo.
 
-    packed: rows of the quantized checkpoints. seconds: total time of all rows. rates: tokens per
-    second of one model, by experts implementation. interpreted: experts parts that ran in Triton's
-    interpreter.
+    checkpoints: rows of the quantized checkpoints. seconds: total time of all rows. rates: tokens
+    per second of one model, by experts implementation. interpreted_parts: experts parts that ran in
+    Triton's interpreter.
     """
     models = tuple(dict.fromkeys(row.model for row in rows))
     pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
@@ -94,53 +94,56 @@ def print_demo(
             tokens = f"{row.equal_tokens} of {row.decoded_tokens} tokens equal"
             error = f"logit error {row.difference:.2e}, bound {row.bound:.2e}"
             output.line(f"FAILED: {row.model} {row.dtype} on {row.pairing}: {error}; {tokens}")
-    _print_packed(packed)
-    good = sum(row.ok for row in rows)
+    _print_checkpoints(checkpoints)
+    passed = sum(row.ok for row in rows)
     equal = sum(row.equal_tokens or 0 for row in rows)
     decoded = sum(row.decoded_tokens for row in rows)
     text = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
     output.line(
-        f"{good} of {len(rows)} runs agree with transformers' own experts, in {seconds:.0f} s{text}"
+        f"{passed} of {len(rows)} runs agree with transformers' own experts, "
+        f"in {seconds:.0f} s{text}"
     )
-    exact = sum(row.ok for row in packed)
-    output.line(f"{exact} of {len(packed)} packed layers agree with float64")
+    exact = sum(row.ok for row in checkpoints)
+    output.line(f"{exact} of {len(checkpoints)} quantized layers agree with float64")
     if rates:
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
         output.line(f"tokens per second of a small mixtral: {speeds}")
         if any("TorchExperts" in name for name in rates):
             output.line("TorchExperts is the reference in plain torch")
-    output.note_interpreted(interpreted)
+    output.note_interpreted(interpreted_parts)
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
-    output.line(f"\nnext{_where()}:")
-    for command, description in _NEXT:
+    output.line(f"\nnext{_script_note()}:")
+    for command, description in _NEXT_COMMANDS:
         output.line(f"  {command:37} {description}")
 
 
-def _where() -> str:
+def _script_note() -> str:
     """Return the path of `mk` if it is not on PATH, as in the environment of `make demo`."""
     script = Path(sys.executable).with_name("mk")
-    return f", mk being {script}" if which("mk") is None and script.exists() else ""
+    return f" (mk is {script})" if which("mk") is None and script.exists() else ""
 
 
-def _print_packed(rows: Sequence[CheckpointRow]) -> None:
+def _print_checkpoints(rows: Sequence[CheckpointRow]) -> None:
     """Print the table of checkpoints by experts, which fits a narrow terminal."""
     by_key = {(row.model, row.stored, row.pairing): row for row in rows}
     pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
     for model, stored in dict.fromkeys((row.model, row.stored) for row in rows):
         group = [by_key.get((model, stored, pairing)) for pairing in pairings]
-        shown = ["-" if row is None else _share(row.ok, row.error, row.bound) for row in group]
+        shown = [
+            "-" if row is None else _format_ratio(row.ok, row.error, row.bound) for row in group
+        ]
         cells.append((f"{model} {stored.removeprefix(f'{model[:5]} ')}", *shown))
     experts = (pairing.rpartition(" x ")[2] for pairing in pairings)
-    output.table(("packed, from disk", *experts), cells)
+    output.table(("quantized checkpoint", *experts), cells)
     for row in rows:
         if not row.ok:
             error = f"relative error {row.error:.2e}, bound {row.bound:.2e}"
             output.line(f"FAILED: {row.model} {row.stored} on {row.pairing}: {error}")
 
 
-def _share(ok: bool, error: float, bound: float) -> str:
+def _format_ratio(ok: bool, error: float, bound: float) -> str:
     return f"ok {error / bound if bound else 0.0:.2f}" if ok else "FAILED"
 
 
@@ -149,4 +152,4 @@ def _cell(rows: Sequence[DemoRow]) -> str:
     if not rows:
         return "-"
     worst = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)
-    return _share(all(row.ok for row in rows), worst.difference, worst.bound)
+    return _format_ratio(all(row.ok for row in rows), worst.difference, worst.bound)

@@ -81,8 +81,10 @@ class DoctorReport:
 
 
 def doctor(as_json: AsJson = None) -> None:
-    """Show versions, devices, GPU links, process settings (such as launch replay and Triton's
-    interpreter), and missing optional packages."""
+    """Show versions, devices, GPU links, process settings and missing optional packages.
+
+    Process settings are, for example, launch replay and Triton's interpreter.
+    """
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
     from modular_kernel.measure.environment import nvidia_smi
@@ -169,15 +171,17 @@ def _packages() -> list[Package]:
     probed = {provider.name: find(provider) for provider in probes_of(catalog)}
     packages = []
     for name in names:
-        users = [p for p in catalog.parts if name in _required(p.cls)]
-        enables = ", ".join(p.name for p in users) or _EXTRAS[name]
-        get = _requires(users[0].cls).install_hint(name) if users else f"pip install {name}"
+        dependents = [p for p in catalog.parts if name in _required(p.cls)]
+        enables = ", ".join(p.name for p in dependents) or _EXTRAS[name]
+        get = (
+            _requires(dependents[0].cls).install_hint(name) if dependents else f"pip install {name}"
+        )
         if name in probed:
             probe = probed[name]
-            found_here, version, why = probe.folder is not None, probe.version, probe.reason
+            is_present, version, why = probe.folder is not None, probe.version, probe.reason
         else:
-            found_here, version, why = name in present, version_of(name) or "", ""
-        packages.append(Package(name, found_here, enables, version if found_here else "", why, get))
+            is_present, version, why = name in present, version_of(name) or "", ""
+        packages.append(Package(name, is_present, enables, version if is_present else "", why, get))
     return packages
 
 
@@ -194,7 +198,7 @@ def _required(cls: type) -> tuple[str, ...]:
 
 
 def _print_text(report: DoctorReport) -> None:
-    output.table(("what", "version"), [(k, v or "absent") for k, v in report.versions.items()])
+    output.table(("component", "version"), [(k, v or "absent") for k, v in report.versions.items()])
     gpus = [(d.index, d.name, d.arch, d.memory_gib, d.sms) for d in report.devices]
     output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
     if not gpus:
@@ -202,22 +206,22 @@ def _print_text(report: DoctorReport) -> None:
     states = [
         (s.name, s.word, s.why or _EXPLANATIONS.get((s.name, s.word), "")) for s in report.states
     ]
-    output.table(("state", "", "meaning, or reason"), states)
+    output.table(("setting", "value", "meaning or reason"), states)
     links = report.peer_access
     rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]
     output.table(("peer access", *(f"gpu {i}" for i in range(len(links)))), rows)
     if report.topology:
         output.line(f"{report.topology}\n")
-    packages = [(p.name, _here(p), p.enables) for p in report.packages]
-    output.table(("optional package", "here", "enables"), packages)
+    packages = [(p.name, _presence(p), p.enables) for p in report.packages]
+    output.table(("optional package", "present", "enables"), packages)
     # A separate table, because part names and an installation command do not fit 80 columns.
     absent = [(p.name, p.get) for p in report.packages if not p.present]
-    output.table(("absent", "how to get it"), absent)
+    output.table(("absent package", "how to install it"), absent)
     broken = [(b.name, b.origin, b.error) for b in report.broken]
     output.table(("broken entry point", "from", "error"), broken)
 
 
-def _here(package: Package) -> str:
+def _presence(package: Package) -> str:
     if package.present:
         return package.version or "yes"
     return f"no: {package.why}" if package.why else "no"

@@ -7,15 +7,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
+import click
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.command import POSITIVE, IntegerRange, NumberRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
+from modular_kernel.cli.options import TOKENS_LIST, parse_schemes
 from modular_kernel.cli.ranks import Backend, pool_of, resolve_world_size
-from modular_kernel.cli.record_files import load_record
-from modular_kernel.cli.report_files import ReportFiles
+from modular_kernel.cli.report_files import ReportFiles, load_record
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
 from modular_kernel.utils.package_probes import version_of
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
     from modular_kernel.bench.all2all.run import ExchangeOffer
     from modular_kernel.spec.problem import Machine
 
-_LINK_OF_A_GPU = 393  # GB/s
+_GPU_LINK_GBS = 393
 _SMALL_BATCH = 128  # token counts up to this share one set of buffers; larger ones share another
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
-    "times are microseconds: for each rank the median of {rounds} rounds of {replays}, of which "
-    "the largest rank's counts; dispatch includes quantization (not for a bare library that takes "
-    "quantized rows) and receiving; graph: replays of CUDA graphs, one of each half in turn, and "
-    "for the pair one of four; eager: calls with the host in between; every row was first found to "
-    "return x through experts that change nothing"
+    "times are in microseconds, those of the slowest rank; each rank's time is the median of "
+    "{rounds} rounds of {replays} calls; dispatch includes receiving and quantization, except for "
+    "bare libraries that take quantized rows; graph: replays of CUDA graphs, dispatch and combine "
+    "alternating, and the pair as a quarter of a graph of four; eager: calls without a graph; "
+    "before it was timed, every row returned x with identity experts"
 )
 
 
 # Defaults: a layer of DeepSeek-V3 on GPUs. On a CPU a small layer that runs all parts in less than
 # a minute.
 _GPU_DEFAULTS: dict[str, Any] = {
-    "tokens_list": "1,8,32,128,1024,4096",
+    "tokens_list": (1, 8, 32, 128, 1024, 4096),
     "hidden": 7168,
     "experts": 256,
     "top_k": 8,
@@ -49,7 +50,7 @@ _GPU_DEFAULTS: dict[str, Any] = {
     "rounds": 5,
 }
 _CPU_DEFAULTS: dict[str, Any] = {
-    "tokens_list": "1,8",
+    "tokens_list": (1, 8),
     "hidden": 256,
     "experts": 8,
     "top_k": 2,
@@ -58,15 +59,22 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _device_option(text: str, name: str) -> Any:
-    default = f"[default: {_GPU_DEFAULTS[name]}; on a CPU {_CPU_DEFAULTS[name]}]"
-    return typer.Option(help=f"{text}  {default}", show_default=False)
+def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
+    on_gpu, on_cpu = (
+        _format_default(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS)
+    )
+    default = f"[default: {on_gpu}; on a CPU {on_cpu}]"
+    return option(f"{text}  {default}", type=type)
 
 
-G = TypeVar("G", "ExchangeSizes", "ExchangeOptions")
+def _format_default(default: int | tuple[int, ...]) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
-def _fill_defaults(options: G, device: str) -> G:
+OptionsT = TypeVar("OptionsT", "ExchangeSizes", "ExchangeOptions")
+
+
+def _fill_defaults(options: OptionsT, device: str) -> OptionsT:
     """Replace options that are None by the defaults of the device."""
     defaults = _GPU_DEFAULTS if device == "cuda" else _CPU_DEFAULTS
     names = {f.name for f in fields(options)} & defaults.keys()
@@ -78,10 +86,12 @@ class ExchangeSizes:
     """Options for the number of ranks and the sizes of the exchanged rows."""
 
     world_size: Annotated[
-        int | None,
-        typer.Option(help="Ranks, 2 or more.  [default: 2, or a launcher's]", show_default=False),
+        int | None, option("Number of ranks, at least 2.  [default: 2, or that of the launcher]")
     ] = None
-    tokens_list: Annotated[str | None, _device_option("Tokens of each rank.", "tokens_list")] = None
+    tokens_list: Annotated[
+        tuple[int, ...] | None,
+        _device_option("Tokens of each rank.", "tokens_list", type=TOKENS_LIST),
+    ] = None
     hidden: Annotated[int | None, _device_option("Hidden size.", "hidden")] = None
     experts: Annotated[int | None, _device_option("Number of experts of the model.", "experts")] = (
         None
@@ -89,7 +99,9 @@ class ExchangeSizes:
     top_k: Annotated[
         int | None, _device_option("Number of experts per token (top-k).", "top_k")
     ] = None
-    quant: Annotated[str, typer.Option(help="Formats of dispatched rows.")] = "none,fp8_w8a8_block"
+    quant: Annotated[
+        str, option("Quantization schemes of dispatched rows, separated by commas.")
+    ] = "none,fp8_w8a8_block"
 
     @property
     def ranks(self) -> int:
@@ -105,33 +117,42 @@ class ExchangeOptions:
     backend: Backend = None
     only: Annotated[
         str | None,
-        typer.Option(
-            help="Only parts and peers whose names contain one of these words.  [default: all]"
-        ),
+        option("Only parts and peers whose names contain one of these words, separated by commas."),
     ] = None
     peer: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file with transports() to measure beside; may be repeated."),
-        FileUse.READ,
+        tuple[Path, ...],
+        option(
+            "A Python file that defines transports() to compare with; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = ()
+    replays: Annotated[
+        int | None, _device_option("Calls per round.", "replays", type=IntegerRange(1))
     ] = None
-    replays: Annotated[int | None, _device_option("Calls per round.", "replays")] = None
     rounds: Annotated[
         int | None,
-        _device_option("Number of rounds; the result is the median of their medians.", "rounds"),
+        _device_option(
+            "Number of rounds; the result is the median of their medians.",
+            "rounds",
+            type=IntegerRange(1),
+        ),
     ] = None
     link: Annotated[
         float,
-        typer.Option(
-            help="Link bandwidth into one GPU in GB/s for the roofline; required for a roofline on "
-            "a CPU."
+        option(
+            "Link bandwidth into one GPU in GB/s, for the roofline. On a CPU there is no "
+            "roofline without it.",
+            type=POSITIVE,
         ),
-    ] = _LINK_OF_A_GPU
-    latency: Annotated[float, typer.Option(help="Latency of the roofline in microseconds.")] = 6
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
+    ] = _GPU_LINK_GBS
+    latency: Annotated[
+        float, option("Latency of the roofline in microseconds.", type=NumberRange(0))
+    ] = 6
+    deadline: Annotated[float | None, option("Start no new transport after this many seconds.")] = (
         None
     )
 
-    def wants(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
         """Return whether --only selects the transport with this name."""
         words = (self.only or "").lower().split(",")
         return any(word in name.lower() for word in words)
@@ -142,13 +163,15 @@ class ExchangeFiles(ReportFiles):
     """Options for the output files, and for records to join instead of measuring."""
 
     load: Annotated[
-        list[Path] | None,
-        typer.Option(help="Join this --json record instead of measuring; may be repeated."),
-        FileUse.READ,
-    ] = None
+        tuple[Path, ...],
+        option(
+            "Join this --json record instead of measuring; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = ()
 
 
-def exchange(*, sizes: ExchangeSizes, manner: ExchangeOptions, files: ExchangeFiles) -> None:
+def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFiles) -> None:
     """Time only dispatch and combine, for every part that can run over N ranks and for peers.
 
     Experts are the identity and router weights sum to 1, so each row is verified by comparing the
@@ -160,35 +183,29 @@ def exchange(*, sizes: ExchangeSizes, manner: ExchangeOptions, files: ExchangeFi
     Exits with 1 if a row is wrong or failed, and with 2 on bad usage.
     """
     if files.load:
-        _finish(_joined(files.load), files)
+        _finish(_join(files.load), files)
         return
-    _check(sizes, manner)
+    _check(sizes, method)
     prepare_host()
     from modular_kernel.bench.all2all.cases import TransportLink
 
-    link = TransportLink(manner.link * 1e9, manner.latency * 1e-6)
-    report = _measured(sizes, manner, link, files)
+    link = TransportLink(method.link * 1e9, method.latency * 1e-6)
+    report = _measure(sizes, method, link, files)
     _finish(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-def _check(sizes: ExchangeSizes, manner: ExchangeOptions) -> None:
+def _check(sizes: ExchangeSizes, method: ExchangeOptions) -> None:
     if sizes.ranks < 2:
         raise ConfigurationError("--world-size", got=sizes.ranks, need=">= 2")
-    for name in ("replays", "rounds", "link"):
-        value = getattr(manner, name)
-        if value is not None and not value > 0:
-            raise ConfigurationError(f"--{name}", got=value, need="> 0")
-    if manner.deadline is not None and read_launcher() is not None:
-        need = "no --deadline: a launcher's ranks have no common clock"
-        raise ConfigurationError("--deadline", got=manner.deadline, need=need)
-    if manner.latency < 0:
-        raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
+    if method.deadline is not None and read_launcher() is not None:
+        need = "no --deadline, because the ranks of a launcher have no common clock"
+        raise ConfigurationError("--deadline", got=method.deadline, need=need)
 
 
-def _measured(
-    sizes: ExchangeSizes, manner: ExchangeOptions, link: "TransportLink", files: ExchangeFiles
+def _measure(
+    sizes: ExchangeSizes, method: ExchangeOptions, link: "TransportLink", files: ExchangeFiles
 ) -> "ExchangeReport":
     from modular_kernel.bench.all2all import run
     from modular_kernel.bench.all2all.records import ExchangeReport
@@ -196,31 +213,35 @@ def _measured(
     from modular_kernel.testing.verify.over_ranks import machine_of
 
     world_size = sizes.ranks
-    first = pool_of(world_size, manner.backend)
-    ready = [first]  # the first offer reuses the processes that are already running
+    first = pool_of(world_size, method.backend)
+    started_pools = [first]  # the first offer reuses the processes that are already running
 
     def new_pool() -> Any:
-        if ready or read_launcher() is not None:  # the ranks of a launcher cannot be restarted
-            return ready.pop() if ready else first
+        if (
+            started_pools or read_launcher() is not None
+        ):  # the ranks of a launcher cannot be restarted
+            return started_pools.pop() if started_pools else first
         return pool_of(world_size, "nccl" if machine.device == "cuda" else "gloo")
 
     try:
         machine = machine_of(first)
-        sizes, manner = (
+        sizes, method = (
             _fill_defaults(sizes, machine.device),
-            _fill_defaults(manner, machine.device),
+            _fill_defaults(method, machine.device),
         )
-        offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
+        offers = tuple(_offers(tuple(_cells(sizes)), method, machine))
         if not offers:
-            raise ConfigurationError("--only", got=repr(manner.only), need="a word in some name")
-        gap = first.run(run.event_gap, timeout=120)[0]
-        report = ExchangeReport(_facts(sizes, manner, machine, gap))
-        assert manner.replays is not None and manner.rounds is not None  # noqa: PT018
-        repeats = Repeats(manner.replays, manner.rounds)
+            raise ConfigurationError(
+                "--only", got=repr(method.only), need="part of the name of a transport"
+            )
+        event_gap_us = first.run(run.event_gap, timeout=120)[0]
+        report = ExchangeReport(_environment(sizes, method, machine, event_gap_us))
+        assert method.replays is not None and method.rounds is not None  # noqa: PT018
+        repeats = Repeats(method.replays, method.rounds)
         for rows in run.run(
-            offers, new_pool, link=link, repeats=repeats, deadline_s=manner.deadline
+            offers, new_pool, link=link, repeats=repeats, deadline_s=method.deadline
         ):
-            _tell(rows)
+            _note_outcomes(rows)
             report = replace(report, rows=(*report.rows, *rows))
             if files.record is not None and output.is_reporting_rank():
                 with output.writing(files.record):
@@ -230,8 +251,8 @@ def _measured(
         first.close()
 
 
-def _facts(
-    sizes: ExchangeSizes, manner: ExchangeOptions, machine: "Machine", gap: float | None
+def _environment(
+    sizes: ExchangeSizes, method: ExchangeOptions, machine: "Machine", event_gap_us: float | None
 ) -> dict[str, Any]:
     """Return the environment and the method of the measurement, for the record."""
     import torch
@@ -242,10 +263,10 @@ def _facts(
         **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
         "world_size": sizes.ranks,
         "versions": {name: version_of(name) for name in _LIBRARIES},
-        "link_gbs": manner.link,
-        "latency_us": manner.latency,
-        "event_gap_us": gap,
-        "method": _METHOD.format(rounds=manner.rounds, replays=manner.replays),
+        "link_gbs": method.link,
+        "latency_us": method.latency,
+        "event_gap_us": event_gap_us,
+        "method": _METHOD.format(rounds=method.rounds, replays=method.replays),
     }
 
 
@@ -253,17 +274,17 @@ def _cells(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
     """Yield the cases grouped by quant and capacity; cases of one group share buffers."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
-    numbers = sorted(token_numbers(str(sizes.tokens_list)))
-    few = [tokens for tokens in numbers if tokens <= _SMALL_BATCH]
+    numbers = sorted(sizes.tokens_list or ())
+    small = [tokens for tokens in numbers if tokens <= _SMALL_BATCH]
     shape: dict[str, Any] = {name: getattr(sizes, name) for name in ("hidden", "experts", "top_k")}
-    for quant in schemes(sizes.quant):
+    for quant in parse_schemes(sizes.quant):
         for tokens in numbers:
-            capacity = max(few) if tokens <= _SMALL_BATCH else max(numbers)
+            capacity = max(small) if tokens <= _SMALL_BATCH else max(numbers)
             yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
 
 
 def _offers(
-    cells: "tuple[ExchangeCase, ...]", manner: ExchangeOptions, machine: "Machine"
+    cells: "tuple[ExchangeCase, ...]", method: ExchangeOptions, machine: "Machine"
 ) -> "Iterator[ExchangeOffer]":
     from modular_kernel.bench.all2all.parts import PartTransport
     from modular_kernel.bench.all2all.peers import load_peers
@@ -273,12 +294,12 @@ def _offers(
 
     catalog = load_catalog()
     names = [name for name in catalog.names("prepare_finalize") if _over_ranks(catalog, name)]
-    for name in filter(manner.wants, names):
-        alone = PartTransport(name, machine).alone
-        yield ExchangeOffer(name, OURS, cells, machine, alone)
-    for path in manner.peer or []:
+    for name in filter(method.selects, names):
+        standalone = PartTransport(name, machine).alone
+        yield ExchangeOffer(name, OURS, cells, machine, standalone)
+    for path in method.peer:
         for peer in load_peers(path):
-            if manner.wants(peer.name):
+            if method.selects(peer.name):
                 yield ExchangeOffer(peer.name, peer.origin, cells, machine, peer.alone, path)
 
 
@@ -287,14 +308,14 @@ def _over_ranks(catalog: Any, name: str) -> bool:
     return max_ranks is None or max_ranks > 1
 
 
-def _joined(paths: Sequence[Path]) -> "ExchangeReport":
+def _join(paths: Sequence[Path]) -> "ExchangeReport":
     from modular_kernel.bench.all2all.records import ExchangeReport
 
     reports = [load_record("--load", path, ExchangeReport.from_json) for path in paths]
     return reports[0].with_rows_of(reports[1:])
 
 
-def _tell(rows: "Sequence[ExchangeRow]") -> None:
+def _note_outcomes(rows: "Sequence[ExchangeRow]") -> None:
     """Note the outcomes of one transport; times and reasons follow in the tables."""
     from modular_kernel.bench.all2all.records import one_line
 
@@ -312,7 +333,7 @@ def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
     if not output.is_reporting_rank():
         return
     files.show(report, lambda: _print_text(report), lambda: records.markdown(report))
-    files.keep(report)
+    files.save(report)
 
 
 def _print_text(report: "ExchangeReport") -> None:
@@ -320,7 +341,7 @@ def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     env = report.environment
-    no_link = env.get("device") == "cpu" and env.get("link_gbs") == _LINK_OF_A_GPU
+    no_link = env.get("device") == "cpu" and env.get("link_gbs") == _GPU_LINK_GBS
     for title, columns, cells in records.tables(report.rows):
         shown = [i for i, name in enumerate(columns) if not (no_link and name in ("floor", "GB/s"))]
         rows = [[row[i] for i in shown] for row in cells]

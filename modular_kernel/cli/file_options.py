@@ -1,21 +1,23 @@
 """Options that name files and folders, checked before a verb starts.
 
-An option declares its use as metadata of its annotation, next to `typer.Option`:
-
-    html: Annotated[Path | None, typer.Option(help=...), FileUse.WRITE] = None
-
-`modular_kernel.cli.parsing.converted` checks every such option, so verbs do not check paths.
+`click.Path` checks only paths that exist. `FilePath` also rejects names that the file system does
+not accept, and outputs that cannot be created.
 """
 
 import os
 import tempfile
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+import click
 
 from modular_kernel.errors import ConfigurationError
 
 STDOUT = "-"
-_LONGEST_NAME = 255  # bytes of a path component, if the file system does not report its limit
+_DEFAULT_MAX_NAME_BYTES = (
+    255  # bytes of a path component, if the file system does not report its limit
+)
 
 
 class FileUse(Enum):
@@ -26,6 +28,25 @@ class FileUse(Enum):
     WRITE_OR_STDOUT = "a file that can be written, or - for stdout"
     WRITE_FOLDER = "a folder that files can be written to"
     READ_FOLDER = "a folder"
+
+
+class FilePath(click.Path):
+    """The type of an option that names a file or folder for `use`; its value is a Path.
+
+    as_text: the value is a str, which may be `STDOUT`.
+    """
+
+    def __init__(self, use: FileUse, *, as_text: bool = False) -> None:
+        super().__init__(path_type=None if as_text else Path)
+        self.use = use
+        is_folder = use in (FileUse.WRITE_FOLDER, FileUse.READ_FOLDER)
+        self.name = "folder" if is_folder else "file"  # in the help
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. Raises ConfigurationError if it is unusable for `use`."""
+        assert param is not None
+        check_path(param.opts[0], Path(value), self.use)
+        return self.coerce_path_result(value)
 
 
 def check_path(option: str, path: Path, use: FileUse) -> None:
@@ -42,15 +63,14 @@ def check_path(option: str, path: Path, use: FileUse) -> None:
         elif use is not FileUse.READ_FOLDER:
             _check_writable(path, folder=use is FileUse.WRITE_FOLDER)
     except _Unusable as error:
-        need = error.need or use.value
-        raise ConfigurationError(option, got=error.got, need=need) from None
+        raise ConfigurationError(option, got=error.got, need=error.need or use.value) from None
     except OSError as error:
-        got = f"{_shown(path)}: {error.strerror or error}"
+        got = f"{_shorten(path)}: {error.strerror or error}"
         raise ConfigurationError(option, got=got, need=use.value) from None
 
 
 def exists(path: str | Path) -> bool:
-    """Return whether the path exists; False for invalid paths."""
+    """Return whether the path exists; False for an invalid path."""
     try:
         Path(path).stat()
     except (OSError, ValueError):
@@ -75,56 +95,58 @@ def _check_name(path: Path) -> None:
     """Raise _Unusable for an invalid file name, a dangling link, or a name that is not UTF-8."""
     text = str(path)
     if "\0" in text:
-        raise _Unusable(_shown(path), "a path without NUL bytes")
+        raise _Unusable(_shorten(path), "a path without NUL bytes")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Unusable(_shown(path), "a path in UTF-8") from None
-    limit = _longest_name(path)
+        raise _Unusable(_shorten(path), "a path in UTF-8") from None
+    limit = _max_name_bytes(path)
     if any(len(os.fsencode(part)) > limit for part in path.parts):
-        raise _Unusable(f"{_shown(path)}: a name is too long", f"names of at most {limit} bytes")
+        raise _Unusable(f"{_shorten(path)}: a name is too long", f"names of at most {limit} bytes")
     if path.is_symlink() and not exists(path):
-        raise _Unusable(f"{_shown(path)}: a symbolic link to nothing")
+        raise _Unusable(f"{_shorten(path)}: a broken symbolic link")
 
 
-def _longest_name(path: Path) -> int:
+def _max_name_bytes(path: Path) -> int:
     parent = next((folder for folder in path.absolute().parents if exists(folder)), None)
     if parent is None or not hasattr(os, "pathconf"):
-        return _LONGEST_NAME
+        return _DEFAULT_MAX_NAME_BYTES
     try:
         return os.pathconf(parent, "PC_NAME_MAX")
     except OSError:
-        return _LONGEST_NAME
+        return _DEFAULT_MAX_NAME_BYTES
 
 
 def _check_readable(path: Path) -> None:
     if is_directory(path):
-        raise _Unusable(f"the folder {_shown(path)}")
+        raise _Unusable(f"the folder {_shorten(path)}")
     path.stat()
     if not os.access(path, os.R_OK):
-        raise _Unusable(f"{_shown(path)}: no permission to read it")
+        raise _Unusable(f"{_shorten(path)}: no permission to read it")
 
 
 def _check_writable(path: Path, *, folder: bool) -> None:
     if folder:
         _check_new_file_in(path)
     elif is_directory(path):
-        raise _Unusable(f"the folder {_shown(path)}")
+        raise _Unusable(f"the folder {_shorten(path)}")
     elif not exists(path):
         _check_new_file_in(path.parent, path)
     elif not os.access(path, os.W_OK):
-        raise _Unusable(f"{_shown(path)}, which is read-only")
+        raise _Unusable(f"{_shorten(path)}, which is read-only")
 
 
 def _check_new_file_in(folder: Path, path: Path | None = None) -> None:
     """Raise _Unusable if no file can be created in a folder, which need not exist yet."""
-    for at in (folder, *folder.parents):
-        if exists(at) and not at.is_dir():
-            raise _Unusable(f"{_shown(folder)}: {at} is a file", "a folder")
-        if at.is_symlink() and not exists(at):
-            raise _Unusable(f"{_shown(at)}: a symbolic link to nothing")
-    existing = next(at for at in (folder.absolute(), *folder.absolute().parents) if exists(at))
-    shown = _shown(path or folder)
+    for ancestor in (folder, *folder.parents):
+        if exists(ancestor) and not ancestor.is_dir():
+            raise _Unusable(f"{_shorten(folder)}: {ancestor} is a file", "a folder")
+        if ancestor.is_symlink() and not exists(ancestor):
+            raise _Unusable(f"{_shorten(ancestor)}: a broken symbolic link")
+    existing = next(
+        ancestor for ancestor in (folder.absolute(), *folder.absolute().parents) if exists(ancestor)
+    )
+    shown = _shorten(path or folder)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _Unusable(f"{shown}: {existing} is read-only")
     # Permissions are not sufficient: /proc, for example, accepts no files.
@@ -132,9 +154,11 @@ def _check_new_file_in(folder: Path, path: Path | None = None) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise _Unusable(f"{shown}: {existing} takes no file: {error.strerror or error}") from None
+        raise _Unusable(
+            f"{shown}: cannot create a file in {existing}: {error.strerror or error}"
+        ) from None
 
 
-def _shown(path: Path) -> str:
+def _shorten(path: Path) -> str:
     text = str(path)
     return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"

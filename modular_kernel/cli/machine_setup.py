@@ -28,10 +28,10 @@ def prepare_host(*, quiet: bool = False) -> None:
         return
     enable_interpreter()
     if not quiet:
-        note(_how_triton_runs())
+        note(_triton_status())
 
 
-def _how_triton_runs() -> str:
+def _triton_status() -> str:
     """Describe how Triton kernels run on a machine without a GPU."""
     from modular_kernel.machine import importable
 
@@ -61,17 +61,12 @@ def prepare_torch_only() -> None:
     note("plain torch only: parts with Triton kernels are unavailable")
 
 
-def limit_workers(asked: int) -> int:
-    """Return the number of processes for `--workers`, limited, with a note, to the number of CPUs.
-
-    Raises ConfigurationError if `asked` is below 1.
-    """
-    if asked < 1:
-        raise ConfigurationError("--workers", got=asked, need="1 or more")
+def limit_workers(workers: int) -> int:
+    """Return `workers`, the value of --workers, limited, with a note, to the number of CPUs."""
     cpus = len(os.sched_getaffinity(0))
-    if asked <= cpus:
-        return asked
-    note(f"--workers {asked}: using {cpus}, one per CPU")
+    if workers <= cpus:
+        return workers
+    note(f"--workers {workers}: using {cpus}, one per CPU")
     return cpus
 
 
@@ -83,7 +78,9 @@ def _has_cuda_driver() -> bool:
     return True
 
 
-def select_machine(arch: str | None, device: str | None, packages: str | None) -> "Machine":
+def select_machine(
+    arch: str | None, device: Literal["cuda", "cpu"] | None, packages: str | None
+) -> "Machine":
     """Return this machine, or the described one if any option is given.
 
     packages: comma-separated names; None means those importable on this machine.
@@ -109,16 +106,14 @@ def select_machine(arch: str | None, device: str | None, packages: str | None) -
     return Machine(device_type, capability, available, interpreter, name="described")
 
 
-def _device(arch: str | None, device: str | None, here: "Machine") -> Literal["cuda", "cpu"]:
+def _device(
+    arch: str | None, device: Literal["cuda", "cpu"] | None, current: "Machine"
+) -> Literal["cuda", "cpu"]:
     if device is None:
-        return "cuda" if arch is not None else here.device
-    if device == "cuda":
-        return "cuda"
-    if device == "cpu":
-        if arch is not None:
-            raise ConfigurationError("--arch", got=arch, need="no arch beside --device cpu")
-        return "cpu"
-    raise ConfigurationError("--device", got=repr(device), need="cuda or cpu")
+        return "cuda" if arch is not None else current.device
+    if device == "cpu" and arch is not None:
+        raise ConfigurationError("--arch", got=arch, need="no --arch with --device cpu")
+    return device
 
 
 def parse_arch(text: str) -> tuple[int, int]:

@@ -6,35 +6,29 @@ Importing this module imports neither torch nor rich, so that `mk --help` is fas
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, cast
 
-import typer
-from typer.main import get_command
+import click
 
 import modular_kernel
-from modular_kernel.cli.file_options import STDOUT
-from modular_kernel.cli.options import flatten_options
-from modular_kernel.cli.output import handle_errors, is_reporting_rank, print_error
+from modular_kernel.cli.command import make_verb
+from modular_kernel.cli.output import is_reporting_rank, print_error
 from modular_kernel.cli.output_streams import divert_stdout, guard_streams
-from modular_kernel.cli.parsing import convert_options, disable_conversion
 
 # A launcher kills all ranks as soon as one of them exits with an error. Ranks other than 0 wait
 # this long before they exit, so that rank 0 can report first.
 _EXIT_DELAY_S = 5.0
+_ABOUT = "Compose fused MoE layers from interchangeable parts, and verify the pairings."
 _HELP = {"help_option_names": ["-h", "--help"]}
-# The usage error of click, which typer raises for arguments that no verb accepts. Its import path
-# differs between typer releases.
-_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
 # Short verbs that only check and exit; they run without garbage collection.
 _SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 
 # Verb -> (module:function, its line in `mk --help`), in the order of the help. The line is explicit
-# because typer would otherwise truncate the first line of the docstring.
+# because click would otherwise truncate the first line of the docstring.
 VERBS = {
     "list": (
         "parts:list_parts",
@@ -65,54 +59,46 @@ VERBS = {
 }
 
 
-def application(verbs: Iterable[str] = VERBS) -> typer.Typer:
-    """Build the `mk` app with these verbs. Imports the module of each verb."""
-    app = typer.Typer(
-        name="mk",
-        help="Compose fused MoE layers from interchangeable parts, and verify the pairings.",
-        no_args_is_help=True,
-        add_completion=False,
-        # Plain help: rich would account for a third of the time that help takes.
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings=_HELP,
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs in the order of the help."""
+        return list(self.commands)
+
+
+def application(verbs: Iterable[str] = VERBS) -> click.Group:
+    """Build the `mk` command with these verbs. Imports the module of each verb."""
+    version = click.Option(
+        ["--version"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_version,
+        help="Print the version.",
     )
-    app.callback()(_common)
+    group = _Verbs(
+        "mk", help=_ABOUT, params=[version], no_args_is_help=True, context_settings=_HELP
+    )
     for verb in verbs:
-        path, short = VERBS[verb]
+        path, short_help = VERBS[verb]
         module, attribute = path.split(":")
         function = getattr(import_module(f"modular_kernel.cli.{module}"), attribute)
-        command = app.command(verb, context_settings=_HELP, short_help=short)
-        command(handle_errors(convert_options(flatten_options(function))))
-    return app
+        group.add_command(make_verb(verb, function, short_help))
+    return group
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(modular_kernel.__version__)
-        raise typer.Exit
-
-
-def _common(
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    """Compose fused MoE layers from interchangeable parts, and verify the pairings."""
+def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(modular_kernel.__version__)
+        ctx.exit()
 
 
 @cache
-def _command(verb: str | None) -> Callable[..., object]:
-    """Build the click command for one verb, or for all verbs if `verb` is None.
+def _command(verb: str | None) -> click.Group:
+    """Return the `mk` command with one verb, or with all verbs if `verb` is None.
 
     Cached, for processes that run several commands.
     """
-    command: Any = get_command(application(VERBS if verb is None else (verb,)))
-    disable_conversion(command)
-    return cast("Callable[..., object]", command)
+    return application(VERBS if verb is None else (verb,))
 
 
 def run(argv: list[str] | None = None) -> None:
@@ -122,12 +108,12 @@ def run(argv: list[str] | None = None) -> None:
     """
     with guard_streams():
         try:
-            args = _insert_stdout(sys.argv[1:] if argv is None else argv)
+            args = sys.argv[1:] if argv is None else argv
             verb = args[0] if args and args[0] in VERBS else None
             with _pause_gc(last=argv is None) if verb in _SHORT_VERBS else nullcontext():
-                sys.exit(_status_of(_command(verb), args))
+                sys.exit(_run_command(_command(verb), args))
         except SystemExit as end:
-            if argv is None and STDOUT in args[1:]:
+            if argv is None:  # the process exits next, when some packages print
                 sys.stdout.flush()
                 divert_stdout()
             if end.code and not is_reporting_rank():
@@ -152,42 +138,22 @@ def _pause_gc(*, last: bool) -> Iterator[None]:
             gc.enable()
 
 
-def _status_of(command: Callable[..., object], words: list[str]) -> int:
+def _run_command(command: click.Group, args: list[str]) -> int:
     """Run the command and return its exit status.
 
-    A usage error is printed as one line; typer would print several.
+    A usage error is printed as one line; click would print several.
     """
     try:
-        status = command(args=words, prog_name="mk", standalone_mode=False)
-    except typer.Abort:
+        status = command.main(args, prog_name="mk", standalone_mode=False)
+    except click.Abort:
         return _INTERRUPTED
-    except _USAGE_ERROR as error:
-        if words:
+    except click.UsageError as error:
+        if args:
             message = " ".join(error.format_message().split()).rstrip(".")
-            print_error(f"{message} (see {_help_of(words)})")
+            print_error(
+                f"{message} (see mk {args[0]} -h)" if args[0] in VERBS else f"{message} (see mk -h)"
+            )
         else:
             error.show()  # the help
-        return 2
+        return error.exit_code
     return status if isinstance(status, int) else 0
-
-
-def _help_of(words: list[str]) -> str:
-    return f"mk {words[0]} -h" if words[0] in VERBS else "mk -h"
-
-
-def _insert_stdout(words: list[str]) -> list[str]:
-    """Insert `-` after each `--json` that has no file.
-
-    This is unambiguous because no verb takes positional arguments.
-    """
-    args: list[str] = []
-    for index, word in enumerate(words):
-        args.append(word)
-        following = words[index + 1 : index + 2]
-        if word == "--json" and (not following or _is_option(following[0])):
-            args.append(STDOUT)
-    return args
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and word != STDOUT

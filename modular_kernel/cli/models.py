@@ -2,27 +2,23 @@
 
 from typing import Annotated
 
-import typer
-
 from modular_kernel.cli import output
+from modular_kernel.cli.command import option
 from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.presets import SHAPE_OF, SHAPES
 from modular_kernel.models.families import FAMILIES
-from modular_kernel.models.registry import ALIASES, MODELS
+from modular_kernel.models.registry import ALIASES, MODELS, Model
 
-_LEGEND = """\
-E: experts. K: experts of a token (top-k). H: hidden size. I: intermediate size.
-also: what is not plain SwiGLU; x N: factor on the routed output."""
-_SHAPES = """
-Layers for benchmarks and tuning, as plain SwiGLU: no bias, no factor, router
-weight on the output. of: the model whose sizes they have, or one rank's share
-of it (TP N: 1/N of I, EP N: 1/N of E)."""
+_SIZE_FIELDS = ("experts", "top_k", "hidden", "intermediate")
+_LEGEND = "E: number of experts. K: top-k. H: hidden size. I: intermediate size."
+_LAYERS = """
+Layers for benchmarks and tuning: plain SwiGLU, no bias, no scaling factor,
+router weight on the output. A layer has the sizes of a model, or of one rank's
+shard of it (TP N: 1/N of I, EP N: 1/N of E)."""
 
 
 def list_models(
-    types: Annotated[
-        bool, typer.Option("--types", help="Instead: the model types of config.json, by name.")
-    ] = False,
+    types: Annotated[bool, option("List the model types of config.json instead.")] = False,
     as_json: AsJson = None,
 ) -> None:
     """List the models that --model accepts by name, with their sizes and properties.
@@ -40,29 +36,38 @@ def list_models(
 
 
 def _print_models() -> None:
-    output.line(f"{_LEGEND}\n")
-    output.line(f"{'model':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  also")
-    for name, m in MODELS.items():
-        more = [m.activation] * (m.activation != "silu") + ["bias"] * m.bias
-        more += ["weight on input"] * m.on_input + [f"x {m.scaling}"] * (m.scaling != 1.0)
-        sizes = f"{m.experts:4} {m.top_k:3} {m.hidden:5} {m.intermediate:6}"
-        output.line(f"{name:27} {sizes}  {', '.join(more)}".rstrip())
-    output.line("\nThe same model by another name:")
-    for alias, name in ALIASES.items():
-        output.line(f"{alias:27} {name}")
-    output.line(_SHAPES)
-    output.line(f"\n{'layer':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  of")
-    for name, sizes_of in SHAPES.items():
-        experts, top_k, hidden, intermediate = sizes_of.values()
-        sizes = f"{experts:4} {top_k:3} {hidden:5} {intermediate:6}"
-        output.line(f"{name:27} {sizes}  {SHAPE_OF.get(name, '')}".rstrip())
+    output.line(_LEGEND)
+    output.table(
+        ("model", "E", "K", "H", "I", "unlike plain SwiGLU"),
+        [
+            (name, m.experts, m.top_k, m.hidden, m.intermediate, ", ".join(_differences(m)))
+            for name, m in MODELS.items()
+        ],
+    )
+    output.table(("alias", "model"), ALIASES.items())
+    output.line(_LAYERS)
+    output.table(
+        ("layer", "E", "K", "H", "I", "sizes of"),
+        [
+            (name, *(sizes[field] for field in _SIZE_FIELDS), SHAPE_OF.get(name, ""))
+            for name, sizes in SHAPES.items()
+        ],
+    )
+
+
+def _differences(model: Model) -> list[str]:
+    """Describe the properties of a model that a plain SwiGLU layer does not have."""
+    differences = [model.activation] if model.activation != "silu" else []
+    differences += ["bias"] if model.bias else []
+    differences += ["router weight on input"] if model.on_input else []
+    return differences + ([f"output x {model.scaling}"] if model.scaling != 1.0 else [])
 
 
 def _list_types(as_json: str | None) -> None:
     types = {name: family.refused or "read" for name, family in FAMILIES.items()}
-
-    def show() -> None:
-        for name, family in FAMILIES.items():
-            output.line(f"{name:27} {'refused: ' + family.refused if family.refused else 'read'}")
-
-    output.print_result(types, as_json, show)
+    rows = [
+        (name, "refused" if family.refused else "read", family.refused or "")
+        for name, family in FAMILIES.items()
+    ]
+    columns = ("model type", "config.json", "reason")
+    output.print_result(types, as_json, lambda: output.table(columns, rows))

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from modular_kernel.cli import output
-from modular_kernel.cli.call_defects import print_kills, record_of_kill, run_input_mutations
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import IntegerRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import counted
 
 if TYPE_CHECKING:
+    from modular_kernel.testing.input_mutations.run import Kill
     from modular_kernel.testing.mutation import Mutant, MutationBackend, Score, Survey
+
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,74 +26,69 @@ class MutationOptions:
 
     mutate: Annotated[
         str | None,
-        typer.Option(
-            metavar="PART",
-            help="Mutate the calls and the source of this part and check that each mutant is "
+        option(
+            "Mutate the calls and the source of this part and check that each mutant is "
             "killed. PART,PART: several parts, which share results for common code.",
+            metavar="PART",
         ),
     ] = None
-    only: Annotated[
-        str | None, typer.Option(metavar="ID", help="With --mutate: run only this mutant.")
-    ] = None
+    only: Annotated[str | None, option("With --mutate: run only this mutant.", metavar="ID")] = None
     mutants: Annotated[
-        str,
-        typer.Option(
-            help="With --mutate: number of source mutants to sample, all, or 0.", metavar="N"
-        ),
+        str, option("With --mutate: number of source mutants to sample, all, or 0.", metavar="N")
     ] = "150"
     bits: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="With --only ID or ID,ID: compare output bits in N random problems."
+        option(
+            "With --only ID or ID,ID: compare output bits in N random problems.",
+            metavar="N",
+            type=IntegerRange(1),
         ),
     ] = None
-    code: Annotated[
-        bool,
-        typer.Option("--code", help="With --only ID or ID,ID: compare the compiled code."),
-    ] = False
+    code: Annotated[bool, option("With --only ID or ID,ID: compare the compiled code.")] = False
     save: Annotated[
         Path | None,
-        typer.Option(help="With --mutate: write PART.json into this folder, too."),
-        FileUse.WRITE_FOLDER,
+        option(
+            "With --mutate: also write PART.json to this folder.",
+            type=FilePath(FileUse.WRITE_FOLDER),
+        ),
     ] = None
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="With --save: do not rerun mutants that the saved record lists as killed.",
-        ),
+        option("With --save: do not rerun mutants that the saved record lists as killed."),
     ] = False
 
-    def check(self, *, beside: bool) -> None:
+    def check(self, *, single_case: bool) -> None:
         """Raise ConfigurationError for options that require --mutate or cannot be combined with it.
 
-        beside: whether --one is set.
+        single_case: whether --one is set.
         """
         if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
-            need = "--mutate PART beside them"
+            need = "--mutate PART in addition"
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
         if self.resume and self.save is None:
             raise ConfigurationError("--resume", got="no --save", need="--save FOLDER in addition")
-        if self.bits is not None and (self.only is None or self.bits < 1):
-            raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
+        if self.bits is not None and self.only is None:
+            raise ConfigurationError("--bits", got=self.bits, need="--only ID in addition")
         if self.code and (self.only is None or self.bits is not None):
-            raise ConfigurationError("--code", got="other words", need="--only ID, and no --bits")
+            raise ConfigurationError(
+                "--code", got="no --only, or --bits too", need="--only ID, without --bits"
+            )
         if self.mutate is not None and "," in self.mutate and self.only is not None:
-            raise ConfigurationError("--only", got=self.mutate, need="one part")
-        if self.mutate is not None and beside:
-            raise ConfigurationError("--mutate", got="--one", need="cases of its own choice")
+            raise ConfigurationError("--mutate", got=self.mutate, need="one part with --only")
+        if self.mutate is not None and single_case:
+            raise ConfigurationError("--mutate", got="--one too", need="only one of them")
 
     def count(self) -> int | None:
         """Return the number of source mutants to sample; None means all."""
         if self.mutants == "all":
             return None
         if not (self.mutants.isascii() and self.mutants.isdecimal()):
-            raise ConfigurationError("--mutants", got=repr(self.mutants), need="a number or all")
+            raise ConfigurationError("--mutants", got=repr(self.mutants), need="a number, or all")
         return int(self.mutants)
 
 
 def run_mutation(
-    wanted: MutationOptions,
+    options: MutationOptions,
     pairs: Sequence[tuple[str, str]],
     host: Host,
     level: Literal["smoke", "full"],
@@ -107,11 +103,11 @@ def run_mutation(
     """
     from modular_kernel.testing.mutation import OneProcess, OverRanks, pairs_of, surveys
 
-    assert wanted.mutate is not None
-    mutants = _named(wanted)
-    if wanted.code:
-        return _print_code(mutants, as_json=as_json)
-    count, parts = wanted.count(), wanted.mutate.split(",")
+    assert options.mutate is not None
+    mutants = _selected_mutants(options)
+    if options.code:
+        return _compare_code(mutants, as_json=as_json)
+    count, parts = options.count(), options.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
     execution: MutationBackend = OneProcess()
@@ -121,20 +117,20 @@ def run_mutation(
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
     )
-    kills = [] if wanted.only else run_input_mutations(pairs, host)
+    kills = [] if options.only else run_input_mutations(pairs, host)
     all_killed = all(kill.ok for kill in kills)
-    calls = {"ok": all_killed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
+    calls = {"ok": all_killed, **host.record, "calls": [record_of_kill(kill) for kill in kills]}
     if count == 0:
         output.print_result(calls, as_json, lambda: print_kills(kills))
         return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
     part_surveys = surveys(parts, pairs, level, backend=execution)
-    if wanted.bits is not None:
-        return _print_bits(mutants, part_surveys[0], wanted.bits, as_json=as_json)
-    scores, records = _scored(part_surveys, wanted)
+    if options.bits is not None:
+        return _compare_bits(mutants, part_surveys[0], options.bits, as_json=as_json)
+    scores, records = _mutation_scores(part_surveys, options)
     ok = all_killed and not any(score.survivors for score in scores)
-    record = records[0] if wanted.only else {**calls, "ok": ok, **_of_parts(records)}
+    record = records[0] if options.only else {**calls, "ok": ok, **_record_of_parts(records)}
 
     def show() -> None:
         for score in scores:
@@ -144,7 +140,68 @@ def run_mutation(
     return ok
 
 
-def _named(wanted: MutationOptions) -> "list[Mutant]":
+def run_input_mutations(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
+    """Run every input and output mutation on every pair and return which check killed each."""
+    kills: list[Kill] = []
+    with output.progress(len(pairs), "pairs") as advance:
+        for pair in pairs:
+            kills += host.sensitivity(*pair)
+            advance()
+    return kills
+
+
+def record_of_kill(kill: "Kill") -> dict[str, object]:
+    return {
+        "mutant": kill.mutant,
+        "prepare_finalize": kill.case.prepare_finalize,
+        "experts": kill.case.experts,
+        "case": str(kill.case),
+        "ok": kill.ok,
+        "unsound": kill.unsound,
+        "killed_by": kill.killed_by,
+        "changes_nothing": kill.nothing,
+    }
+
+
+def print_kills(all_kills: Sequence["Kill"]) -> None:
+    """Print a table row for each mutation of each pair, then the mutants that were not killed."""
+    groups: dict[Pair, list[Kill]] = {}
+    for kill in all_kills:
+        key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
+        groups.setdefault(key, []).append(kill)
+    rows = [
+        (*key, len(kills), _killing_checks(kills), _verdict_of(kills))
+        for key, kills in groups.items()
+    ]
+    columns = ("input mutation", "pairing", "cases", "killed by", "verdict")
+    output.table(columns, rows)
+    for kill in all_kills:
+        if not kill.ok or kill.nothing:
+            output.line(str(kill))
+    missed = sum(not kill.ok for kill in all_kills)
+    unused = sum(kill.ok and kill.nothing is not None for kill in all_kills)
+    killed = len(all_kills) - missed - unused
+    not_applicable = f", {unused} not applicable" if unused else ""
+    output.line(
+        f"{counted(len(all_kills), 'input mutation')}: {killed} killed, {missed} missed"
+        f"{not_applicable}"
+    )
+
+
+def _killing_checks(kills: Sequence["Kill"]) -> str:
+    names = [kill.killed_by.partition(":")[0] for kill in kills if kill.killed_by is not None]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _verdict_of(kills: Sequence["Kill"]) -> str:
+    if any(kill.unsound is not None for kill in kills):
+        return "fails without the mutation"
+    if not all(kill.ok for kill in kills):
+        return "MISSED"
+    return "killed" if any(kill.killed_by for kill in kills) else "not applicable"
+
+
+def _selected_mutants(options: MutationOptions) -> "list[Mutant]":
     """Return the mutants of --only; [] without it.
 
     Raises ConfigurationError for an unknown mutant, before any case runs.
@@ -152,38 +209,38 @@ def _named(wanted: MutationOptions) -> "list[Mutant]":
     from modular_kernel.catalog import load_catalog
     from modular_kernel.testing.mutation.score import mutant_of, mutants_in
 
-    if wanted.mutate is None or wanted.only is None:
+    if options.mutate is None or options.only is None:
         return []
-    known = mutants_in(wanted.mutate, load_catalog())
-    several = wanted.code or wanted.bits is not None
-    idents = wanted.only.split(",") if several else [wanted.only]
-    return [mutant_of(known, wanted.mutate, ident) for ident in idents]
+    known = mutants_in(options.mutate, load_catalog())
+    several = options.code or options.bits is not None
+    ids = options.only.split(",") if several else [options.only]
+    return [mutant_of(known, options.mutate, ident) for ident in ids]
 
 
-def _scored(
-    found: "Sequence[Survey]", wanted: MutationOptions
+def _mutation_scores(
+    part_surveys: "Sequence[Survey]", options: MutationOptions
 ) -> "tuple[list[Score], list[dict[str, object]]]":
     """Compute the mutation score of each part, saving its record after every mutant."""
     from modular_kernel.testing.mutation import MutantOutcome, mutation_score
     from modular_kernel.testing.mutation.record import record_of, recorded_kills
 
-    count, known = wanted.count(), dict[str, MutantOutcome]()
+    count, known = options.count(), dict[str, MutantOutcome]()
     scores = list["Score"]()
-    for survey in found:
-        total = 1 if wanted.only else min(count or len(survey.mutants), len(survey.executed()))
-        previous = _before(wanted, survey.part)
+    for survey in part_surveys:
+        total = 1 if options.only else min(count or len(survey.mutants), len(survey.executed()))
+        previous = _saved_record(options, survey.part)
         dead = {} if previous is None else recorded_kills(previous, survey)
         with output.progress(total, "mutants") as advance:
 
             def report_progress(so_far: "Score", advance: Callable[[], None] = advance) -> None:
                 advance()
-                _save(so_far, wanted.save)
+                _save(so_far, options.save)
 
             scores.append(
                 mutation_score(
                     survey,
                     count=count,
-                    ident=wanted.only,
+                    ident=options.only,
                     known_outcomes=known,
                     recorded=dead,
                     on_progress=report_progress,
@@ -202,24 +259,24 @@ def _save(score: "Score", folder: Path | None) -> None:
     output.write_file(folder / f"{score.survey.part}.json", text)
 
 
-def _before(wanted: MutationOptions, part: str) -> dict[str, Any] | None:
+def _saved_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
     """Return the saved record to resume from; None without --resume or without a record."""
-    path = None if wanted.save is None else wanted.save / f"{part}.json"
-    if not wanted.resume or path is None or not path.is_file():
+    path = None if options.save is None else options.save / f"{part}.json"
+    if not options.resume or path is None or not path.is_file():
         return None
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
 
 
-def _of_parts(records: list[dict[str, object]]) -> dict[str, object]:
+def _record_of_parts(records: list[dict[str, object]]) -> dict[str, object]:
     """Return the record of a single part, or a dict of records by part name."""
     if len(records) == 1:
         return records[0]
     return {"parts": {str(record["part"]): record for record in records}}
 
 
-def _print_bits(
-    mutants: "list[Mutant]", found: "Survey", problems: int, *, as_json: str | None
+def _compare_bits(
+    mutants: "list[Mutant]", survey: "Survey", problems: int, *, as_json: str | None
 ) -> bool:
     """Compare output bits with all mutants applied together, and print the result.
 
@@ -228,14 +285,15 @@ def _print_bits(
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
 
-    bits = compare_bits(mutants, found.coverage, problems, backend=found.backend)
+    bits = compare_bits(mutants, survey.coverage, problems, backend=survey.backend)
     differing = command(bits.differing) if bits.differing else None
 
     def show() -> None:
         for mutant in mutants:
             output.line(mutant.diff())
-        output.line(f"no bit differs in {bits.problems} problems")
-        output.line(f"then a bit differs: {differing}" if differing else "then there were no more")
+        output.line(f"no bit differs in {counted(bits.problems, 'problem')}")
+        if differing:
+            output.line(f"a bit differs in: {differing}")
 
     record = {"id": _ids(mutants), "problems": bits.problems, "differing": differing}
     output.print_result(record, as_json, show)
@@ -246,7 +304,7 @@ def _ids(mutants: "list[Mutant]") -> str:
     return ",".join(mutant.ident for mutant in mutants)
 
 
-def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
+def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
     """Compare compiled kernels with all mutants applied together, and print the result.
 
     Returns whether the mutants leave all compiled code unchanged.
@@ -270,23 +328,23 @@ def _print_text(score: "Score") -> None:
     from modular_kernel.testing.mutation.record import killers, reproducer
 
     survey = score.survey
-    for fate in score.survivors:
-        ran = counted(fate.num_cases, "case")
-        cases = "no case executes it" if fate.status == "not executed" else f"passed by {ran}"
-        output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
-        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, survey)}\n")
-    for fate, equivalence in score.equivalent:
+    for outcome in score.survivors:
+        ran = counted(outcome.num_cases, "case")
+        cases = "no case executes it" if outcome.status == "not executed" else f"passed by {ran}"
+        output.line(f"SURVIVED {outcome.mutant.edit.operator}: {cases}")
+        output.line(f"{outcome.mutant.diff()}\n  {reproducer(outcome, survey)}\n")
+    for outcome, equivalence in score.equivalent:
         bits = f"no bit differs in {equivalence.problems} problems"
         proof = (
             bits if equivalence.problems else f"same code in {counted(equivalence.forms, 'form')}"
         )
-        output.line(f"equivalent {fate.mutant.ident}, {proof}: {equivalence.reason}")
+        output.line(f"equivalent {outcome.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)
     output.table(("excluded, because", "mutants"), score.undetectable.items())
     output.table(("no case executes", "mutants"), score.not_executed.items())
     output.line(
-        f"{survey.part}: {len(score.outcomes)} of {score.executed} mutants put in, seed "
-        f"{score.seed}: {len(score.killed)} killed, {len(score.survivors)} survived, "
+        f"{survey.part}: {len(score.outcomes)} of {score.executed} mutants run (seed "
+        f"{score.seed}): {len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
     )

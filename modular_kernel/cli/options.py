@@ -1,16 +1,13 @@
 """Command-line options that describe a Problem, shared by all verbs."""
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_hints
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import IntegerList, option
+from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
 from modular_kernel.cli.output import note
-from modular_kernel.cli.presets import facts, reads_file
+from modular_kernel.cli.presets import problem_fields, reads_file
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -27,102 +24,98 @@ DEFAULTS: dict[str, object] = {
     "dtype": "bfloat16",
 }
 
-PfType = Annotated[str | None, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")]
-ExpertsType = Annotated[str | None, typer.Option(help="Name of an experts part (see mk list).")]
-Prepared = Annotated[
-    bool,
-    typer.Option("--prepared", help="Use prepared weights (kernel.prepare_weights)."),
-]
+_MAX_TOKENS = (1 << 20) - 1
+TOKENS_LIST = IntegerList(_MAX_TOKENS, "1,16,128")  # the type of --tokens-list
+PfType = Annotated[str | None, option("Name of a PrepareAndFinalize (see mk list).")]
+ExpertsType = Annotated[str | None, option("Name of an experts part (see mk list).")]
+Prepared = Annotated[bool, option("Use prepared weights (kernel.prepare_weights).")]
 AsJson = Annotated[
     str | None,
-    typer.Option(
-        "--json", metavar="[FILE]", help="Print JSON instead of text; with a file, write it there."
+    option(
+        "Print JSON instead of text; with a file, write it there.",
+        "--json",
+        metavar="[FILE]",
+        type=FilePath(FileUse.WRITE_OR_STDOUT, as_text=True),
+        flag_value=STDOUT,
     ),
-    FileUse.WRITE_OR_STDOUT,
 ]
-
-
-def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=False)
 
 
 def _sized(text: str, name: str) -> Any:
-    return _option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
+    return option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
     """Options of a Problem. None means the model's value, else the default."""
 
-    tokens: Annotated[int | None, _option("Maximum number of tokens per call.  [default: 16]")] = (
+    tokens: Annotated[int | None, option("Maximum number of tokens per call.  [default: 16]")] = (
         None
     )
     hidden: Annotated[int | None, _sized("Hidden size.", "hidden")] = None
     intermediate: Annotated[int | None, _sized("Intermediate size.", "intermediate")] = None
     experts: Annotated[int | None, _sized("Number of experts of the model.", "experts")] = None
     top_k: Annotated[int | None, _sized("Number of experts per token (top-k).", "top_k")] = None
-    dtype: Annotated[str | None, _option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
+    dtype: Annotated[str | None, option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
         None
     )
-    quant: Annotated[str | None, _option("Quantization scheme.  [default: none]")] = None
+    quant: Annotated[str | None, option("Quantization scheme.  [default: none]")] = None
     activation: Annotated[
         str | None,
-        _option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
+        option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
     ] = None
-    world_size: Annotated[int | None, _option("Number of expert-parallel ranks.")] = None
+    world_size: Annotated[int | None, option("Number of expert-parallel ranks.")] = None
     ranks_per_host: Annotated[
-        int | None, _option("Consecutive ranks per host.  [default: all ranks on one host]")
+        int | None, option("Consecutive ranks per host.  [default: all ranks on one host]")
     ] = None
     placement: Annotated[
         str | None,
-        _option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
+        option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
     ] = None
     model: Annotated[
-        str | None, _option("A name listed by `mk models`, or the path of a config.json.")
+        str | None, option("A name listed by `mk models`, or the path of a config.json.")
     ] = None
-    local_experts: Annotated[int | None, _option("Number of experts on this rank.")] = None
+    local_experts: Annotated[int | None, option("Number of experts on this rank.")] = None
     ids_dtype: Annotated[
-        str | None, _option("dtype of the top-k ids: int32 or int64.  [default: either]")
+        Literal["int32", "int64"] | None, option("dtype of the top-k ids.  [default: either]")
     ] = None
-    bias: Annotated[bool | None, _option("Both GEMMs have a bias.", "--bias/--no-bias")] = None
+    bias: Annotated[bool | None, option("Both GEMMs have a bias.", "--bias/--no-bias")] = None
     expert_map: Annotated[
-        bool, _option("Use an expert_map from global expert ids to local experts.", "--expert-map")
+        bool, option("Use an expert_map from global expert ids to local experts.")
     ] = False
     router_weight_on_input: Annotated[
         bool | None,
-        _option(
+        option(
             "Apply the router weight to the input or to the output.  [default: output, or as in "
             "the model]",
             "--router-weight-on-input/--router-weight-on-output",
         ),
     ] = None
     routed_scaling_factor: Annotated[
-        float | None, _option("Scaling factor of the routed output.")
+        float | None, option("Scaling factor of the routed output.")
     ] = None
-    combine: Annotated[str | None, _option("sum, topk_weighted or topk_unweighted.")] = None
-    inplace: Annotated[bool, _option("Write the output in place over the input.", "--inplace")] = (
-        False
-    )
-    fp32_precision: Annotated[str | None, _option("ieee or tf32.")] = None
-    chunk_tokens: Annotated[int | None, _option("Split calls into chunks of this many tokens.")] = (
+    combine: Annotated[
+        Literal["sum", "topk_weighted", "topk_unweighted"] | None,
+        option("Sum over top-k, or keep (tokens, top-k, hidden).  [default: sum]"),
+    ] = None
+    inplace: Annotated[bool, option("Write the output in place over the input.")] = False
+    fp32_precision: Annotated[
+        Literal["ieee", "tf32"] | None,
+        option("Precision of float32 products.  [default: ieee]"),
+    ] = None
+    chunk_tokens: Annotated[int | None, option("Split calls into chunks of this many tokens.")] = (
         None
     )
     max_received: Annotated[
-        int | None, _option("Maximum number of rows that a rank receives per call.")
+        int | None, option("Maximum number of rows that a rank receives per call.")
     ] = None
-    graph: Annotated[bool, _option("Require CUDA graph capture.", "--graph")] = False
-    deterministic: Annotated[bool, _option("Require deterministic results.", "--deterministic")] = (
-        False
-    )
-    batch_invariant: Annotated[bool, _option("Require batch invariance.", "--batch-invariant")] = (
-        False
-    )
-    asynchronous: Annotated[bool, _option("Require asynchronous dispatch.", "--asynchronous")] = (
-        False
-    )
+    graph: Annotated[bool, option("Require CUDA graph capture.")] = False
+    deterministic: Annotated[bool, option("Require deterministic results.")] = False
+    batch_invariant: Annotated[bool, option("Require batch invariance.")] = False
+    asynchronous: Annotated[bool, option("Require asynchronous dispatch.")] = False
     lora: Annotated[
         str | None,
-        _option("LoRA adapters: adapters=L,rank=R[,a13=shared][,outer=shared].  [default: none]"),
+        option("LoRA adapters: adapters=L,rank=R[,a13=shared][,outer=shared].  [default: none]"),
     ] = None
 
     def problem(self) -> "Problem":
@@ -130,9 +123,11 @@ class ProblemOptions:
 
         Raises ConfigurationError naming the first invalid option.
         """
-        from modular_kernel.spec.problem import Parallel, Problem
+        import torch
 
-        from_model = {} if self.model is None else facts(self.model)
+        from modular_kernel.spec.problem import Combine, Parallel, Problem
+
+        from_model = {} if self.model is None else problem_fields(self.model)
         no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
         if no_dtype and reads_file(str(self.model)):
             note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
@@ -147,9 +142,9 @@ class ProblemOptions:
         ranks_per_host = values.pop("ranks_per_host", None)
         values["parallel"] = Parallel(world_size, placement, ranks_per_host=ranks_per_host)
         if "combine" in values:
-            values["combine"] = _combine(values["combine"])
+            values["combine"] = Combine(values["combine"])
         if "ids_dtype" in values:
-            values["ids_dtype"] = _ids_dtype(values["ids_dtype"])
+            values["ids_dtype"] = {"int32": torch.int32, "int64": torch.int64}[values["ids_dtype"]]
         return Problem(**values)
 
 
@@ -161,82 +156,40 @@ def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal
     return parse_placement(text, experts, world_size)
 
 
-def _combine(text: str) -> object:
-    from modular_kernel.spec.problem import Combine
+def parse_schemes(text: str) -> list[str]:
+    """Parse a list of quantization schemes separated by commas; drop duplicates.
 
-    known = [c.value for c in Combine]
-    if text not in known:
-        raise ConfigurationError("combine", got=repr(text), need=f"one of {', '.join(known)}")
-    return Combine(text)
+    A scheme may itself contain commas, as in `name:option=value,option=value`.
+    """
+    from modular_kernel.spec.quantization import QuantScheme
 
-
-def _ids_dtype(text: str) -> object:
-    import torch
-
-    known = {"int32": torch.int32, "int64": torch.int64}
-    if text not in known:
-        raise ConfigurationError("ids_dtype", got=repr(text), need="int32 or int64")
-    return known[text]
+    schemes: list[str] = []
+    for word in text.split(","):
+        is_option_of_last = "=" in word and ":" not in word and schemes
+        schemes[-1:] = [f"{schemes[-1]},{word}"] if is_option_of_last else [*schemes[-1:], word]
+    return list(dict.fromkeys(str(QuantScheme.parse(scheme)) for scheme in schemes))
 
 
-def not_prepared_error(quants: str, parts: str) -> ConfigurationError:
-    """Return the error for --prepared if none of the named parts prepares weights of `quants`."""
-    got = f"{quants}, not prepared by {parts}"
+def not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
+    """Return the error for --prepared if none of the named parts prepares weights of `schemes`."""
+    got = f"{schemes}, not prepared by {parts}"
     example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
     return ConfigurationError(
         "--prepared", got=got, need=f"a scheme with prepared weights, such as {example}"
     )
 
 
-def refuse_combination(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
+def refuse_combination(
+    option: str, groups: Iterable[object], allowed: Collection[str] = ()
+) -> None:
     """Raise ConfigurationError if an option of `groups` is set that `option` would ignore.
 
-    groups: option dataclasses. taken: names of fields that may be combined with `option`.
+    groups: option dataclasses. allowed: names of fields that may be combined with `option`.
     """
     for group in groups:
         for field in fields(group):  # type: ignore[arg-type]
-            if field.name not in taken and getattr(group, field.name) != field.default:
+            if field.name not in allowed and getattr(group, field.name) != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 raise ConfigurationError(
-                    name, got=f"{name} together with {option}", need="only one of the two options"
+                    name, got=f"{name} together with {option}", need="only one of them"
                 )
-
-
-def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter of a command by one option per field.
-
-    Returns a wrapper whose signature typer reads. It builds the dataclasses and calls `command`.
-    """
-    groups: dict[str, type] = {}
-    parameters: list[inspect.Parameter] = []
-    own = inspect.signature(command).parameters.values()
-    # The options that only this command has come first in its help.
-    for parameter in sorted(own, key=lambda p: _is_group(p.annotation)):
-        group = parameter.annotation
-        if _is_group(group):
-            groups[parameter.name] = group
-            parameters += _options_of(group)
-        else:
-            parameters.append(parameter)
-
-    @functools.wraps(command)
-    def flat(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-        command(**values)
-
-    flat.__dict__["__signature__"] = inspect.Signature(parameters)
-    flat.__annotations__ = {p.name: p.annotation for p in parameters}
-    return flat
-
-
-def _is_group(annotation: object) -> TypeGuard[type]:
-    return isinstance(annotation, type) and is_dataclass(annotation)
-
-
-def _options_of(group: type) -> list[inspect.Parameter]:
-    kind, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]

@@ -1,6 +1,5 @@
 """Output of the verbs: tables and JSON on stdout, notes and errors on stderr."""
 
-import functools
 import json
 import math
 import shutil
@@ -12,15 +11,12 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import typer
-
 from modular_kernel.cli.file_options import STDOUT as STDOUT
-from modular_kernel.cli.output_streams import LOST_OUTPUT, JsonOutput, only_json_on_stdout
-from modular_kernel.cli.tables import Layout, folded, layout, records
+from modular_kernel.cli.output_streams import LOST_OUTPUT, only_json_on_stdout
+from modular_kernel.cli.tables import fit_table, fold, format_records
 from modular_kernel.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -38,12 +34,7 @@ _PIPE_WIDTH = 10_000
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0
 
-_STYLES = {  # verdict in a table cell -> rich style
-    **dict.fromkeys(("ok", "valid", "passed"), "green"),
-    **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
-}
-
-_json_output: ContextVar[JsonOutput | None] = ContextVar("json_output", default=None)
+_json_output: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -70,25 +61,25 @@ def to_json_types(value: object) -> Json:
     return str(value).removeprefix("torch.")
 
 
-def print_json(value: object, to: str = STDOUT) -> None:
-    """Print one JSON document on stdout, or write it to the file `to`.
+def print_json(value: object, json_path: str = STDOUT) -> None:
+    """Print one JSON document on stdout, or write it to the file `json_path`.
 
     Raises SystemExit with LOST_OUTPUT if the file cannot be written.
     """
     text = json.dumps(to_json_types(value), indent=2)
-    if to == STDOUT:
+    if json_path == STDOUT:
         print_document(text)
         return
-    write_file(to, f"{text}\n")
+    write_file(json_path, f"{text}\n")
 
 
 def print_document(text: str) -> None:
     """Print a JSON document on stdout; with --json nothing else is printed there."""
-    printed = _json_output.get()
-    if printed is None:
+    documents = _json_output.get()
+    if documents is None:
         print(text)
     else:
-        printed.print(text)
+        documents.append(text)
 
 
 def write_file(path: Path | str, text: str) -> None:
@@ -116,10 +107,10 @@ def writing(path: Path | str) -> Iterator[None]:
 
 def is_reporting_rank() -> bool:
     """Return whether this process prints results: rank 0 of a launcher, or the only process."""
-    return not _later_rank()
+    return _launcher_rank() == 0
 
 
-def _later_rank() -> int:
+def _launcher_rank() -> int:
     """Return this process's rank under a launcher; 0 without one."""
     try:
         launcher = read_launcher()
@@ -128,29 +119,30 @@ def _later_rank() -> int:
     return 0 if launcher is None else launcher.rank
 
 
-def print_result(value: object, to: str | None, show: Callable[[], None]) -> None:
+def print_result(value: object, json_path: str | None, print_text: Callable[[], None]) -> None:
     """Output a result on the reporting rank.
 
-    to: None calls `show` to print text, "-" prints JSON on stdout, and a path does both, with the
-    JSON in that file.
+    json_path: the value of --json. None calls `print_text`, "-" prints JSON on stdout, and a path
+    does both, with the JSON in that file.
     """
     if not is_reporting_rank():
         return
     try:
-        if to is not None:
-            print_json(value, to)
+        if json_path is not None:
+            print_json(value, json_path)
     finally:
-        if to != STDOUT:
-            show()
+        if json_path != STDOUT:
+            print_text()
 
 
-def width(to: TextIO | None = None) -> int:
+def width(stream: TextIO | None = None) -> int:
     """Return the line width of a stream in characters; None means stdout.
 
-    Without a terminal the width is 10,000, so that each table row stays on one line for grep.
+    That is COLUMNS if it is set, else the width of the terminal. Without a terminal it is 10,000,
+    so that each table row stays on one line for grep.
     """
-    stream = sys.stdout if to is None else to
-    return shutil.get_terminal_size().columns if stream.isatty() else _PIPE_WIDTH
+    stream = sys.stdout if stream is None else stream
+    return shutil.get_terminal_size((80 if stream.isatty() else _PIPE_WIDTH, 25)).columns
 
 
 def line(text: str = "") -> None:
@@ -159,24 +151,24 @@ def line(text: str = "") -> None:
     Non-printable characters are escaped.
     """
     for part in printable(text, keep_lines=True).splitlines() or [""]:
-        print("\n".join(folded(part, width())))
+        print("\n".join(fold(part, width())))
 
 
 def note(text: str) -> None:
     """Print a note for the user on stderr; only on the reporting rank."""
     if is_reporting_rank():
-        _tell(text)
+        _print_to_stderr(text)
 
 
 def print_error(text: str) -> None:
     """Print an error on stderr, on every rank: it may have occurred on this rank only."""
-    rank = _later_rank()
-    _tell(f"rank {rank}: error: {text}" if rank else f"error: {text}")
+    rank = _launcher_rank()
+    _print_to_stderr(f"rank {rank}: error: {text}" if rank else f"error: {text}")
 
 
-def _tell(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     for part in printable(text, keep_lines=True).splitlines():
-        print("\n".join(folded(part, width(sys.stderr))), file=sys.stderr)
+        print("\n".join(fold(part, width(sys.stderr))), file=sys.stderr)
 
 
 def table(
@@ -188,7 +180,7 @@ def table(
 ) -> None:
     """Print a table on stdout; without rows print nothing.
 
-    Names are never truncated. On a narrow terminal cells of prose are folded; then `optional`
+    Names are never truncated. On a narrow terminal prose is folded; then `optional`
     columns are dropped (empty ones first, then from the last to the first) and listed below the
     table. If the table still does not fit, each row is printed as a record.
     """
@@ -196,43 +188,27 @@ def table(
     if not cells:
         return
     line_width = width()
-    chosen = layout(
-        columns, cells, line_width, sorted(optional, key=partial(_is_empty, columns, cells))
-    )
-    if not chosen.columns:
-        print("\n".join(([title] if title else []) + records(columns, cells, line_width)))
+    optional = sorted(optional, key=lambda name: _is_empty(columns, cells, name))
+    fitting = fit_table(columns, cells, line_width, optional)
+    if fitting is None:
+        lines = format_records(columns, cells, line_width)
+        print("\n".join([title, *lines] if title else lines))
         return
-    _print_table(columns, cells, chosen, line_width, title)
-    left_out = [column for i, column in enumerate(columns) if i not in chosen.columns]
-    if left_out:
-        line(f"not shown in {line_width} columns: {', '.join(left_out)}")
+    fitting.title = title or None
+    # Markup is off: rules are printed in brackets, and part names come from other packages. With a
+    # width but no height rich assumes 80 columns on a dumb terminal and truncates names.
+    from rich.console import Console
+
+    Console(width=line_width, height=25, markup=False, emoji=False, highlight=False).print(fitting)
+    shown = {column.header for column in fitting.columns}
+    dropped = [name for name in columns if name not in shown]
+    if dropped:
+        line(f"not shown in {line_width} columns: {', '.join(dropped)}")
 
 
 def _is_empty(columns: Sequence[str], cells: list[list[str]], name: str) -> bool:
     indices = [index for index, column in enumerate(columns) if column == name]
     return all(row[index] in ("", "-") for row in cells for index in indices)
-
-
-def _print_table(
-    columns: Sequence[str], cells: list[list[str]], found: Layout, wide: int, title: str
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(
-        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for index in found.columns:
-        folds = index in found.folding
-        grid.add_column(columns[index], overflow="fold", no_wrap=not folds)
-    for row in cells:
-        grid.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in found.columns))
-    # Markup is off: rules are printed in brackets, and part names come from other packages. With a
-    # width but no height rich assumes 80 columns on a dumb terminal and truncates names.
-    console = Console(width=wide, height=25, markup=False, emoji=False, highlight=False)
-    console.print(grid)
 
 
 @contextmanager
@@ -245,34 +221,39 @@ def progress(
     seconds, then one every 20 seconds. what: plural noun for the steps. steady: print every 4
     seconds from a thread, also during a long step; do not use it where processes are forked.
     """
-    if not is_reporting_rank() or not sys.stderr.isatty():
-        if steady:
-            with _steady_progress(total, what) as advance:
-                yield advance
-        else:
-            yield _progress_lines(total, what)
+    if is_reporting_rank() and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
         return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+    lines = _ProgressLines(total, what, timed=not steady)
+    with _repeated(lines.print, _STEADY_INTERVAL_S) if steady else nullcontext():
+        yield lines.advance
 
 
-def _progress_lines(total: int, what: str) -> Callable[[], None]:
-    began = time.monotonic()
-    done, next_s = 0, _FIRST_LINE_S
+class _ProgressLines:
+    """Notes on the number of completed steps.
 
-    def step() -> None:
-        nonlocal done, next_s
-        done += 1
-        elapsed = time.monotonic() - began
-        if elapsed >= next_s and done < total:
-            next_s = elapsed + _LINE_INTERVAL_S
-            note(f"{done} of {total} {what} in {elapsed:.0f} s")
+    timed: print from `advance`: the first note after 5 seconds, then one every 20 seconds.
+    """
 
-    return step
+    def __init__(self, total: int, what: str, *, timed: bool) -> None:
+        self.total, self.what, self.timed = total, what, timed
+        self.start, self.done, self.next_s = time.monotonic(), 0, _FIRST_LINE_S
+
+    def print(self) -> None:
+        elapsed = time.monotonic() - self.start
+        note(f"{self.done} of {self.total} {self.what} in {elapsed:.0f} s")
+
+    def advance(self) -> None:
+        self.done += 1
+        elapsed = time.monotonic() - self.start
+        if self.timed and elapsed >= self.next_s and self.done < self.total:
+            self.next_s = elapsed + _LINE_INTERVAL_S
+            self.print()
 
 
 @contextmanager
@@ -289,47 +270,39 @@ def step_lines(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _steady_progress(total: int, what: str) -> Iterator[Callable[[], None]]:
-    began, done, stop = time.monotonic(), [0], threading.Event()
-
-    def tell() -> None:
-        while not stop.wait(_STEADY_INTERVAL_S):
-            note(f"{done[0]} of {total} {what} in {time.monotonic() - began:.0f} s")
-
-    def step() -> None:
-        done[0] += 1
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield step
-    finally:
-        stop.set()
-        thread.join()
-
-
-@contextmanager
-def waiting(doing: Callable[[], str]) -> Iterator[None]:
+def activity_notes(current: Callable[[], str]) -> Iterator[None]:
     """Print the current activity on stderr after it took 5 seconds, then every 20 seconds.
 
-    doing: returns the current activity; it is called from a background thread.
+    current: returns a description of the activity; it is called from a background thread.
     """
-    stop = threading.Event()
+    activity, start, next_s = current(), time.monotonic(), _FIRST_LINE_S
 
-    def tell() -> None:
-        activity, began, next_s = doing(), time.monotonic(), _FIRST_LINE_S
-        while not stop.wait(min(_FIRST_LINE_S, 1.0)):
-            elapsed = time.monotonic() - began
-            if doing() != activity:
-                activity, began, next_s = doing(), time.monotonic(), _FIRST_LINE_S
-            elif elapsed >= next_s:
-                next_s = elapsed + _LINE_INTERVAL_S
-                note(f"{activity}: {elapsed:.0f} s so far")
+    def note_long_activity() -> None:
+        nonlocal activity, start, next_s
+        elapsed = time.monotonic() - start
+        if current() != activity:
+            activity, start, next_s = current(), time.monotonic(), _FIRST_LINE_S
+        elif elapsed >= next_s:
+            next_s = elapsed + _LINE_INTERVAL_S
+            note(f"{activity}: {elapsed:.0f} s so far")
 
     if not is_reporting_rank():
         yield
         return
-    thread = threading.Thread(target=tell, daemon=True)
+    with _repeated(note_long_activity, min(_FIRST_LINE_S, 1.0)):
+        yield
+
+
+@contextmanager
+def _repeated(action: Callable[[], None], interval_s: float) -> Iterator[None]:
+    """Context in which a background thread calls `action` every `interval_s` seconds."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(interval_s):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield
@@ -345,30 +318,15 @@ def note_interpreted(names: Iterable[str]) -> None:
         line(f"ran in Triton's interpreter, times are meaningless: {text}")
 
 
-def rejections(found: Sequence["Rejection"]) -> None:
+def print_rejections(rejections: Sequence["Rejection"]) -> None:
     """Print a table of rejections, one row each."""
-    rows = [(r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in found]
+    rows = [(r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in rejections]
     table(("rule", "parties", "got", "need", "hint"), rows)
 
 
-def handle_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a verb so that toolkit errors become messages and exit statuses, without a traceback.
-
-    IncompatibleError exits with 1, InputError (bad usage) with 2, and any other ModularKernelError,
-    such as a rank that does not respond, with BROKEN (70).
-    """
-
-    @functools.wraps(command)
-    def guarded(**values: Any) -> None:
-        to: str | None = values.get("as_json")
-        with _json_on_stdout() if to == STDOUT else nullcontext():
-            _guarded(command, values, to)
-
-    return guarded
-
-
 @contextmanager
-def _json_on_stdout() -> Iterator[None]:
+def json_on_stdout() -> Iterator[None]:
+    """Context in which stdout receives only what `print_document` prints."""
     with only_json_on_stdout() as documents:
         token = _json_output.set(documents)
         try:
@@ -377,37 +335,27 @@ def _json_on_stdout() -> Iterator[None]:
             _json_output.reset(token)
 
 
-def _guarded(command: Callable[..., None], values: dict[str, Any], to: str | None) -> None:
-    try:
-        command(**values)
-    except IncompatibleError as refusal:
-        _refuse(refusal, to)
-        raise typer.Exit(1) from None
-    except InputError as error:
-        if to == STDOUT and is_reporting_rank():
-            error_type = type(error).__name__
-            print_json(
-                {
-                    "error": {
-                        "type": error_type,
-                        "what": error.what,
-                        "got": error.got,
-                        "need": error.need,
-                    }
-                }
-            )
-        print_error(str(error))
-        raise typer.Exit(2) from None
-    except ModularKernelError as error:
-        print_error(str(error))
-        raise typer.Exit(BROKEN) from None
+def report_error(error: ModularKernelError, json_path: str | None) -> int:
+    """Print an error of a verb and return the exit status.
+
+    An IncompatibleError has status 1, an InputError (bad usage) 2, and any other error, such as a
+    rank that does not respond, BROKEN (70). json_path: the value of --json.
+    """
+    if isinstance(error, IncompatibleError):
+        _print_refused(error, json_path)
+        return 1
+    if isinstance(error, InputError) and json_path == STDOUT and is_reporting_rank():
+        values = {"what": error.what, "got": error.got, "need": error.need}
+        print_json({"error": {"type": type(error).__name__, **values}})
+    print_error(str(error))
+    return 2 if isinstance(error, InputError) else BROKEN
 
 
-def _refuse(refusal: IncompatibleError, to: str | None) -> None:
-    record = {"pairing": refusal.pairing, "ok": False, "rejections": refusal.rejections}
-    print_result(record, to, lambda: _print_refusal(refusal))
+def _print_refused(error: IncompatibleError, json_path: str | None) -> None:
+    record = {"pairing": error.pairing, "ok": False, "rejections": error.rejections}
+    print_result(record, json_path, lambda: _print_refusal(error))
 
 
-def _print_refusal(refusal: IncompatibleError) -> None:
-    line(f"{refusal.pairing}: refused, {counted(len(refusal.rejections), 'reason')}")
-    rejections([r for r in refusal.rejections if hasattr(r, "rule")])  # type: ignore[misc]
+def _print_refusal(error: IncompatibleError) -> None:
+    line(f"{error.pairing}: refused, {counted(len(error.rejections), 'reason')}")
+    print_rejections([r for r in error.rejections if hasattr(r, "rule")])  # type: ignore[misc]

@@ -12,14 +12,14 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO, cast
 
 LOST_OUTPUT = 74  # EX_IOERR of sysexits.h: neither 1 (refused) nor 2 (bad usage)
 
 
 class _Stream:
-    """A wrapper of a text stream that passes write errors to `_failed`.
+    """A wrapper of a text stream that passes write errors to `_handle_write_error`.
 
     stream: None if it was closed when the process started.
     """
@@ -28,7 +28,7 @@ class _Stream:
         self._stream = stream
 
     @property
-    def absent(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the stream was closed or its reader is gone."""
         return self._stream is None
 
@@ -38,7 +38,7 @@ class _Stream:
                 raise OSError("it is closed")
             return self._stream.write(text)
         except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
-            self._failed(error)
+            self._handle_write_error(error)
         return len(text)
 
     def flush(self) -> None:
@@ -47,12 +47,12 @@ class _Stream:
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._failed(error)
+            self._handle_write_error(error)
 
     def isatty(self) -> bool:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
-    def _failed(self, error: Exception) -> None:
+    def _handle_write_error(self, error: Exception) -> None:
         """Drop a note that cannot be written."""
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class _Stdout(_Stream):
-    def _failed(self, error: Exception) -> None:
+    def _handle_write_error(self, error: Exception) -> None:
         if self._stream is not None:
             _discard(self._stream)
             self._stream = None
@@ -71,38 +71,27 @@ class _Stdout(_Stream):
         raise SystemExit(LOST_OUTPUT)
 
 
-class JsonOutput:
-    """Buffer for the JSON documents of a verb, which are printed last."""
-
-    def __init__(self) -> None:
-        self.documents: list[str] = []
-
-    def print(self, text: str) -> None:
-        self.documents.append(text)
-
-
 @contextmanager
-def only_json_on_stdout() -> Iterator[JsonOutput]:
-    """Redirect stdout to stderr inside the context, then print the buffered JSON on stdout.
+def only_json_on_stdout() -> Iterator[list[str]]:
+    """Redirect stdout to stderr inside the context, then print the documents in the list on stdout.
 
     File descriptor 1 is redirected as well as sys.stdout, because C libraries and child processes
     write to it.
     """
-    documents, stdout = JsonOutput(), sys.stdout
+    documents, stdout = list[str](), sys.stdout
     if stdout is not None:
         stdout.flush()
     # If stdout was closed at startup, file descriptor 1 may now belong to another file.
-    saved_fd = None if isinstance(stdout, _Stream) and stdout.absent else _to_stderr()
-    sys.stdout = sys.stderr
+    saved_fd = None if isinstance(stdout, _Stream) and stdout.is_closed else _to_stderr()
     try:
-        yield documents
+        with redirect_stdout(sys.stderr):
+            yield documents
     finally:
         _flush_c()
-        sys.stdout = stdout
         if saved_fd is not None:
             os.dup2(saved_fd, 1)
             os.close(saved_fd)
-        for text in documents.documents:
+        for text in documents:
             print(text)
 
 
@@ -137,9 +126,9 @@ def _flush_c() -> None:
 def _discard(stream: TextIO) -> None:
     """Redirect a stream to /dev/null, so that Python's flush at exit does not fail."""
     with suppress(OSError, ValueError):
-        number = stream.fileno()
+        fd = stream.fileno()
         null_fd = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null_fd, number)
+        os.dup2(null_fd, fd)
         os.close(null_fd)
 
 
@@ -149,22 +138,21 @@ def guard_streams() -> Iterator[None]:
 
     Raises SystemExit with LOST_OUTPUT if stdout cannot be written.
     """
-    stdout, stderr = sys.stdout, sys.stderr
-    out, notes = _Stdout(stdout), _Stream(stderr)
-    sys.stdout, sys.stderr = out, notes
+    stderr = sys.stderr
+    out, err = _Stdout(sys.stdout), _Stream(stderr)
     try:
-        try:
-            yield
-        finally:
-            out.flush()  # raises in place of the verb's own status
-            notes.flush()
+        with redirect_stdout(cast("TextIO", out)), redirect_stderr(cast("TextIO", err)):
+            try:
+                yield
+            finally:
+                out.flush()  # raises in place of the verb's own status
+                err.flush()
     finally:
-        sys.stdout, sys.stderr = stdout, stderr
         if stderr is not None:
-            _settle(stderr)
+            _flush_or_discard(stderr)
 
 
-def _settle(stream: TextIO) -> None:
+def _flush_or_discard(stream: TextIO) -> None:
     try:
         stream.flush()
     except (OSError, ValueError):

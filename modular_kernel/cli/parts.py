@@ -30,7 +30,7 @@ _OPTIONS = {
     "asynchronous": "dispatch is asynchronous and can overlap with other work",
     "lora": "supports LoRA adapters",
 }
-_WORDS = {
+_LEGEND = {
     "standard": "tokens as (T, H), with their routing beside them",
     "batched_experts": "tokens expert by expert, (experts, capacity, H)",
     "schemes": "quantization schemes of the experts; w8a8: bits of weights and activations",
@@ -66,7 +66,7 @@ def _requires(part: "Part") -> "Requirements | None":
     return requires
 
 
-def _reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
+def _unavailable_reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
     from modular_kernel.compatibility.rules import unavailable
 
     requires = _requires(part)
@@ -74,7 +74,7 @@ def _reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
 
 
 def _record(part: "Part", machine: "Machine") -> dict[str, object]:
-    reasons = _reasons(part, machine)
+    reasons = _unavailable_reasons(part, machine)
     return {
         "name": part.name,
         "kind": part.kind,
@@ -98,7 +98,7 @@ def _print_text(catalog: "Catalog", machine: "Machine") -> None:
     output.table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
     output.table(("name registered twice", "by"), duplicates)
-    output.table(("term", "meaning"), _WORDS.items())
+    output.table(("term", "meaning"), _LEGEND.items())
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:
@@ -112,37 +112,39 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
         reduce = getattr(part.cls, "kind", None)
         return [reduce.value if reduce is not None else "keeps top-k", f"from {part.origin}"]
     options = [name for name in _OPTIONS if getattr(requires, name, False)]
-    reasons = [f"unavailable: {reason}" for reason in _reasons(part, machine)]
+    reasons = [f"unavailable: {reason}" for reason in _unavailable_reasons(part, machine)]
     return [
-        f"{requires.activation_format.value}, on {_runs_on(requires)}",
-        _takes(requires),
+        f"{requires.activation_format.value}, on {_devices_and_packages(requires)}",
+        _accepted_types(requires),
         ", ".join(options) or "no options",
         f"from {part.origin}",
         *reasons,
     ]
 
 
-def _takes(requires: "Requirements") -> str:
+def _accepted_types(requires: "Requirements") -> str:
     """Format the accepted dtypes and quantization schemes and, for experts, the activations."""
     from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, format_sorted
 
-    words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else format_sorted(requires.dtypes)}
+    accepted = {
+        "dtypes": "all" if requires.dtypes == ALL_DTYPES else format_sorted(requires.dtypes)
+    }
     for name, label in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
         if hasattr(requires, name):
-            words[label] = format_sorted(getattr(requires, name)) or "nothing"
+            accepted[label] = format_sorted(getattr(requires, name)) or "nothing"
     activations: frozenset[str] | None = getattr(requires, "activations", None)
     if activations is not None:
         all_activations = activations == ALL_ACTIVATIONS
-        words["activations"] = "all" if all_activations else format_sorted(activations)
-    return "; ".join(f"{label}: {names}" for label, names in words.items())
+        accepted["activations"] = "all" if all_activations else format_sorted(activations)
+    return "; ".join(f"{label}: {names}" for label, names in accepted.items())
 
 
-def _runs_on(requires: "Requirements") -> str:
+def _devices_and_packages(requires: "Requirements") -> str:
     from modular_kernel.compatibility.support import archs_text
 
-    words = sorted(requires.devices)
-    if requires.min_arch is not None and "cuda" in words:
-        words[words.index("cuda")] = f"cuda >= {requires.min_arch[0]}.{requires.min_arch[1]}"
-    if requires.archs is not None and "cuda" in words:
-        words[words.index("cuda")] = f"cuda {archs_text(requires.archs)}"
-    return ", ".join([*words, *requires.packages])
+    devices = sorted(requires.devices)
+    if requires.min_arch is not None and "cuda" in devices:
+        devices[devices.index("cuda")] = f"cuda >= {requires.min_arch[0]}.{requires.min_arch[1]}"
+    if requires.archs is not None and "cuda" in devices:
+        devices[devices.index("cuda")] = f"cuda {archs_text(requires.archs)}"
+    return ", ".join([*devices, *requires.packages])

@@ -1,15 +1,17 @@
 """`mk plan`: analytic time estimates of a layer on clusters other than this machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import token_numbers
+from modular_kernel.cli.command import IntegerList, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.options import (
+    TOKENS_LIST,
     AsJson,
     Prepared,
     ProblemOptions,
@@ -21,11 +23,16 @@ from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.perf_model.estimate import Estimate, SizeResult
-    from modular_kernel.perf_model.hardware import Cluster
+    from modular_kernel.perf_model.hardware import Cluster, Link
 
-_WORLDS = "1,8,16,32,64"
-_TOKENS = "1,128,4096"
+_WORLD_SIZES = (1, 8, 16, 32, 64)
+_TOKENS = (1, 128, 4096)
+_MAX_WORLD_SIZE = 4096
 _GIGA, _TERA = 1e9, 1e12
+
+
+def _as_list(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +44,36 @@ class ClusterOptions:
     """
 
     worlds: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Numbers of ranks, such as 8,64,256.  [default: of {_WORLDS}, those that have an "
-            "expert for each rank]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            f"Numbers of ranks, such as 8,64,256.  [default: of {_as_list(_WORLD_SIZES)}, those "
+            "that have an expert for each rank]",
+            type=IntegerList(_MAX_WORLD_SIZE, "8,64"),
         ),
     ] = None
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Tokens of each rank.  [default: --tokens, or {_TOKENS}]", show_default=False
+        tuple[int, ...] | None,
+        option(
+            f"Tokens of each rank.  [default: --tokens, or {_as_list(_TOKENS)}]", type=TOKENS_LIST
         ),
     ] = None
-    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
-    per_host: Annotated[int, typer.Option(help="GPUs of one host.")] = 8
-    link: Annotated[float, typer.Option(help="GB/s out of one GPU to others of its host.")] = 393
-    link_latency: Annotated[float, typer.Option(help="us added to exchanges in a host.")] = 0
-    net: Annotated[float, typer.Option(help="GB/s out of one GPU to other hosts.")] = 50
-    net_latency: Annotated[float, typer.Option(help="us added to exchanges between hosts.")] = 20
-    bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory.")] = 4.8
-    groups: Annotated[int, typer.Option(help="Groups of experts, of group-limited routing.")] = 1
-    topk_groups: Annotated[int, typer.Option(help="Groups that a token's experts are in.")] = 1
+    routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
+        "uniform"
+    )
+    per_host: Annotated[int, option("GPUs per host.")] = 8
+    link: Annotated[float, option("Bandwidth of one GPU to others of its host, in GB/s.")] = 393
+    link_latency: Annotated[float, option("Latency of an exchange within a host, in us.")] = 0
+    net: Annotated[float, option("Bandwidth of one GPU to other hosts, in GB/s.")] = 50
+    net_latency: Annotated[float, option("Latency of an exchange between hosts, in us.")] = 20
+    bandwidth: Annotated[float, option("Memory bandwidth of a GPU, in TB/s.")] = 4.8
+    groups: Annotated[int, option("Group-limited routing: number of groups of experts.")] = 1
+    topk_groups: Annotated[int, option("Group-limited routing: number of groups per token.")] = 1
     prepared: Prepared = False
     peak: Annotated[
         float | None,
-        typer.Option(help="TFLOP/s in 16 bits, twice that in 8.  [default: an H200 as measured]"),
+        option(
+            "Peak of 16-bit products in TFLOP/s; 8-bit: twice that.  [default: a measured H200]"
+        ),
     ] = None
 
     def cluster(self) -> "Cluster":
@@ -71,38 +82,38 @@ class ClusterOptions:
         gpu = replace(Gpu(), bandwidth=self.bandwidth * _TERA)
         if self.peak is not None:
             rates = {name: self.peak * _TERA * (1 if "16" in name else 2) for name in Gpu().flops}
-            gpu = replace(gpu, name="as given", flops=rates)
-        inside = Link(self.link * _GIGA, self.link_latency * 1e-6)
-        between = Link(self.net * _GIGA, self.net_latency * 1e-6)
-        return Cluster(gpu, inside, between, self.per_host)
+            gpu = replace(gpu, name="custom", flops=rates)
+        within_host = Link(self.link * _GIGA, self.link_latency * 1e-6)
+        between_hosts = Link(self.net * _GIGA, self.net_latency * 1e-6)
+        return Cluster(gpu, within_host, between_hosts, self.per_host)
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
-        if self.tokens_list is None and options.tokens is not None:
-            return (options.tokens,)
-        return token_numbers(_TOKENS if self.tokens_list is None else self.tokens_list)
+        """Return the token counts per rank: of --tokens-list, of --tokens, or the default."""
+        if self.tokens_list is not None:
+            return self.tokens_list
+        return _TOKENS if options.tokens is None else (options.tokens,)
 
-    def sizes(self, options: ProblemOptions) -> tuple[int, ...]:
+    def world_sizes(self, options: ProblemOptions) -> tuple[int, ...]:
+        """Return the numbers of ranks: of --world-size, of --worlds, or the default."""
         if options.world_size is not None:
             return (options.world_size,)
-        if self.worlds is None:
-            experts = options.problem().experts
-            return tuple(ranks for ranks in map(int, _WORLDS.split(",")) if ranks <= experts)
-        words = self.worlds.split(",")
-        if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= 4096 for w in words):
-            need = "numbers from 1 to 4096, such as 8,64"
-            raise ConfigurationError("--worlds", got=repr(self.worlds[:80]), need=need)
-        return tuple(dict.fromkeys(map(int, words)))
+        if self.worlds is not None:
+            return self.worlds
+        experts = options.problem().experts
+        return tuple(world_size for world_size in _WORLD_SIZES if world_size <= experts)
 
 
 def plan(
     *,
     options: ProblemOptions,
-    world: ClusterOptions,
+    cluster_options: ClusterOptions,
     compare: Annotated[
-        list[Path] | None,
-        typer.Option(help="Instead: the model beside the measured rows of this file; repeatable."),
-        FileUse.READ,
-    ] = None,
+        tuple[Path, ...],
+        option(
+            "Compare the model with the measured rows of this file instead; may be repeated.",
+            type=FilePath(FileUse.READ),
+        ),
+    ] = (),
     as_json: AsJson = None,
 ) -> None:
     """Estimate the time of a layer on 1 to 4096 ranks for each pairing, without running it.
@@ -118,37 +129,43 @@ def plan(
     row that was neither fitted nor timed eagerly; exits with 2 on bad usage.
     """
     if compare:
-        refuse_combination("--compare", (options, world))
+        refuse_combination("--compare", (options, cluster_options))
         _compare(compare, as_json=as_json)
         return
     from modular_kernel.perf_model.estimate import over_ranks, size
     from modular_kernel.perf_model.experts_time import PART
     from modular_kernel.perf_model.load import Groups
 
-    cluster, one_rank = world.cluster(), replace(options, world_size=None).problem()
+    cluster, one_rank = cluster_options.cluster(), replace(options, world_size=None).problem()
     if one_rank.expert_map or one_rank.local_experts is not None:
-        raise ConfigurationError("mk plan", got="experts of one rank", need="those of all ranks")
-    groups = Groups(world.groups, world.topk_groups)
-    sized = [
+        raise ConfigurationError(
+            "mk plan", got="--expert-map or --local-experts", need="a layer on all ranks"
+        )
+    groups = Groups(cluster_options.groups, cluster_options.topk_groups)
+    results = [
         size(
-            over_ranks(one_rank.with_tokens(tokens), ranks, world.per_host),
+            over_ranks(one_rank.with_tokens(tokens), ranks, cluster_options.per_host),
             cluster,
-            routing=world.routing,
+            routing=cluster_options.routing,
             others=True,
             groups=groups,
-            prepared=world.prepared,
+            prepared=cluster_options.prepared,
         )
-        for ranks in world.sizes(options)
-        for tokens in world.tokens(options)
+        for ranks in cluster_options.world_sizes(options)
+        for tokens in cluster_options.tokens(options)
     ]
-    estimates = [estimate for item in sized for estimate in item.estimates]
-    if world.prepared and estimates and not any(estimate.prepared for estimate in estimates):
+    estimates = [estimate for result in results for estimate in result.estimates]
+    if (
+        cluster_options.prepared
+        and estimates
+        and not any(estimate.prepared for estimate in estimates)
+    ):
         raise not_prepared_error(one_rank.quant, PART)
     rows = [_row(estimate, cluster) for estimate in estimates]
-    record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
-    output.print_result(record, as_json, lambda: _print(sized, cluster, world.routing))
-    if not any(item.estimates for item in sized):
-        raise typer.Exit(1)
+    record = {"cluster": cluster, "routing": cluster_options.routing, "estimates": rows}
+    output.print_result(record, as_json, lambda: _print(results, cluster, cluster_options.routing))
+    if not any(result.estimates for result in results):
+        raise Exit(1)
 
 
 def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
@@ -174,67 +191,70 @@ def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
     }
 
 
-def _print(sized: "list[SizeResult]", cluster: "Cluster", routing: str) -> None:
+def _print(results: "list[SizeResult]", cluster: "Cluster", routing: str) -> None:
     from modular_kernel.perf_model.exchange_time import LIBRARIES
 
     rows = []
-    for sized_problem in sized:
-        for estimate in sized_problem.estimates:
+    for result in results:
+        for estimate in result.estimates:
             row = _row(estimate, cluster)
             times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
             name = row["pairing"] if row["ours"] else f"({row['pairing']})"
             gigabytes = f"{estimate.total_weight_bytes / _GIGA:.1f}"
             rate = f"{row['tokens_per_second'] / 1e6:.2f}"
-            head = row["ranks"], row["tokens"], name
+            labels = row["ranks"], row["tokens"], name
             sent = f"{row['network_rows']:.2f}"
-            ends = sent, rate, gigabytes, row["bound"]
-            rows.append((*head, *(f"{us:.1f}" for us in times), *ends))
+            extras = sent, rate, gigabytes, row["bound"]
+            rows.append((*labels, *(f"{us:.1f}" for us in times), *extras))
     columns = ("ranks", "tokens", "pairing", "dispatch", "experts", "combine", "layer us")
     extra = ("rows out", "Mtokens/s", "GB", "bound")
     output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
-    for text in _assumptions(sized, cluster, routing):
+    for text in _assumptions(results, cluster, routing):
         output.line(f"- {text}")
     missing: dict[str, dict[str, None]] = {}
-    for pairing, reason in (pair for sized_problem in sized for pair in sized_problem.unestimated):
+    for pairing, reason in (pair for result in results for pair in result.unestimated):
         if "no measured" in reason or pairing.partition(" x ")[0] in LIBRARIES:
             missing.setdefault(reason, {})[pairing] = None
     for reason, pairings in missing.items():
         names = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
-        output.line(f"no estimate of {names}: {reason}")
+        output.line(f"no estimate for {names}: {reason}")
     for estimate in (
-        estimate
-        for sized_problem in sized
-        for estimate in sized_problem.estimates
-        if estimate.caveat
+        estimate for result in results for estimate in result.estimates if estimate.caveat
     ):
         ranks = estimate.problem.parallel.world_size
-        output.line(f"beware: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
+        output.line(f"caveat: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
 
 
-def _assumptions(sized: "list[SizeResult]", cluster: "Cluster", routing: str) -> list[str]:
-    gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
+def _assumptions(results: "list[SizeResult]", cluster: "Cluster", routing: str) -> list[str]:
+    gpu = cluster.gpu
     rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
-    estimates = [estimate for one in sized for estimate in one.estimates]
+    estimates = [estimate for result in results for estimate in result.estimates]
     sources = dict.fromkeys((e.pairing.split(" x ")[0], e.source) for e in estimates)
     efficiencies = dict.fromkeys(e.experts.source for e in estimates)
     return [
         f"GPU: {gpu.name}, {gpu.bandwidth / _TERA:g} TB/s, TFLOP/s: {rates}",
-        f"links of one GPU: {inside.bandwidth / _GIGA:g} GB/s in a host of {cluster.per_host}",
-        f"between hosts: {between.bandwidth / _GIGA:g} GB/s and {between.latency * 1e6:g} us",
-        f"routing {routing}, expected loads, the fullest rank counts; experts in blocks over ranks",
-        "rows out: of a token, expected, that leave the host in a dispatch",
-        "dispatch, experts and combine follow one another: nothing overlaps",
-        "planned calls in CUDA graphs; router, shared experts and attention are not in it",
-        *_of_prepared(estimates),
-        *(f"experts' efficiency: {source}" for source in efficiencies),
+        f"link of one GPU within a host of {cluster.per_host}: {_link_text(cluster.inside)}",
+        f"link of one GPU between hosts: {_link_text(cluster.between)}",
+        f"routing {routing}: expected loads; the most loaded rank determines the time",
+        "placement: consecutive experts on each rank",
+        "rows out: expected rows per token that leave the host in a dispatch",
+        "dispatch, experts and combine run one after another, without overlap",
+        "calls are replayed from CUDA graphs; router, shared experts and attention are excluded",
+        *_prepared_lines(estimates),
+        *(f"efficiency of the experts: {source}" for source in efficiencies),
         *(f"{name}: {source}" for name, source in sources),
-        "pairings in parentheses: a library's own exchange beside our experts",
-        "Replicated parts have one set of tokens in the whole world, the others one for each rank",
+        "pairings in parentheses: the exchange of a library with our experts",
+        "ReplicatedEP: all ranks have the same tokens; other parts: each rank has its own",
     ]
 
 
-def _of_prepared(estimates: "list[Estimate]") -> list[str]:
-    """Return lines on the memory of prepared weights; [] if no estimate includes any."""
+def _link_text(link: "Link") -> str:
+    latency = f" and {link.latency * 1e6:g} us" if link.latency else ""
+    return f"{link.bandwidth / _GIGA:g} GB/s{latency}"
+
+
+def _prepared_lines(estimates: "list[Estimate]") -> list[str]:
+    """Describe the memory of prepared weights; [] if no estimate includes any."""
     by_ranks = {
         estimate.problem.parallel.world_size: f"{estimate.prepared / _GIGA:.1f}"
         for estimate in estimates
@@ -243,14 +263,14 @@ def _of_prepared(estimates: "list[Estimate]") -> list[str]:
     if not by_ranks:
         return []
     sizes = ", ".join(f"{size} on each of {ranks}" for ranks, size in by_ranks.items())
-    note = f"GB counts prepared weights, {sizes}; w1 and w2 must stay beside them"
+    note = f"GB includes prepared weights, {sizes}, in addition to w1 and w2"
     return [
-        f"{note}: some calls read these",
-        "times are those without prepared weights: what makes them in each call is in no estimate",
+        f"{note}, which some calls read",
+        "times are those of calls without prepared weights, excluding the time to prepare them",
     ]
 
 
-def _compare(paths: list[Path], *, as_json: str | None) -> None:
+def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
     from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
 
     results = compare([cell for path in paths for cell in cells_of(path)])
@@ -272,23 +292,23 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
     def show() -> None:
         columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
         output.table(columns, [_error_row(row) for row in rows])
-        for one in summaries(results):
+        for summary in summaries(results):
             output.line(
-                f"{one.quantity}: {one.accurate} of {one.count} within {WITHIN:.0%}, "
-                f"mean {one.mean:.1%}, worst {one.worst:.1%}"
+                f"{summary.quantity}: {summary.accurate} of {summary.count} within {WITHIN:.0%}, "
+                f"mean {summary.mean:.1%}, worst {summary.worst:.1%}"
             )
 
     output.print_result(
         {"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show
     )
     if not results or any(result.is_mispredicted for result in results):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _error_row(row: dict[str, Any]) -> tuple[object, ...]:
-    head = row["cell"], row["ranks"], row["quant"], row["tokens"]
+    labels = row["cell"], row["ranks"], row["quant"], row["tokens"]
     times = f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}"
-    return *head, *times, f"{row['error']:+.1%}", _kind(row)
+    return *labels, *times, f"{row['error']:+.1%}", _kind(row)
 
 
 def _kind(row: dict[str, Any]) -> str:

@@ -30,15 +30,15 @@ def display_name(model: str) -> str:
     return printable(path.name.removesuffix(".json"))
 
 
-def facts(model: str) -> dict[str, object]:
+def problem_fields(model: str) -> dict[str, object]:
     """Return the problem fields that `model`, a name or the path of a config.json, determines.
 
     Raises ConfigurationError for an unknown name.
     """
     if reads_file(model):
         fields = problem_fields_of_file(model)
-        return fields if "dtype" in fields else fields | _dtype_of_files(model)
-    model = _spelled(model)
+        return fields if "dtype" in fields else fields | _stored_dtype(model)
+    model = _canonical_name(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
     published = model_named(model)
@@ -48,49 +48,49 @@ def facts(model: str) -> dict[str, object]:
 
 
 def reads_file(model: str) -> bool:
-    """Return whether `facts` reads `model` as a file; an existing file precedes a hub id."""
+    """Return whether `model` is read as a file. An existing file takes precedence over a hub id."""
     return is_file(model) and (exists(model) or not _is_hub_id(model))
 
 
-def _dtype_of_files(model: str) -> dict[str, object]:
+def _stored_dtype(model: str) -> dict[str, object]:
     """Return the dtype of the safetensors in a model folder; {} if they do not determine it."""
     from modular_kernel.checkpoints.inspection import dtype_of_files
 
-    stored = dtype_of_files(model) if is_directory(model) else None
-    return {} if stored is None else {"dtype": stored}
+    dtype = dtype_of_files(model) if is_directory(model) else None
+    return {} if dtype is None else {"dtype": dtype}
 
 
-def known(model: str) -> bool:
+def is_known(model: str) -> bool:
     """Return whether `model` is a known name, without reading a file."""
-    model = _spelled(model)
+    model = _canonical_name(model)
     return model in SHAPES or model_named(model) is not None
 
 
-def _spelled(model: str) -> str:
+def _canonical_name(model: str) -> str:
     """Return the known name that equals `model` up to case, "-", "_" and "."; else `model`."""
     if model in SHAPES or model_named(model) is not None:
         return model
-    names = {_plain(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
-    return names.get(_plain(model), model)
+    names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
+    return names.get(_normalize(model), model)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub("[-_.]", "", name.lower())
 
 
-def unknown_model_error(model: str, *more: str) -> ConfigurationError:
+def unknown_model_error(model: str, *extra_names: str) -> ConfigurationError:
     """Return the error for an unknown model name, with suggestions.
 
-    more: further valid names.
+    extra_names: further valid names.
     """
-    names = [*more, *PUBLISHED, *ALIASES, *SHAPES]
+    names = [*extra_names, *PUBLISHED, *ALIASES, *SHAPES]
     lowered = model.lower()
     with_prefix = [name for name in names if lowered and name.startswith(lowered)]
     close = [*with_prefix[:3], *difflib.get_close_matches(lowered, names, n=3)]
     close = list(dict.fromkeys(close))[:3]
     need = " or ".join([*close, "another name"] if close else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
-        need = f"its file (hf download {model[:200]} config.json)"
+        need = f"its config.json (hf download {model[:200]} config.json)"
     if model and is_directory(model):
         need = f"./{model} for the folder of that name"
     need = f"{need}, or the path of a config.json"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import IntegerRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, not_prepared_error
 from modular_kernel.cli.ranks import Backend, Host, host_of, with_launcher
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
     from modular_kernel.profiling.report import Profile
     from modular_kernel.spec.problem import Machine, Problem
 
-_LONGEST_NAME = 72  # characters: a file system allows 255 bytes, a terminal line about 80
+_MAX_STEM = 72  # characters: a file system allows 255 bytes, a terminal line about 80
 _CALLS, _CALLS_ON_CPU = 5, 1
-_MOST_CALLS = 100  # traces with more calls open slowly
-_RANK_SECONDS = 600.0
+_MAX_CALLS = 100  # traces with more calls open slowly
+_RANK_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +34,21 @@ class ProfileOptions:
 
     against: Annotated[
         tuple[str, str] | None,
-        typer.Option(
-            help="A second pairing (two names: PF EXPERTS) on the same inputs, to compare with.",
-            show_default=False,
-        ),
+        option("A second pairing to compare with on the same inputs, as two names."),
     ] = None
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, zipfA (zipf1.2) or hotN (hot1: all to one).")
+        str, option("Routing pattern: uniform, zipf, zipfA (zipf1.2) or hotN (hot1: all to one).")
     ] = "uniform"
     calls: Annotated[
         int | None,
-        typer.Option(
-            help="Number of traced calls.  [default: 5, or 1 on a CPU]", show_default=False
+        option(
+            "Number of traced calls.  [default: 5, or 1 on a CPU]",
+            type=IntegerRange(1, _MAX_CALLS),
         ),
     ] = None
     out: Annotated[
         Path,
-        typer.Option(help="Folder for the traces and is_reporting_rank."),
-        FileUse.WRITE_FOLDER,
+        option("Folder for the traces and reports.", type=FilePath(FileUse.WRITE_FOLDER)),
     ] = Path("out")
     prepared: Prepared = False
 
@@ -60,16 +56,15 @@ class ProfileOptions:
 def profile(
     *,
     options: ProblemOptions,
-    wanted: ProfileOptions,
+    profiling: ProfileOptions,
     pf_type: Annotated[
-        str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")
+        str, option("Name of a PrepareAndFinalize (see mk list).")
     ] = "MoEPrepareAndFinalizeNoEP",
     experts_type: Annotated[
         str | None,
-        typer.Option(
-            help="Name of an experts part (see mk list).  [default: TritonExperts, or TorchExperts "
-            "without a GPU]",
-            show_default=False,
+        option(
+            "Name of an experts part (see mk list).  [default: TritonExperts, or TorchExperts "
+            "without a GPU]"
         ),
     ] = None,
     backend: Backend = None,
@@ -87,9 +82,7 @@ def profile(
     """
     options = with_launcher(options)
     problem = options.problem()
-    calls, against = wanted.calls, wanted.against
-    if calls is not None and not 1 <= calls <= _MOST_CALLS:
-        raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
+    calls, against = profiling.calls, profiling.against
     prepare_host()
     experts_type = experts_type or default_experts()
     from modular_kernel.measure.routing_patterns import RoutingKind
@@ -98,15 +91,15 @@ def profile(
 
     pairs = ((pf_type, experts_type), *([against] if against else []))
     if len(set(pairs)) < len(pairs):
-        raise ConfigurationError("--against", got=" x ".join(pairs[1]), need="another pairing")
-    kind = RoutingKind.parse(wanted.routing)
+        raise ConfigurationError("--against", got=" x ".join(pairs[1]), need="a second pairing")
+    kind = RoutingKind.parse(profiling.routing)
     with host_of(options.world_size, backend) as host:
         for pair in pairs:
-            refuse_unless_valid(*pair, problem, host.machine)
-        if wanted.prepared:
-            refuse_unprepared([experts for _, experts in pairs], problem)
-        wanted.out.mkdir(parents=True, exist_ok=True)
-        files = _Files(pairs, problem, wanted.out, wanted.prepared)
+            check_valid(*pair, problem, host.machine)
+        if profiling.prepared:
+            check_prepared([experts for _, experts in pairs], problem)
+        profiling.out.mkdir(parents=True, exist_ok=True)
+        files = _Files(pairs, problem, profiling.out, profiling.prepared)
         on_gpu = host.machine.device == "cuda"
         job = ProfileJob(
             pairs=pairs,
@@ -116,12 +109,12 @@ def profile(
             calls=calls or (_CALLS if on_gpu else _CALLS_ON_CPU),
             traces=tuple(files.out / files.stem(pair) for pair in pairs),
             command=shlex.join(["mk", *sys.argv[1:]]),
-            prepared=wanted.prepared,
+            prepared=profiling.prepared,
         )
-        with output.waiting(lambda: "profiling"):
-            recorded = _recorded(job, host)
-        result = _read(job, recorded, files, host)
-        record = as_record(result) | host.facts | {"report": str(files.report("html"))}
+        with output.activity_notes(lambda: "profiling"):
+            recorded = _record_ranks(job, host)
+        result = _build_profile(job, recorded, files, host)
+        record = as_record(result) | host.record | {"report": str(files.report("html"))}
     if output.is_reporting_rank():
         files.write(result, record)
     output.print_result(record, as_json, lambda: _show(result, files))
@@ -134,7 +127,7 @@ def default_experts() -> str:
     return "TritonExperts" if torch.cuda.is_available() else "TorchExperts"
 
 
-def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
+def check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
     """Raise IncompatibleError, with every reason of the first refused rank, for an invalid pair."""
     from modular_kernel.catalog import load_catalog
     from modular_kernel.cli.check import judge_pairs
@@ -144,7 +137,7 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
         raise IncompatibleError(verdict.pairing, verdict.rejections)
 
 
-def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
+def check_prepared(experts: list[str], problem: "Problem") -> None:
     """Raise ConfigurationError if no experts part prepares weights; note each one that does not."""
     from modular_kernel.measure.prepared_weights import prepared_specs_of
 
@@ -155,13 +148,13 @@ def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
         output.note(f"profiled without prepared weights: {name} {problem.quant}")
 
 
-def file_stem(what: str, problem: "Problem") -> str:
-    """Return a unique file name stem for what is profiled."""
-    case = f"{what.replace(' ', '')}-{problem}"
+def file_stem(subject: str, problem: "Problem") -> str:
+    """Return a unique file name stem for a profiled pairing or comparison."""
+    case = f"{subject.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
-    if name != case or len(name) > _LONGEST_NAME:
+    if name != case or len(name) > _MAX_STEM:
         # A hash keeps names unique: cases may differ only in removed or truncated characters.
-        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
+        name = f"{name[:_MAX_STEM]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
     return name
 
 
@@ -175,10 +168,10 @@ class _Files:
     prepared: bool = False
 
     def stem(self, pair: tuple[str, str]) -> str:
-        return file_stem(" x ".join(pair) + self._more, self.problem)
+        return file_stem(" x ".join(pair) + self._suffix, self.problem)
 
     @property
-    def _more(self) -> str:
+    def _suffix(self) -> str:
         return "-prepared" if self.prepared else ""
 
     def merged(self, pair: tuple[str, str]) -> Path:
@@ -187,28 +180,30 @@ class _Files:
 
     def report(self, kind: str) -> Path:
         names = " against ".join(" x ".join(pair) for pair in self.pairs)
-        return self.out / f"{file_stem(names + self._more, self.problem)}.profile.{kind}"
+        return self.out / f"{file_stem(names + self._suffix, self.problem)}.profile.{kind}"
 
-    def write(self, found: "Profile", record: dict[str, Any]) -> None:
+    def write(self, result: "Profile", record: dict[str, Any]) -> None:
         """Write the report as JSON and as HTML."""
         from modular_kernel.profiling.html import page
 
         text = json.dumps(output.to_json_types(record), indent=1)
-        for kind, content in (("json", text), ("html", page(found))):
+        for kind, content in (("json", text), ("html", page(result))):
             path = self.report(kind)
             output.write_file(path, content)
 
 
-def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
+def _record_ranks(job: "ProfileJob", host: Host) -> "list[RankRecord]":
     """Record the job on every rank and return their records."""
     from modular_kernel.profiling.record import record_rank
 
     if host.pool is None:
         return [record_rank(0, 1, None, job)]
-    return host.pool.run(record_rank, job, timeout=_RANK_SECONDS)
+    return host.pool.run(record_rank, job, timeout=_RANK_TIMEOUT_S)
 
 
-def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host) -> "Profile":
+def _build_profile(
+    job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host
+) -> "Profile":
     """Read the traces back, merge those of several ranks, and return the resulting profile."""
     from modular_kernel.profiling.chrome import merge_traces, read_trace
     from modular_kernel.profiling.report import profile_of
@@ -230,15 +225,15 @@ def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: H
     return profile_of(job, records, traces, merged_paths)
 
 
-def _show(found: "Profile", files: _Files) -> None:
+def _show(result: "Profile", files: _Files) -> None:
     """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
-    for name, text in summary.description(found):
+    for name, text in summary.description(result):
         output.line(f"{name + ':':15} {text}")
-    for line in found.missing:
+    for line in result.missing:
         output.line(f"caveat: {line}")
-    for pair in found.pairs:
+    for pair in result.pairs:
         output.line(f"\n{pair.pairing}")
         for rank in pair.ranks:
             title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
@@ -247,11 +242,11 @@ def _show(found: "Profile", files: _Files) -> None:
             )
         for line in summary.sentences(pair):
             output.line(line)
-    if len(found.pairs) > 1:
-        output.line("\nA is the first pairing, B the second. " + summary.difference(found))
-        output.table(summary.COMPARED, summary.comparison_rows(found))
+    if len(result.pairs) > 1:
+        output.line("\nA is the first pairing, B the second. " + summary.difference(result))
+        output.table(summary.COMPARED, summary.comparison_rows(result))
     output.line()
-    for pair in found.pairs:
+    for pair in result.pairs:
         for path in [rank.trace for rank in pair.ranks] + ([pair.merged] if pair.merged else []):
             output.line(f"trace (open it at https://ui.perfetto.dev): {path}")
     output.line(f"report: {files.report('html')} (and .json)")

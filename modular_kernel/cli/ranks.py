@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
+from modular_kernel.cli.command import option
 from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
     from modular_kernel.testing.verify.one_process import Proof
 
 Backend = Annotated[
-    str | None,
-    typer.Option(
-        help="With --world-size: nccl (one GPU a rank) or gloo (processes on the CPU).  "
-        "[default: nccl where there are GPUs enough]",
-        show_default=False,
+    Literal["nccl", "gloo"] | None,
+    option(
+        "With --world-size: nccl, one GPU per rank, or gloo, processes on the CPU.  [default: nccl "
+        "if there are enough GPUs]"
     ),
 ]
 
@@ -42,13 +40,13 @@ class Host:
     pool: "AnyRanks | None" = None
 
     @property
-    def facts(self) -> dict[str, object]:
+    def record(self) -> dict[str, object]:
         """Machine, ranks and backend, for the JSON record."""
-        facts: dict[str, object] = {"machine": self.machine}
+        record: dict[str, object] = {"machine": self.machine}
         if self.pool is not None:
-            facts |= {"world_size": self.pool.world_size, "backend": self.pool.backend}
-            facts |= {"hosts": self.pool.hosts}
-        return facts
+            record |= {"world_size": self.pool.world_size, "backend": self.pool.backend}
+            record |= {"hosts": self.pool.hosts}
+        return record
 
     def cases(
         self, prepare_finalize: str, experts: str, level: Literal["smoke", "full"]
@@ -144,7 +142,7 @@ def with_launcher(options: "ProblemOptions") -> "ProblemOptions":
         return options
     per_host = launcher.ranks_per_host
     if options.ranks_per_host not in (None, per_host):
-        need = f"{per_host or 'all'}, as the launcher says, or no --ranks-per-host"
+        need = f"{per_host or 'all'} as in the launcher, or no --ranks-per-host"
         raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
     world_size = resolve_world_size(options.world_size)
     return replace(options, world_size=world_size, ranks_per_host=per_host)
@@ -160,14 +158,14 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
     from modular_kernel.testing.ranks.external_launcher import LaunchedRanks
     from modular_kernel.testing.ranks.pool import RankPool
 
-    if backend not in ("gloo", "nccl", None):
-        raise ConfigurationError("--backend", got=repr(backend), need="nccl or gloo")
     launcher, gpus = read_launcher(), torch.cuda.device_count()
     if launcher is None:
         if backend == "nccl" or (backend is None and gpus >= world_size):
             return RankPool(world_size, "nccl", ranks_per_host=ranks_per_host)
         if backend is None:
-            note(f"{world_size} ranks on the CPU, over gloo: there are {gpus} GPUs here")
+            note(
+                f"{world_size} ranks on the CPU over gloo; this machine has {counted(gpus, 'GPU')}"
+            )
         return RankPool(world_size, ranks_per_host=ranks_per_host)
     kind: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
     if backend is None and gpus:  # every host must choose the same, or the ranks' commands differ
@@ -189,11 +187,11 @@ def as_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase
     problem = case.problem
     tokens = (problem.tokens,) * problem.parallel.world_size
     if rank_tokens is not None:
-        words = rank_tokens.split(",")
-        if not all(word.isdecimal() for word in words):
-            need = "a number of each rank, such as 7,0"
+        numbers = rank_tokens.split(",")
+        if not all(word.isdecimal() for word in numbers):
+            need = "a number for each rank, such as 7,0"
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
-        tokens = tuple(map(int, words))
+        tokens = tuple(map(int, numbers))
     pair = case.prepare_finalize, case.experts
     rank_case = RankCase(*pair, problem, case.routing, case.seed, tokens=tokens, fault=fault)
     return replace(rank_case, variation=case.variation)

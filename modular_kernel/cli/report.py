@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse, check_path
+from modular_kernel.cli.command import option
+from modular_kernel.cli.file_options import FilePath, FileUse, check_path
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
@@ -22,18 +23,17 @@ def report(
     *,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the page here.  [default: out/report.html]"),
-        FileUse.WRITE,
+        option("Write the page here.  [default: out/report.html]", type=FilePath(FileUse.WRITE)),
     ] = None,
     docs: Annotated[
         Path,
-        typer.Option(help="The docs folder of a checkout: records are read there."),
-        FileUse.READ_FOLDER,
+        option(
+            "The docs folder of a checkout: records are read there.",
+            type=FilePath(FileUse.READ_FOLDER),
+        ),
     ] = _DOCS,
-    write: Annotated[bool, typer.Option("--write", help="Renew the generated docs.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing: exit with 1 if one of them is stale.")
-    ] = False,
+    write: Annotated[bool, option("Renew the generated docs.")] = False,
+    check: Annotated[bool, option("Write nothing: exit with 1 if one of them is stale.")] = False,
     as_json: AsJson = None,
 ) -> None:
     """Write the support matrix and the benchmark records as one self-contained HTML file.
@@ -70,9 +70,9 @@ def _print_matrix(catalog: "Catalog", to: str) -> None:
     from modular_kernel.report.judge_all import judge_all
 
     matrix = judge_all(catalog)
-    facts = {"problem": matrix.problem, "machine": matrix.machine}
+    header = {"problem": matrix.problem, "machine": matrix.machine}
     cells = [output.to_json_types(cell) for cell in matrix.cells]
-    output.print_json({**facts, "cells": cells}, to)
+    output.print_json({**header, "cells": cells}, to)
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:
@@ -85,7 +85,7 @@ def _check(catalog: "Catalog", docs: Path) -> None:
         output.note(
             f"{counted(len(stale_files), 'generated file')} stale; `mk report --write` renews them"
         )
-        raise typer.Exit(1)
+        raise Exit(1)
     output.line("every generated file is up to date")
 
 

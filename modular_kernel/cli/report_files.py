@@ -1,15 +1,20 @@
-"""Output of the verbs that measure: reports as JSON, as text, and as a Markdown document."""
+"""Record and report files of the verbs that measure: JSON, text, and Markdown documents."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
-
-import typer
+from typing import Annotated, Protocol, TypeVar
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.command import option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.options import AsJson
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.utils import json_files
+
+_MAX_BYTES = 1 << 26
+
+Record = TypeVar("Record")
 
 
 class WritableReport(Protocol):
@@ -26,27 +31,47 @@ class ReportFiles:
 
     as_json: AsJson = None
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the tables of a document here."), FileUse.WRITE
+        Path | None, option("Write the tables to this Markdown file.", type=FilePath(FileUse.WRITE))
     ] = None
 
     @property
     def record(self) -> Path | None:
-        """Path of the JSON record; None if --json is absent or prints on stdout."""
+        """Path of the JSON record; None if --json is not given or prints on stdout."""
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
-    def keep(self, report: WritableReport) -> None:
+    def save(self, report: WritableReport) -> None:
         """Write the report to the file of --json, if any; may be called after each row."""
         if self.record is not None:
             with output.writing(self.record):
                 report.write(self.record)
 
     def show(
-        self, report: WritableReport, text: Callable[[], None], document: Callable[[], str]
+        self, report: WritableReport, print_text: Callable[[], None], document: Callable[[], str]
     ) -> None:
-        """Print the report as JSON or with `text`, and write `document` to the --markdown file."""
+        """Print the report as JSON or text, and write `document()` to the --markdown file."""
         if self.as_json == output.STDOUT:
             output.print_document(report.to_json())
         else:
-            text()
+            print_text()
         if self.markdown is not None:
             output.write_file(self.markdown, document())
+
+
+def load_record(option: str, path: Path, parse: Callable[[str], Record]) -> Record:
+    """Load a record file, at most 64 MiB, with `parse`.
+
+    Raises ConfigurationError naming `option` and the path if the file cannot be read or parsed.
+    """
+    try:
+        return parse(json_files.read_file(path, _MAX_BYTES).decode())
+    except ConfigurationError as error:
+        got, need = f"schema {error.got!r}", f"{error.need}, as written by --json"
+    except OSError as error:
+        got, need = error.strerror or str(error), "a record written by --json"
+    except UnicodeDecodeError:
+        got, need = "not UTF-8", "a record written by --json"
+    except ValueError as error:
+        got, need = f"invalid JSON: {error}", "a record written by --json"
+    except (KeyError, TypeError, AttributeError) as error:
+        got, need = f"an incomplete record: {error}", "a record written by --json"
+    raise ConfigurationError(f"{option} {path}", got=got, need=need)

@@ -1,64 +1,92 @@
-"""Layout of tables for a given width: all columns, fewer columns, or a record per row."""
+"""Tables for a given width: all columns, fewer columns, or a record per row."""
 
+import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-_GAP = 2  # between columns
-_EDGES = 3  # one space before the first column, two after the last
-_PROSE = 24  # minimum width of a column with foldable text; longer text is folded
+if TYPE_CHECKING:
+    from rich.table import Table
 
-
-@dataclass(frozen=True)
-class Layout:
-    """The columns to show.
-
-    columns: indices in order; () if even the required columns do not fit. folding: indices of
-    columns whose text may be folded.
-    """
-
-    columns: tuple[int, ...]
-    folding: frozenset[int]
+_PROSE_WIDTH = 24  # minimum width of a column with prose, whose lines may be folded
+_UNLIMITED = 10_000  # characters
+_NUMBER = re.compile(r"[-+~]?[\d.,]*( ?%)?")  # also "" and "-"
+_STYLES = {  # verdict in a cell -> rich style
+    **dict.fromkeys(("ok", "valid", "passed"), "green"),
+    **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
+}
 
 
-def layout(
+def fit_table(
     columns: Sequence[str], cells: Sequence[Sequence[str]], width: int, optional: Sequence[str] = ()
-) -> Layout:
-    """Choose the columns that fit into `width` characters without truncating or folding a name.
+) -> "Table | None":
+    """Return a table of at most `width` characters that neither truncates nor folds a name.
 
-    optional: columns that may be dropped, starting with the last.
+    optional: columns that may be dropped, starting with the last. Returns None if the table does
+    not fit without them.
     """
-    natural, folding = [], set()
-    for index, column in enumerate(columns):
-        texts = [line for row in cells for line in row[index].splitlines() or [""]]
-        widest = max(map(len, (column, *texts)))
-        longest_word = max(len(word) for text in (column, *texts) for word in text.split() or [""])
-        if widest > _PROSE and any(" " in text for text in texts):
-            folding.add(index)
-            widest = max(_PROSE, len(column), longest_word)
-        natural.append(widest)
-    for dropped in range(len(optional) + 1):
-        hidden = set(optional[len(optional) - dropped :])
-        shown = tuple(i for i, column in enumerate(columns) if column not in hidden)
-        if sum(natural[i] + _GAP for i in shown) - _GAP + _EDGES <= width:
-            return Layout(shown, frozenset(folding))
-    return Layout((), frozenset(folding))
+    from rich.console import Console
+
+    console = Console(width=_UNLIMITED, height=25)
+    for count in range(len(optional), -1, -1):
+        indices = [i for i, column in enumerate(columns) if column not in optional[count:]]
+        table = _table(columns, cells, indices)
+        if console.measure(table).maximum <= width:
+            for column in table.columns:
+                column.max_width = None  # prose may use the width that is left
+            return table
+    return None
 
 
-def records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
+def _table(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], indices: Sequence[int]
+) -> "Table":
+    """Build the table of the columns `indices`, with columns of prose at their minimum width."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index in indices:
+        texts = [row[index] for row in cells]
+        prose_width = _prose_width(columns[index], texts)
+        table.add_column(
+            columns[index],
+            justify="right" if all(map(_NUMBER.fullmatch, texts)) else "left",
+            overflow="fold",
+            no_wrap=prose_width is None,
+            max_width=prose_width,
+        )
+    for row in cells:
+        table.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in indices))
+    return table
+
+
+def _prose_width(column: str, texts: Sequence[str]) -> int | None:
+    """Return the minimum width of a column with prose; None for a column with names or numbers."""
+    from rich.cells import cell_len
+
+    lines = [line for text in texts for line in text.splitlines()]
+    if not any(" " in line for line in lines) or max(map(cell_len, lines)) <= _PROSE_WIDTH:
+        return None
+    words = [column, *(word for line in lines for word in line.split())]
+    return max(_PROSE_WIDTH, *map(cell_len, words))
+
+
+def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
     """Format each row as lines of `column  value`, with a blank line after each row."""
-    names = max(map(len, columns)) + _GAP
+    name_width = max(map(len, columns)) + 2
     lines: list[str] = []
     for row in cells:
         for column, value in zip(columns, row, strict=True):
             if value:
-                lines += folded(f"{column:<{names}}{value}", width, indent=names)
+                lines += fold(f"{column:<{name_width}}{value}", width, indent=name_width)
         lines.append("")
     return lines
 
 
-def folded(text: str, width: int, *, indent: int | None = None) -> list[str]:
-    """Fold a line between words; a word longer than `width` is not split.
+def fold(text: str, width: int, *, indent: int | None = None) -> list[str]:
+    """Fold a line between words. A word longer than `width` is not split, unlike with rich.
 
     indent: indentation of the continuation lines; None means that of the first line plus two.
     """
@@ -72,6 +100,5 @@ def folded(text: str, width: int, *, indent: int | None = None) -> list[str]:
         subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
-        drop_whitespace=True,
         replace_whitespace=False,
     )

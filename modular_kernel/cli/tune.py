@@ -10,13 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.command import POSITIVE, IntegerRange, option
+from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import limit_workers, prepare_host
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
+from modular_kernel.cli.options import (
+    TOKENS_LIST,
+    AsJson,
+    ExpertsType,
+    PfType,
+    Prepared,
+    ProblemOptions,
+    parse_schemes,
+)
 from modular_kernel.cli.presets import SHAPES, display_name
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -32,8 +40,8 @@ ALL = "all"  # --model all: every name of SHAPES
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SHARE_FACTOR = 3.0
 _NO_GPU = (
-    "mk tune: no CUDA device here, so nothing can be measured, and nothing was written; "
-    "`mk tune --explain` works without one"
+    "mk tune: no CUDA device, so nothing was measured and no file was written; `mk tune --explain` "
+    "works without one"
 )
 
 
@@ -42,43 +50,47 @@ class TuneOptions:
     """Options for the token counts, the time budget and the output of the search."""
 
     tokens_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of a call, such as 1,16,128.  [default: --tokens, or 1,2,4,..,8192]",
-            show_default=False,
+        tuple[int, ...] | None,
+        option(
+            "Tokens of a call, such as 1,16,128.  [default: --tokens, or 1,2,4,..,8192]",
+            type=TOKENS_LIST,
         ),
     ] = None
-    budget: Annotated[float, typer.Option(help="Total seconds, including compilation.")] = 600
+    budget: Annotated[float, option("Total seconds, including compilation.", type=POSITIVE)] = 600
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the tuned files.  [default: MK_CONFIG_DIR]",
-            show_default=False,
+        option(
+            "Folder for the tuned files.  [default: MK_CONFIG_DIR]",
+            type=FilePath(FileUse.WRITE_FOLDER),
         ),
-        FileUse.WRITE_FOLDER,
     ] = None
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start afresh instead of continuing a file.")
-    ] = False
-    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
+    fresh: Annotated[bool, option("Measure again instead of continuing from existing files.")] = (
+        False
+    )
+    routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
+        "uniform"
+    )
     workers: Annotated[
         int | None,
-        typer.Option(
-            help="Processes that compile.  [default: one less than the CPUs]", show_default=False
+        option(
+            "Number of processes that compile.  [default: one less than the CPUs]",
+            type=IntegerRange(1),
         ),
     ] = None
     times: Annotated[
         Path | None,
-        typer.Option(help="Append the times of all configurations to this JSON Lines file."),
-        FileUse.WRITE,
+        option(
+            "Append the times of all configurations to this JSON Lines file.",
+            type=FilePath(FileUse.WRITE),
+        ),
     ] = None
     prepared: Prepared = False
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
         """Return the token counts of --tokens-list or --tokens, else the default list."""
-        if self.tokens_list is None:
-            return _TOKENS if options.tokens is None else (options.tokens,)
-        return token_numbers(self.tokens_list)
+        if self.tokens_list is not None:
+            return self.tokens_list
+        return _TOKENS if options.tokens is None else (options.tokens,)
 
 
 def tune(
@@ -88,11 +100,10 @@ def tune(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Only explain which launches are used; needs no GPU.")
+        bool, option("Only explain which launches are used; requires no GPU.")
     ] = False,
     device_name: Annotated[
-        str | None,
-        typer.Option(help="With --explain: as if on this GPU, such as 'NVIDIA H200'."),
+        str | None, option("With --explain: explain for this GPU, such as 'NVIDIA H200'.")
     ] = None,
     as_json: AsJson = None,
 ) -> None:
@@ -114,8 +125,6 @@ def tune(
     Exits with 1 if there is no GPU, if every pair is refused, or if a configuration computes wrong
     results or none can run.
     """
-    if not search.budget > 0:
-        raise ConfigurationError("--budget", got=search.budget, need="> 0")
     if search.workers is not None:
         search = replace(search, workers=limit_workers(search.workers))
     if device_name is not None and not explain:
@@ -143,11 +152,11 @@ def tune(
         output.note(_NO_GPU)
         if as_json is not None:
             output.print_json({"ok": False, "reason": _NO_GPU}, as_json)
-        raise typer.Exit(1)
+        raise Exit(1)
     if search.prepared:
         problems = _with_prepared_weights(problems, experts_type)
     largest = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
-    valid = _valid(largest, machine, pf_type, experts_type, search.prepared)
+    valid = _valid_layers(largest, machine, pf_type, experts_type, search.prepared)
     _run(valid, tokens, search, as_json)
 
 
@@ -159,7 +168,7 @@ def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
         names = [n for word in words for n in (SHAPES if word == ALL else (word,))]
     problems = []
     # Without --quant each layer uses the scheme of its config file, or none.
-    for quant in [None] if options.quant is None else schemes(options.quant):
+    for quant in [None] if options.quant is None else parse_schemes(options.quant):
         for name in dict.fromkeys(names):
             problem = replace(options, quant=quant, model=name).problem()
             problems.append((display_name(name) if name else "", problem))
@@ -213,51 +222,51 @@ def _with_prepared_weights(
 
     Raises ConfigurationError if there is none.
     """
-    kept = []
+    prepared_problems = []
     for name, problem in problems:
         if _spaces(problem, experts, prepared=True, device_name=device_name):
-            kept.append((name, problem))
+            prepared_problems.append((name, problem))
         elif len(problems) > 1:
             layer = f"{name} {problem.quant}".strip()
             output.note(f"skipped {layer}: no experts part prepares its weights")
-    if not kept:
+    if not prepared_problems:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
-        location = f" on {device_name}" if device_name else " here"
+        location = f" on {device_name}" if device_name else " on this machine"
         example = "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant"
-        need = f"weights of which tunable experts prepare something, such as {example}"
+        need = f"a scheme whose weights a tunable part prepares, such as {example}"
         raise ConfigurationError("--prepared", got=f"{quants}{location}", need=need)
-    return kept
+    return prepared_problems
 
 
-def _valid(
+def _valid_layers(
     problems: "Sequence[tuple[str, Problem]]",
     machine: "Machine",
-    pf: str | None,
-    ex: str | None,
+    pf_type: str | None,
+    experts_type: str | None,
     prepared: bool = False,
 ) -> "list[tuple[str, Problem, TunedPair]]":
     """Return the problems with a valid pair, and note the refused ones.
 
-    A single refused problem raises IncompatibleError; several raise typer.Exit(1).
+    A single refused problem raises IncompatibleError; several raise Exit(1).
     """
     valid = []
     for name, problem in problems:
         try:
-            valid.append((name, problem, _pair(problem, machine, pf, ex, prepared)))
+            valid.append((name, problem, _pair(problem, machine, pf_type, experts_type, prepared)))
         except IncompatibleError as refusal:
             if len(problems) == 1:
                 raise
             output.note(f"skipped {name} {problem.quant}: {refusal.rejections[0]}")
     if not valid:
-        output.note("nothing to tune: every layer is refused")
-        raise typer.Exit(1)
+        output.note("nothing to tune: no pair is valid for any layer")
+        raise Exit(1)
     return valid
 
 
 def _pair(
     problem: "Problem",
     machine: "Machine",
-    pf: str | None,
+    pf_type: str | None,
     experts: str | None,
     prepared: bool = False,
 ) -> "TunedPair":
@@ -268,7 +277,7 @@ def _pair(
     from modular_kernel.catalog import check, load_catalog
     from modular_kernel.tuning.compilation import TunedPair
 
-    pfs = load_catalog().names("prepare_finalize") if pf is None else (pf,)
+    pfs = load_catalog().names("prepare_finalize") if pf_type is None else (pf_type,)
     names = [(p, e) for e in _spaces(problem, experts, prepared=prepared) for p in pfs]
     verdicts = [check(*pair, problem, machine) for pair in names]
     for pair, verdict in zip(names, verdicts, strict=True):
@@ -300,7 +309,7 @@ def _explanations(
 
 
 def _run(
-    chosen: "Sequence[tuple[str, Problem, TunedPair]]",
+    layers_to_tune: "Sequence[tuple[str, Problem, TunedPair]]",
     tokens: Sequence[int],
     search: TuneOptions,
     as_json: str | None,
@@ -315,12 +324,12 @@ def _run(
 
     folder = search.out or read_settings().config_dir
     if folder is None:
-        need = "a folder, or MK_CONFIG_DIR to be set"
+        need = "a folder, or MK_CONFIG_DIR set"
         raise ConfigurationError("--out", got="nothing, and there is no home directory", need=need)
     end, records, ok = time.monotonic() + search.budget, list[dict[str, object]](), True
     with Compiler(search.workers or max(1, (os.cpu_count() or 2) - 1)) as compiler:
         layers = []
-        for name, problem, pair in chosen:
+        for name, problem, pair in layers_to_tune:
             space = pair.space(problem)
             todo = remaining(space, tokens, folder, fresh=search.fresh)
             layers.append(
@@ -331,22 +340,22 @@ def _run(
                 compiler.submit(pair, space, problem.with_tokens(count), candidates)
         with Bar(sum(len(x.space.candidates(t)) for x in layers for t in x.tokens)) as bar:
             for index, layer in enumerate(layers):
-                share = _Share(end, _SHARE_FACTOR / (len(layers) - index))
-                done = _tune_layer(layer, search, share, compiler, bar)
-                remaining_tokens = layer.tokens[len(done) :]
-                records.append(record(layer, done, remaining_tokens))
-                ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
+                share = _TimeShare(end, _SHARE_FACTOR / (len(layers) - index))
+                results = _tune_layer(layer, search, share, compiler, bar)
+                remaining_tokens = layer.tokens[len(results) :]
+                records.append(record(layer, results, remaining_tokens))
+                ok &= all(tuned.best is not None and not tuned.wrong for tuned in results)
                 if as_json != output.STDOUT:
-                    print_text(layer, done, remaining_tokens)
+                    print_text(layer, results, remaining_tokens)
     if as_json is not None:
-        result = {"ok": ok, "machine": chosen[0][2].machine, "layers": records}
+        result = {"ok": ok, "machine": layers_to_tune[0][2].machine, "layers": records}
         output.print_json(result, as_json)
     if not ok:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @dataclass(frozen=True)
-class _Share:
+class _TimeShare:
     """A share of the time until `end`.
 
     It exceeds an equal share, because the first layers of a scheme wait for the compiler and later
@@ -354,14 +363,14 @@ class _Share:
     """
 
     end: float
-    part: float
+    fraction: float
 
     def seconds(self) -> float:
-        return (self.end - time.monotonic()) * min(self.part, 1.0)
+        return (self.end - time.monotonic()) * min(self.fraction, 1.0)
 
 
 def _tune_layer(
-    layer: TunedLayer, search: TuneOptions, share: _Share, compiler: "Compiler", bar: Bar
+    layer: TunedLayer, search: TuneOptions, share: _TimeShare, compiler: "Compiler", bar: Bar
 ) -> "list[TuneResult]":
     """Tune the layer's token counts in order until the budget is spent; return the results."""
     from modular_kernel.tuning.measurement import TimedSearch
@@ -386,9 +395,9 @@ def _tune_layer(
         fresh=search.fresh,
         on_measurement=bar.tick,
     )
-    recorder, done = TuneRecorder(layer, search.times), list["TuneResult"]()
+    recorder, results = TuneRecorder(layer, search.times), list["TuneResult"]()
     for tuned in tune(job):
-        bar.tell(layer, tuned)
-        recorder.keep(tuned)
-        done.append(tuned)
-    return done
+        bar.print_result(layer, tuned)
+        recorder.append(tuned)
+        results.append(tuned)
+    return results

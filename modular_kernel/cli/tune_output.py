@@ -74,10 +74,10 @@ class Bar:
         """Advance the bar by one measurement."""
         self._bar.advance(self._task)
 
-    def tell(self, layer: TunedLayer, tuned: "TuneResult") -> None:
+    def print_result(self, layer: TunedLayer, tuned: "TuneResult") -> None:
         """Print the result of one token count."""
         self._bar.update(self._task, description=layer.title)
-        self._bar.console.print(f"{layer.title}: {_line(tuned)}")
+        self._bar.console.print(f"{layer.title}: {_summary_line(tuned)}")
 
 
 class TuneRecorder:
@@ -91,12 +91,12 @@ class TuneRecorder:
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
         self._layer, self._path = layer, path
 
-    def keep(self, tuned: "TuneResult") -> None:
+    def append(self, tuned: "TuneResult") -> None:
         if self._path is None or tuned.best is None:
             return
         problem, best = self._layer.problem, tuned.best
 
-        def kept(choice: "Choice") -> dict[str, object]:
+        def choice_fields(choice: "Choice") -> dict[str, object]:
             return dict(self._layer.space.as_json(choice))
 
         line = {
@@ -109,13 +109,13 @@ class TuneRecorder:
             "prepared": self._layer.pair.prepared,
             "tokens": tuned.tokens,
             "best": {
-                **kept(best.choice),
+                **choice_fields(best.choice),
                 "us": _us(best.seconds),
                 "untuned_us": best.untuned_seconds and _us(best.untuned_seconds),
             },
             "choices": [
                 {
-                    **kept(choice),
+                    **choice_fields(choice),
                     "us": _us(timing.seconds),
                     "stages": {name: _us(seconds) for name, seconds in timing.stages.items()},
                 }
@@ -131,7 +131,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _line(tuned: "TuneResult") -> str:
+def _summary_line(tuned: "TuneResult") -> str:
     best = tuned.best
     if best is None:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
@@ -145,15 +145,15 @@ def _line(tuned: "TuneResult") -> str:
 
 
 def record(
-    layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[int]
+    layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> dict[str, object]:
     return {
         "layer": layer.name,
         "problem": layer.problem,
         "pairing": f"{layer.pair.prepare_finalize} x {layer.pair.experts}",
         "prepared": layer.pair.prepared,
-        "file": str(done[-1].file) if done and done[-1].file else None,
-        "left": list(left),
+        "file": str(results[-1].file) if results and results[-1].file else None,
+        "left": list(remaining),
         "tuned": [
             {
                 "tokens": tuned.tokens,
@@ -167,32 +167,34 @@ def record(
                 "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
                 "wrong": [str(choice) for choice in tuned.wrong],
             }
-            for tuned in done
+            for tuned in results
         ],
     }
 
 
-def print_text(layer: TunedLayer, done: "Sequence[TuneResult]", left: Sequence[int]) -> None:
+def print_text(
+    layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
+) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
     output.table(
         columns,
-        [_row(tuned) for tuned in done],
+        [_row(tuned) for tuned in results],
         title=layer.title,
         optional=("untuned us", "timed", "refused"),
     )
-    for tuned in done:
+    for tuned in results:
         for choice in tuned.wrong:
             tokens, reason = counted(tuned.tokens, "token"), tuned.refused[choice].reason
             output.line(f"WRONG, {tokens}: {choice}: {reason}")
-    files = [tuned.file for tuned in done if tuned.file is not None]
+    files = [tuned.file for tuned in results if tuned.file is not None]
     if files:
         output.line(f"saved in {files[-1]}")
-    if left:
-        numbers = counted_list(left, "token")
+    if remaining:
+        numbers = counted_list(remaining, "token")
         output.line(
             f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
         )
-    if not done and not left:
+    if not results and not remaining:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from click.exceptions import Exit
 
 from modular_kernel.cli import output
+from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import limit_workers, prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import MutationOptions, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
@@ -29,37 +30,25 @@ class SingleCaseOptions:
     """Options that, together with the problem options, describe a single case to replay."""
 
     one: Annotated[
-        bool, typer.Option("--one", help="Verify one case: the pair, the problem options below.")
+        bool, option("Verify one case: this pair on the problem of the options below.")
     ] = False
-    routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
-    seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
-    layout: Annotated[str, typer.Option(help="With --one: memory layout of the tensors.")] = "plain"
-    values: Annotated[str, typer.Option(help="With --one: values of x and routing.")] = "ordinary"
+    routing: Annotated[str, option("With --one: routing pattern.")] = "uniform"
+    seed: Annotated[int, option("With --one: seed of the inputs.")] = 0
+    layout: Annotated[str, option("With --one: memory layout of the tensors.")] = "plain"
+    values: Annotated[str, option("With --one: values of x and routing.")] = "ordinary"
     named: Annotated[
-        str, typer.Option(help="With --one and --lora: mixed, sequences, nobody or without.")
-    ] = "mixed"
-    nan: Annotated[
         str,
-        typer.Option(
-            help="With --one: arguments that hold a NaN, such as x+w1_scale.", show_default=False
-        ),
-    ] = ""
-    own_scales: Annotated[bool, typer.Option("--own-scales", help="With --one: 16-bit scales.")] = (
-        False
+        option("With --one and --lora: adapters of the tokens: mixed, sequences, nobody, without."),
+    ] = "mixed"
+    nan: Annotated[str, option("With --one: arguments that contain a NaN, such as x+w1_scale.")] = (
+        ""
     )
-    by_turns: Annotated[
-        bool, typer.Option("--by-turns", help="With --one: interleave calls of a second kernel.")
-    ] = False
+    own_scales: Annotated[bool, option("With --one: use 16-bit scales.")] = False
+    by_turns: Annotated[bool, option("With --one: interleave calls of a second kernel.")] = False
     rank_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="With --one and --world-size: tokens of each rank, such as 7,0.",
-            show_default=False,
-        ),
+        str | None, option("With --one and --world-size: tokens of each rank, such as 7,0.")
     ] = None
-    fault: Annotated[
-        str, typer.Option(help="With --one and --world-size: the fault scenario of the ranks.")
-    ] = ""
+    fault: Annotated[str, option("With --one and --world-size: fault scenario of the ranks.")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +56,18 @@ class VerifyOptions:
     """Options for the selection and execution of cases."""
 
     level: Annotated[
-        str | None,
-        typer.Option(help="smoke: some cases; full: all.  [default: smoke; --mutate: full]"),
+        Literal["smoke", "full"] | None,
+        option("Run some cases (smoke) or all (full).  [default: smoke; with --mutate: full]"),
     ] = None
     torch_only: Annotated[
-        bool,
-        typer.Option("--torch-only", help="On a CPU: plain torch, without Triton's interpreter."),
+        bool, option("On a CPU: verify only torch implementations, without Triton's interpreter.")
     ] = False
     workers: Annotated[
         int | None,
-        typer.Option(
-            help="Number of worker processes.  [default: one per CPU with --level full on a "
-            "CPU, else 1]",
-            show_default=False,
+        option(
+            "Number of worker processes.  [default: one per CPU if --level is full and there is no "
+            "GPU, else 1]",
+            type=IntegerRange(1),
         ),
     ] = None
     backend: Backend = None
@@ -89,31 +77,32 @@ class VerifyOptions:
 class VerifyJob:
     """The cases of one pairing.
 
-    refused: number of further cases that the compatibility rules refuse. rest: description of what
-    the cases do not cover; unused if `met` is set. met, impossible: numbers of pairs of axis values
-    that a pairwise selection covers, and of those that no valid case can cover. reachable: cells
-    of the experts' code paths that the cases can enter; empty for experts with a single path and
-    for cases over ranks. whole: the cases must enter all reachable cells.
+    refused: number of further cases that the compatibility rules refuse. omitted: description of
+    what the cases do not cover; unused if `covered_pairs` is set. covered_pairs, impossible_pairs:
+    numbers of pairs of axis values that a pairwise selection covers, and of those that no valid
+    case can cover. reachable: cells of the experts' code paths that the cases can enter; empty for
+    experts with a single path and for cases over ranks. requires_all_cells: the cases must enter
+    all reachable cells.
     """
 
     prepare_finalize: str
     experts: str
     cases: "tuple[Case, ...]"
     refused: int
-    rest: str
-    met: int = 0
-    impossible: int = 0
+    omitted: str
+    covered_pairs: int = 0
+    impossible_pairs: int = 0
     reachable: "frozenset[PathCell]" = frozenset()
-    whole: bool = False
+    requires_all_cells: bool = False
 
     @property
-    def covers(self) -> str:
+    def coverage(self) -> str:
         """Description of what the cases cover and what they leave out."""
-        if self.met:
-            covered = f"{self.met} pairs of axis values covered"
-            return f"pairwise coverage: {covered}, {self.impossible} impossible"
+        if self.covered_pairs:
+            covered = f"{self.covered_pairs} pairs of axis values covered"
+            return f"pairwise coverage: {covered}, {self.impossible_pairs} impossible"
         schemes = dict.fromkeys(case.problem.scheme.name for case in self.cases)
-        return f"schemes {', '.join(schemes)}; {self.rest}"
+        return f"schemes {', '.join(schemes)}; {self.omitted}"
 
 
 @dataclass(frozen=True)
@@ -128,14 +117,14 @@ class CaseResult:
         return [proof for proof in self.proofs if not proof.passed]
 
     @cached_property
-    def empty(self) -> "list[PathCell]":
+    def missed_cells(self) -> "list[PathCell]":
         """Reachable path cells that no case entered."""
         entered = (proof.cells for proof in self.proofs)
         return sorted(self.job.reachable.difference(*entered))
 
     @property
     def ok(self) -> bool:
-        return not self.failed and not (self.job.whole and self.empty)
+        return not self.failed and not (self.job.requires_all_cells and self.missed_cells)
 
     @property
     def paths(self) -> str:
@@ -143,26 +132,30 @@ class CaseResult:
         return "; ".join(self._path(path) for path in sorted({c.path for c in self.job.reachable}))
 
     def _path(self, path: str) -> str:
-        of_path = {cell for cell in self.job.reachable if cell.path == path}
-        missed = of_path.intersection(self.empty)
-        schemes = {cell.scheme for cell in of_path}
-        absent = sorted(schemes - {cell.scheme for cell in of_path - missed})
-        text = f"{path}: {len(schemes) - len(absent)} of {counted(len(schemes), 'scheme')}"
-        text += f", {len(of_path) - len(missed)} of {counted(len(of_path), 'cell')}"
-        return f"{text}, never {', '.join(absent)}" if absent and self.job.whole else text
+        cells = {cell for cell in self.job.reachable if cell.path == path}
+        missed = cells.intersection(self.missed_cells)
+        schemes = {cell.scheme for cell in cells}
+        missed_schemes = sorted(schemes - {cell.scheme for cell in cells - missed})
+        text = f"{path}: {len(schemes) - len(missed_schemes)} of {counted(len(schemes), 'scheme')}"
+        text += f", {len(cells) - len(missed)} of {counted(len(cells), 'cell')}"
+        return (
+            f"{text}, never {', '.join(missed_schemes)}"
+            if missed_schemes and self.job.requires_all_cells
+            else text
+        )
 
     @property
     def worst(self) -> "Proof | None":
         """The proof with the largest ratio of error to bound."""
-        return max(self.proofs, key=_share, default=None)
+        return max(self.proofs, key=_error_ratio, default=None)
 
 
 def verify(
     *,
-    replay: SingleCaseOptions,
+    single_case: SingleCaseOptions,
     options: ProblemOptions,
-    manner: VerifyOptions,
-    mutating: MutationOptions,
+    execution: VerifyOptions,
+    mutation: MutationOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     as_json: AsJson = None,
@@ -183,74 +176,72 @@ def verify(
 
     Exits with 1 if a check fails, a mutant survives, or the named pair is refused.
     """
-    one_case_options = replace(options, world_size=None, ranks_per_host=None), replay
-    if not replay.one and one_case_options != (ProblemOptions(), SingleCaseOptions()):
+    one_case_options = replace(options, world_size=None, ranks_per_host=None), single_case
+    if not single_case.one and one_case_options != (ProblemOptions(), SingleCaseOptions()):
         need = "--one in addition; without it the cases define their own problems"
-        raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
+        raise ConfigurationError("options of a problem or a case", got="no --one", need=need)
     options = with_launcher(options)
-    mutating.check(beside=replay.one)
-    single_process = replay.one or mutating.mutate is not None or options.world_size is not None
-    if manner.workers is not None and (manner.workers < 1 or single_process):
-        need = "1 or more; it cannot be combined with --one, --mutate or --world-size"
-        raise ConfigurationError("--workers", got=manner.workers, need=need)
-    level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
-    if manner.torch_only:
+    mutation.check(single_case=single_case.one)
+    single_process = (
+        single_case.one or mutation.mutate is not None or options.world_size is not None
+    )
+    if execution.workers is not None and single_process:
+        need = "no --one, --mutate or --world-size with it"
+        raise ConfigurationError("--workers", got=execution.workers, need=need)
+    level = execution.level or ("full" if mutation.mutate else "smoke")
+    if execution.torch_only:
         if options.world_size is not None:
-            raise ConfigurationError("--torch-only", got="--world-size", need="one rank")
+            raise ConfigurationError("--torch-only", got="--world-size", need="a single rank")
         prepare_torch_only()
     else:
         prepare_host()
-    with host_of(options.world_size, manner.backend, options.ranks_per_host) as host:
-        if mutating.mutate is not None:
-            pairs = _named_pairs(host, pf_type, experts_type, level)
-            if not run_mutation(mutating, pairs, host, level, as_json=as_json):
-                raise typer.Exit(1)
+    with host_of(options.world_size, execution.backend, options.ranks_per_host) as host:
+        if mutation.mutate is not None:
+            pairs = _selected_pairs(host, pf_type, experts_type, level)
+            if not run_mutation(mutation, pairs, host, level, as_json=as_json):
+                raise Exit(1)
             return
-        if replay.one:
-            jobs = [_single_case(options, replay, pf_type, experts_type)]
+        if single_case.one:
+            jobs = [_single_case(options, single_case, pf_type, experts_type)]
         else:
             jobs = _jobs(host, pf_type, experts_type, level)
-        ok = _verify(jobs, host, _workers(manner, host, level), as_json=as_json)
+        ok = _verify(jobs, host, _workers(execution, host, level), as_json=as_json)
     if not ok:
-        raise typer.Exit(1)
-
-
-def _level(text: str) -> Literal["smoke", "full"]:
-    if text == "smoke":
-        return "smoke"
-    if text == "full":
-        return "full"
-    raise ConfigurationError("--level", got=repr(text), need="smoke or full")
+        raise Exit(1)
 
 
 def _single_case(
-    options: ProblemOptions, replay: SingleCaseOptions, pf: str | None, experts: str | None
+    options: ProblemOptions, single_case: SingleCaseOptions, pf: str | None, experts: str | None
 ) -> VerifyJob:
     from modular_kernel.testing.cases.case import Case
     from modular_kernel.testing.cases.inputs import ORDINARY, ROUTINGS, InputVariation
 
     if pf is None or experts is None:
         raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
-    if replay.routing not in ROUTINGS:
+    if single_case.routing not in ROUTINGS:
         need = f"one of {', '.join(ROUTINGS)}"
-        raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
-    manner = InputVariation(
-        replay.layout, replay.values, replay.own_scales, replay.named, replay.nan
+        raise ConfigurationError("--routing", got=repr(single_case.routing), need=need)
+    execution = InputVariation(
+        single_case.layout,
+        single_case.values,
+        single_case.own_scales,
+        single_case.named,
+        single_case.nan,
     )
-    problem, interleaved = options.problem(), replay.by_turns
-    case = Case(pf, experts, problem, replay.routing, replay.seed, manner, interleaved)
+    problem, interleaved = options.problem(), single_case.by_turns
+    case = Case(pf, experts, problem, single_case.routing, single_case.seed, execution, interleaved)
     if (options.world_size or 1) > 1:
         if (
-            replace(manner, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
+            replace(execution, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
             != ORDINARY
             or interleaved
         ):
-            need = "the ordinary layout and scales: --world-size"
-            raise ConfigurationError("--one", got=str(manner), need=need)
-        case = as_rank_case(case, replay.rank_tokens, replay.fault)
-    elif replay.rank_tokens is not None or replay.fault:
-        need = "--world-size beside them"
-        raise ConfigurationError("--rank-tokens, --fault", got="one rank", need=need)
+            need = "ordinary inputs with --world-size"
+            raise ConfigurationError("--one", got=str(execution), need=need)
+        case = as_rank_case(case, single_case.rank_tokens, single_case.fault)
+    elif single_case.rank_tokens is not None or single_case.fault:
+        need = "--world-size N in addition"
+        raise ConfigurationError("--rank-tokens, --fault", got="a single rank", need=need)
     return VerifyJob(pf, experts, (case,), 0, "one case")
 
 
@@ -275,12 +266,16 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                met = getattr(selection, "num_covered", 0)  # a RankSelection is not pairwise
-                impossible = len(getattr(selection, "impossible", ()))
-                pair, rest = (pf_name, experts_name), _rest(host, level)
+                covered_pairs = getattr(
+                    selection, "num_covered", 0
+                )  # a RankSelection is not pairwise
+                impossible_pairs = len(getattr(selection, "impossible", ()))
+                pair, omitted = (pf_name, experts_name), _describe_omitted(host, level)
                 cells = _reachable(host, *pair)
-                job = VerifyJob(*pair, selection.cases, refused, rest, met, impossible, cells)
-                jobs.append(replace(job, whole=level == "full"))
+                job = VerifyJob(
+                    *pair, selection.cases, refused, omitted, covered_pairs, impossible_pairs, cells
+                )
+                jobs.append(replace(job, requires_all_cells=level == "full"))
     return jobs
 
 
@@ -295,7 +290,7 @@ def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
     )
 
 
-def _rest(host: Host, level: str) -> str:
+def _describe_omitted(host: Host, level: str) -> str:
     """Describe what the cases of this level do not cover, and which level has more."""
     if host.pool is None:
         return "no pairwise coverage (see --level full)"
@@ -303,7 +298,7 @@ def _rest(host: Host, level: str) -> str:
     return text if level == "full" else f"{text}; --level full has more"
 
 
-def _named_pairs(
+def _selected_pairs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[tuple[str, str]]:
     """Return the pairs that match the given names; [] if no name is given."""
@@ -313,10 +308,10 @@ def _named_pairs(
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _workers(manner: VerifyOptions, host: Host, level: Literal["smoke", "full"]) -> int:
+def _workers(execution: VerifyOptions, host: Host, level: Literal["smoke", "full"]) -> int:
     """Return the number of worker processes; 1 for cases over ranks or on a GPU."""
-    if manner.workers is not None:
-        return limit_workers(manner.workers)
+    if execution.workers is not None:
+        return limit_workers(execution.workers)
     if level == "smoke" or host.pool is not None or host.machine.device != "cpu":
         return 1
     return len(os.sched_getaffinity(0))
@@ -327,7 +322,7 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
     cases = [case for job in jobs for case in job.cases]
     all_proofs = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
     # Where there is no progress bar: a case of a real model's size may take minutes.
-    status = output.waiting(lambda: f"case {current[0]} of {len(cases)}")
+    status = output.activity_notes(lambda: f"case {current[0]} of {len(cases)}")
     with (
         all_proofs as proven,
         nullcontext() if sys.stderr.isatty() else status,
@@ -343,12 +338,12 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
                 step()
             results.append(CaseResult(job, tuple(proofs)))
     ok = bool(results) and all(result.ok for result in results)
-    record = {"ok": ok, **host.facts, "pairs": [_record(result) for result in results]}
+    record = {"ok": ok, **host.record, "pairs": [_record(result) for result in results]}
     output.print_result(record, as_json, lambda: _print_text(results))
     return ok
 
 
-def _share(proof: "Proof") -> float:
+def _error_ratio(proof: "Proof") -> float:
     """Return error / bound, at most 1 for a passing proof; infinity for an error without bound."""
     if proof.error == 0:
         return 0.0
@@ -368,10 +363,10 @@ def _record(result: CaseResult) -> dict[str, object]:
         "experts": result.job.experts,
         "cases": len(result.proofs),
         "refused": result.job.refused,
-        "covers": result.job.covers,
+        "covers": result.job.coverage,
         "paths": {
             "reachable": len(result.job.reachable),
-            "not_entered": [str(cell) for cell in result.empty],
+            "not_entered": [str(cell) for cell in result.missed_cells],
         },
         "failed": len(failures),
         "seconds": sum(proof.seconds for proof in result.proofs),
@@ -387,10 +382,10 @@ def _print_text(results: Sequence[CaseResult]) -> None:
     for result in results:
         if len(result.job.cases) > 1:
             job = result.job
-            output.line(f"{job.prepare_finalize} x {job.experts}: {job.covers}")
+            output.line(f"{job.prepare_finalize} x {job.experts}: {job.coverage}")
             if job.reachable:
                 output.line(f"paths entered: {result.paths}")
-            for cell in result.empty if job.whole else ():
+            for cell in result.missed_cells if job.requires_all_cells else ():
                 output.line(f"failed: no case covers {cell}")
         for proof in result.failed:
             output.line(f"{proof}\n")

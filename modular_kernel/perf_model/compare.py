@@ -163,7 +163,7 @@ def _reason_of(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, ValueError):
-        return f"no JSON: {error}"
+        return f"invalid JSON: {error}"
     return f"an incomplete record: {str(error)[:200]}"
 
 

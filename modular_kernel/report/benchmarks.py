@@ -9,12 +9,12 @@ from modular_kernel.report.pages.document import Block, Document, Heading, Items
 from modular_kernel.report.records import BenchmarkRecord
 
 _ABOUT = (
-    "The records in `docs/benchmarks`, the newest first. Each is one run of `make bench` or "
-    "`mk bench`: microseconds of whole layers over the number of tokens. A ratio of two records "
-    "also contains the difference between the two runs. [Benchmarks](benchmarks/README.md) "
-    "describes the method and how to measure."
+    "The records in `docs/benchmarks`, newest first: the time of a whole layer in microseconds for "
+    "each number of tokens. Each record is a single run of `make bench` or `mk bench`, so a ratio "
+    "of two records includes run-to-run variation. [Benchmarks](benchmarks/README.md) describes "
+    "the method and how to measure."
 )
-_MOST_PANELS = 20  # a figure with more of them, the legend among them, is not drawn
+_MAX_PANELS = 20  # including the legend; a figure with more is not drawn
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
@@ -23,24 +23,26 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
 
     cells: include a table of every cell, in addition to figures and summaries.
     """
-    drawn = [record for record in records if record.report is not None and record.report.rows]
-    drawn.sort(key=date_of, reverse=True)
-    others = [record for record in records if record not in drawn]
+    plotted = [record for record in records if record.report is not None and record.report.rows]
+    plotted.sort(key=date_of, reverse=True)
+    without_figure = [record for record in records if record not in plotted]
     blocks: list[Block] = [Heading(1, "Benchmark results")]
     if records:
         blocks.append(Text(_ABOUT))
-    for record in drawn:
+    for record in plotted:
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)
     if not records:
         location = "Records are in `docs/benchmarks` of a checkout; a wheel has none."
         blocks.append(
-            Text(f"There is none here. {location} `mk report --docs FOLDER` reads others.")
+            Text(
+                f"No records were found. {location} `mk report --docs FOLDER` reads other folders."
+            )
         )
-    if others:
+    if without_figure:
         blocks += [
-            Heading(2, "Records that are not drawn"),
-            Items([f"`{record.name}.json`" for record in others]),
+            Heading(2, "Records without a figure"),
+            Items([f"`{record.name}.json`" for record in without_figure]),
         ]
     return tuple(blocks)
 
@@ -56,7 +58,7 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
     if lines:
         blocks.append(Items(lines))
     plot = figure(name, report)
-    if plot is not None and len(plot.panels) <= _MOST_PANELS:
+    if plot is not None and len(plot.panels) <= _MAX_PANELS:
         blocks.append(plot)
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
@@ -67,11 +69,11 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
 
 def _origin(report: Report) -> str:
     env = report.environment
-    facts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
-    facts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]
+    parts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
+    parts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]
     shapes = len(dict.fromkeys(row.shape for row in report.rows))
     counts = f"{len(report.rows)} rows, {shapes} shapes"
-    return ", ".join([str(fact) for fact in facts if fact] + [counts]) + "."
+    return ", ".join([str(fact) for fact in parts if fact] + [counts]) + "."
 
 
 def _cells(rows: Sequence[Row]) -> Table:

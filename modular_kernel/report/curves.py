@@ -14,7 +14,7 @@ from modular_kernel.report.pages.document import Figure
 from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, text, with_tooltip
 from modular_kernel.text import counted
 
-_ACROSS = 3
+_MAX_COLUMNS = 3
 _WIDTH, _HEIGHT = 380, 300  # size of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # margins for its labels
 _LEGEND = 20  # height of a legend line
@@ -60,16 +60,16 @@ def figure(name: str, report: Report) -> Figure | None:
     curves = {curve.name: curve for panel in panels for curve in panel.curves}
     if not set(curves) - {_FLOOR}:
         return None
-    columns = min(_ACROSS, len(panels))
+    columns = min(_MAX_COLUMNS, len(panels))
     legend = _legend(list(curves.values()), columns)
     top = math.ceil(len(curves) / columns) * _LEGEND + 8
-    pieces = [
+    panel_svgs = [
         svg(_legend(list(curves.values()), 1), _WIDTH, len(curves) * _LEGEND + 8, "legend"),
-        *(svg(_drawn(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
+        *(svg(_panel_shapes(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
     ]
-    tiled = [
+    placed_panels = [
         svg(
-            _drawn(panel),
+            _panel_shapes(panel),
             _WIDTH,
             _HEIGHT,
             panel.title,
@@ -78,9 +78,9 @@ def figure(name: str, report: Report) -> Figure | None:
         for index, panel in enumerate(panels)
     ]
     height = math.ceil(len(panels) / columns) * _HEIGHT + top
-    drawing = svg([*legend, *tiled], columns * _WIDTH, height, name, XMLNS) + "\n"
-    caption = f"{name}: solid: ours; dotted: others; dashed: the floor."
-    return Figure(name, drawing, caption, pieces)
+    svg_text = svg([*legend, *placed_panels], columns * _WIDTH, height, name, XMLNS) + "\n"
+    caption = f"{name}: solid: ours; dotted: others; dashed: roofline."
+    return Figure(name, svg_text, caption, panel_svgs)
 
 
 def _panels(report: Report) -> list[_Panel]:
@@ -114,25 +114,25 @@ def _point(row: Row, over_floor: bool) -> _Point:
     return _Point(row.tokens, us / (row.floor_us or us) if over_floor else us, us)
 
 
-def _legend(curves: Sequence[_Curve], across: int) -> list[str]:
+def _legend(curves: Sequence[_Curve], columns: int) -> list[str]:
     shapes = []
     for index, curve in enumerate(curves):
-        x, y = index % across * _WIDTH + 10, index // across * _LEGEND + 15
+        x, y = index % columns * _WIDTH + 10, index // columns * _LEGEND + 15
         shapes.append(line(x, y - 4, x + 26, y - 4, f' stroke-width="2" {curve.stroke}'))
         shapes.append(text(x + 32, y, curve.name))
     return shapes
 
 
-def _drawn(panel: _Panel) -> list[str]:
+def _panel_shapes(panel: _Panel) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
     x = Scale.over((point.tokens for point in points), _LEFT, _WIDTH - _RIGHT)
     heights = [point.height for point in points]
     y = Scale.over((min(heights) * 0.95, max(heights) * 1.05), _HEIGHT - _BOTTOM, _TOP)
-    shapes = [*_frame(panel), *_grid(x, y, sorted({point.tokens for point in points}))]
+    shapes = [*_axis_labels(panel), *_grid(x, y, sorted({point.tokens for point in points}))]
     return shapes + [shape for curve in panel.curves for shape in _curve(curve, x, y)]
 
 
-def _frame(panel: _Panel) -> list[str]:
+def _axis_labels(panel: _Panel) -> list[str]:
     center_x, center_y = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT / 2
     middle = ' text-anchor="middle"'
     return [

@@ -14,8 +14,8 @@ from modular_kernel.errors import ConfigurationError
 try:
     mk.Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=0)
 except ConfigurationError as error:
-    found = error.what, error.got, error.need
-assert found == ("top_k", 0, "an int >= 1 and < 2^31")
+    details = error.what, error.got, error.need
+assert details == ("top_k", 0, "an int >= 1 and < 2^31")
 
 problem = mk.Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
 try:
@@ -38,15 +38,16 @@ def errors_document(module: ModuleType = errors) -> Document:
     return (
         Heading(1, "Errors"),
         Text(
-            "Every exception that is raised on purpose; all are in `modular_kernel.errors`, and "
-            "`ModularKernelError` catches all. A mistake of the caller is an `InputError`: it is "
-            "raised before anything is launched, and says `what` was wrong, what it `got` and what "
-            "it `need`s. An `AssertionError` is a defect of the toolkit: report it."
+            "All exceptions that the toolkit raises deliberately are defined in "
+            "`modular_kernel.errors` and derive from `ModularKernelError`. Invalid input raises an "
+            "`InputError` before anything is launched; its attributes are `what` is invalid, the "
+            "value that it `got`, and the values that it would `need`. An `AssertionError` is a "
+            "defect of the toolkit; please report it."
         ),
         Code("python", _EXAMPLE),
-        Text("On the command line a refused pair exits with 1 and bad usage with 2."),
-        Table(("error", "is a"), [(f"`{cls.__name__}`", _bases(cls)) for cls in classes]),
-        *(block for cls in classes for block in _described(cls)),
+        Text("On the command line, a rejected pair exits with status 1 and bad usage with 2."),
+        Table(("error", "base class"), [(f"`{cls.__name__}`", _bases(cls)) for cls in classes]),
+        *(block for cls in classes for block in _description_of(cls)),
     )
 
 
@@ -54,7 +55,7 @@ def _bases(cls: type) -> str:
     return ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
 
 
-def _described(cls: type) -> tuple[Block, ...]:
+def _description_of(cls: type) -> tuple[Block, ...]:
     paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
     texts = [Text(" ".join(paragraph.split())) for paragraph in paragraphs]
     return (Heading(2, f"`{cls.__name__}`"), *texts)

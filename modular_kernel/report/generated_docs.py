@@ -26,11 +26,11 @@ _FIGURES = "plots"
 
 
 @dataclass(frozen=True)
-class Stale:
+class StaleFile:
     """A generated file that is out of date."""
 
     path: Path
-    fault: str  # "missing", "changed", or "made from nothing" (its record no longer exists)
+    fault: str  # "missing", "changed", or "without a record" (which was deleted)
 
 
 def html_page(catalog: Catalog, docs: Path) -> str:
@@ -39,15 +39,15 @@ def html_page(catalog: Catalog, docs: Path) -> str:
     Without records, as in an installed wheel, the benchmark section comes last.
     """
     matrix, records = judge_all(catalog), read_records(docs / RECORDS)
-    measured = _below(benchmarks_document(records, cells=True))
-    judged = _below(matrix_document(matrix))
+    benchmark_blocks = _demote_headings(benchmarks_document(records, cells=True))
+    matrix_blocks = _demote_headings(matrix_document(matrix))
     return page(
         "modular_kernel",
         [
-            Heading(1, "What pairs with what, and how fast"),
+            Heading(1, "Compatibility and performance of pairs"),
             _tiles(matrix, records),
             Contents(),
-            *(measured + judged if records else judged + measured),
+            *(benchmark_blocks + matrix_blocks if records else matrix_blocks + benchmark_blocks),
         ],
     )
 
@@ -55,20 +55,20 @@ def html_page(catalog: Catalog, docs: Path) -> str:
 def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
     parts = {name for pair in matrix.pairs for name in pair}
     valid = {cell.pair for cell in matrix.cells if cell.ok}
-    drawn = [record for record in records if record.report is not None and record.report.rows]
-    newest = max(drawn, key=date_of, default=None)
+    plotted = [record for record in records if record.report is not None and record.report.rows]
+    newest = max(plotted, key=date_of, default=None)
     tiles = [
-        (str(len(parts)), "parts that can be paired"),
+        (str(len(parts)), "parts"),
         (f"{len(valid)} of {len(matrix.pairs)}", f"pairs valid on {matrix.machine}"),
         (str(len(matrix.quants)), "quantization schemes"),
-        *([(str(len(drawn)), "benchmark records")] if drawn else []),
+        *([(str(len(plotted)), "benchmark records")] if plotted else []),
     ]
     if newest is not None and newest.report is not None:
         tiles += [(mean, f"{label} ({newest.name})") for mean, label in ratios(newest.report)]
     return Tiles(tiles)
 
 
-def _below(document: Document) -> list[Block]:
+def _demote_headings(document: Document) -> list[Block]:
     """Return the document's blocks with each heading one level lower."""
     return [
         Heading(block.level + 1, block.text) if isinstance(block, Heading) else block
@@ -98,26 +98,26 @@ def _parts(catalog: Catalog) -> list[str]:
     return sorted(part.name for part in catalog.parts)
 
 
-def stale(catalog: Catalog, docs: Path) -> list[Stale]:
+def stale(catalog: Catalog, docs: Path) -> list[StaleFile]:
     """List the files that `write` would change, sorted by path."""
-    return _compared(generated(catalog, docs), docs)
+    return _stale_files(generated(catalog, docs), docs)
 
 
-def _compared(texts: dict[Path, str], docs: Path) -> list[Stale]:
+def _stale_files(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
     stale_files = []
     for path, text in texts.items():
         if not (docs / path).is_file():
-            stale_files.append(Stale(path, "missing"))
+            stale_files.append(StaleFile(path, "missing"))
         elif (docs / path).read_text(encoding="utf-8") != text:
-            stale_files.append(Stale(path, "changed"))
-    stale_files += [Stale(path, "made from nothing") for path in _orphans(texts, docs)]
-    return sorted(stale_files, key=lambda one: one.path)
+            stale_files.append(StaleFile(path, "changed"))
+    stale_files += [StaleFile(path, "without a record") for path in _orphans(texts, docs)]
+    return sorted(stale_files, key=lambda file: file.path)
 
 
-def write(catalog: Catalog, docs: Path) -> list[Stale]:
+def write(catalog: Catalog, docs: Path) -> list[StaleFile]:
     """Update stale files and delete figures without a record; return the files that were stale."""
     texts = generated(catalog, docs)
-    stale_files = _compared(texts, docs)
+    stale_files = _stale_files(texts, docs)
     for file in stale_files:
         path = docs / file.path
         if file.path in texts:
@@ -129,8 +129,8 @@ def write(catalog: Catalog, docs: Path) -> list[Stale]:
 
 
 def _orphans(texts: dict[Path, str], docs: Path) -> list[Path]:
-    drawings = (path.relative_to(docs) for path in (docs / _FIGURES).glob("*.svg"))
-    return [path for path in drawings if path not in texts]
+    figures_on_disk = (path.relative_to(docs) for path in (docs / _FIGURES).glob("*.svg"))
+    return [path for path in figures_on_disk if path not in texts]
 
 
 def _check_folder(docs: Path) -> None:

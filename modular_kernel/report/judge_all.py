@@ -52,7 +52,7 @@ class Matrix:
     cells: tuple[JudgedPair, ...]
 
     @cached_property
-    def by_place(self) -> dict[tuple[str, str, str, int], JudgedPair]:
+    def by_key(self) -> dict[tuple[str, str, str, int], JudgedPair]:
         """Cells by (prepare_finalize, experts, quant, world_size)."""
         return {(*cell.pair, cell.quant, cell.world_size): cell for cell in self.cells}
 
@@ -147,22 +147,24 @@ def reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
     cells_by_rejection: dict[Rejection, dict[tuple[tuple[str, str], int], list[str]]] = {}
     for cell in matrix.cells:
         for rejection in cell.rejections:
-            at = cells_by_rejection.setdefault(rejection, {})
-            at.setdefault((cell.pair, cell.world_size), []).append(cell.quant)
+            cells_of_rejection = cells_by_rejection.setdefault(rejection, {})
+            cells_of_rejection.setdefault((cell.pair, cell.world_size), []).append(cell.quant)
     return tuple(
         RefusalReason(rejection, pairs, quants, sizes)
-        for rejection, at in cells_by_rejection.items()
-        for pairs, sizes, quants in _rectangles(at)
+        for rejection, cells_of_rejection in cells_by_rejection.items()
+        for pairs, sizes, quants in _products(cells_of_rejection)
     )
 
 
-Rectangle = tuple[tuple[tuple[str, str], ...], tuple[int, ...], tuple[str, ...]]
+CellProduct = tuple[tuple[tuple[str, str], ...], tuple[int, ...], tuple[str, ...]]
 
 
-def _rectangles(at: dict[tuple[tuple[str, str], int], list[str]]) -> list[Rectangle]:
+def _products(
+    cells_of_rejection: dict[tuple[tuple[str, str], int], list[str]],
+) -> list[CellProduct]:
     """Decompose (pair, world size) -> schemes into products of pairs, world sizes and schemes."""
     pairs_of: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
-    for (pair, size), quants in at.items():
+    for (pair, size), quants in cells_of_rejection.items():
         pairs_of.setdefault((tuple(quants), size), []).append(pair)
     sizes_of: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], list[int]] = {}
     for (quants_key, size), pairs in pairs_of.items():

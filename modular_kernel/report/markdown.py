@@ -1,21 +1,13 @@
 """Markdown rendering of documents, for generated files in the repository."""
 
-from collections.abc import Iterable
+from functools import cache
 from textwrap import fill
 
-from modular_kernel.report.pages.document import (
-    Block,
-    Code,
-    Document,
-    Figure,
-    Heading,
-    Items,
-    Table,
-    Text,
-)
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from modular_kernel.report.pages.document import Document, Table
 
 _WIDTH = 100
-_NOTICE = "<!-- Made by `mk report --write`: change what it is made from, not this file. -->"
 
 
 def markdown(document: Document, *, figures: str) -> str:
@@ -23,26 +15,34 @@ def markdown(document: Document, *, figures: str) -> str:
 
     figures: folder of the SVG figures, relative to the file.
     """
-    return "\n\n".join([_NOTICE, *(_block(block, figures) for block in document)]) + "\n"
+    template = _templates().get_template("page.md")
+    return template.render(document=document, figures=figures)
 
 
-def _block(block: Block, figures: str) -> str:
-    match block:
-        case Heading(level, text):
-            return f"{'#' * level} {text}"
-        case Text(text):
-            return _wrapped(text)
-        case Items(texts):
-            return "\n".join(_wrapped(f"- {text}", indent="  ") for text in texts)
-        case Code(language, text):
-            return f"```{language}\n{text.strip()}\n```"
-        case Figure(name, _, caption):
-            return f"![{caption}]({figures}/{name}.svg)"
-        case Table():
-            return _table(block)
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("modular_kernel", "report/pages"),
+        autoescape=False,  # Markdown, not HTML
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "alignments": _alignments,
+        "escape_cell": lambda cell: cell.replace("|", r"\|"),
+        "kind": lambda block: type(block).__name__,
+        "wrap": _wrap,
+    }
+    return environment
 
 
-def _wrapped(text: str, *, indent: str = "") -> str:
+def _alignments(table: Table) -> list[str]:
+    return ["---:" if column in table.numeric else "---" for column in table.columns]
+
+
+def _wrap(text: str, indent: str = "") -> str:
     """Wrap the text without breaking words, which may be names or paths."""
     return fill(
         text,
@@ -51,13 +51,3 @@ def _wrapped(text: str, *, indent: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _table(table: Table) -> str:
-    rule = ["---:" if column in table.numeric else "---" for column in table.columns]
-    return "\n".join(map(_row, [table.columns, rule, *table.rows]))
-
-
-def _row(cells: Iterable[str]) -> str:
-    escaped = [cell.replace("|", r"\|") for cell in cells]
-    return f"| {' | '.join(escaped)} |"

@@ -35,8 +35,8 @@ def matrix_document(matrix: Matrix) -> Document:
         *_parts(matrix),
         Heading(2, "Machines"),
         *_machines(matrix),
-        *(block for sizes in _alike(matrix) for block in _pairs(matrix, sizes)),
-        Heading(2, "Every reason"),
+        *(block for sizes in _group_world_sizes(matrix) for block in _pairs(matrix, sizes)),
+        Heading(2, "Reasons"),
         *_reasons(matrix),
     )
 
@@ -45,23 +45,23 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
     problem, machine = matrix.problem, matrix.machine
     arch = f" of compute capability {machine.arch[0]}.{machine.arch[1]}" if machine.arch else ""
     machine_text = (
-        f"Machine, described and not the one at hand: {machine.device}{arch}, with the packages "
-        "that the two parts ask for."
+        f"Machine: {machine.device}{arch}, described rather than detected, with the packages that "
+        "the two parts require."
     )
     layer_text = (
         f"Layer: {counted(problem.tokens, 'token')}, hidden size {problem.hidden}, "
         f"intermediate size {problem.intermediate}, {problem.experts} experts, "
         f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; "
-        "experts placed in blocks on the ranks."
+        "consecutive experts on each rank."
     )
-    other = "Another layer or machine: `mk check`, or [choose a pairing](choose.md)."
+    other = "For other layers and machines run `mk check`, or see [choose a pairing](choose.md)."
     return (
         Heading(1, "Support matrix"),
         Text(
-            "Every `PrepareAndFinalize` with every experts part, in every scheme and on "
-            f"{_listed(matrix.world_sizes)} ranks, as `mk check` judges them. A `yes` says that no "
-            "rule refuses the pair; what the test suite proves, and on which machines, is listed "
-            "in `tests/must_run.txt` of the source tree."
+            "Compatibility of every `PrepareAndFinalize` with every experts part, for every "
+            f"quantization scheme and on {_format_list(matrix.world_sizes)} ranks, as determined "
+            "by `mk check`. `yes` means that no rule rejects the pair. `tests/must_run.txt` in the "
+            "source tree lists the pairs that the test suite verifies, and on which machines."
         ),
         Items([machine_text, layer_text, other]),
     )
@@ -72,32 +72,35 @@ def _declared(part: Part) -> Requirements:
     return requires
 
 
-def _judged_parts(matrix: Matrix) -> list[Part]:
+def _paired_parts(matrix: Matrix) -> list[Part]:
     parts = matrix.catalog.parts
     return [p for kind in ("prepare_finalize", "experts") for p in parts if p.kind == kind]
 
 
 def _parts(matrix: Matrix) -> tuple[Block, ...]:
     rows = [
-        (f"`{p.name}`", r.activation_format.value, _needs(r), _takes(r), _can(r))
-        for p in _judged_parts(matrix)
+        (f"`{p.name}`", r.activation_format.value, _required(r), _accepted(r), _supported(r))
+        for p in _paired_parts(matrix)
         for r in [_declared(p)]
     ]
-    columns = ("part", "format", "needs", "takes", "can")
-    return (Text("What each part declares."), Table(columns, rows))
+    columns = ("part", "format", "requires", "accepts", "supports")
+    return (
+        Text("The requirements and capabilities that each part declares."),
+        Table(columns, rows),
+    )
 
 
-def _needs(requires: Requirements) -> str:
-    words = [" or ".join(sorted(requires.devices))]
+def _required(requires: Requirements) -> str:
+    texts = [" or ".join(sorted(requires.devices))]
     if requires.min_arch is not None:
-        words.append("compute capability {}.{} or more".format(*requires.min_arch))
+        texts.append("compute capability {}.{} or more".format(*requires.min_arch))
     if requires.archs is not None:
-        words.append(f"compute capability {archs_text(requires.archs)}")
-    words += requires.packages
+        texts.append(f"compute capability {archs_text(requires.archs)}")
+    texts += requires.packages
     sizes = getattr(requires, "world_sizes", None)
     if sizes is not None:
-        words.append(_ranks_text(*sizes))
-    return ", ".join(words)
+        texts.append(_ranks_text(*sizes))
+    return ", ".join(texts)
 
 
 def _ranks_text(low: int, high: int | None) -> str:
@@ -108,20 +111,20 @@ def _ranks_text(low: int, high: int | None) -> str:
     return f"{low} to {high} ranks"
 
 
-def _takes(requires: Requirements) -> str:
-    words = []
+def _accepted(requires: Requirements) -> str:
+    texts = []
     if requires.dtypes != ALL_DTYPES:
-        words.append(format_sorted(requires.dtypes))
+        texts.append(format_sorted(requires.dtypes))
     for name, prefix in (("schemes", ""), ("dispatch_schemes", "quantizes ")):
         if hasattr(requires, name):
-            words.append(f"{prefix}{_schemes(getattr(requires, name))}")
+            texts.append(f"{prefix}{_schemes(getattr(requires, name))}")
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)
     if activations != ALL_ACTIVATIONS:
-        words.append(f"activations {format_sorted(activations)}")
+        texts.append(f"activations {format_sorted(activations)}")
     hidden: frozenset[str] = getattr(requires, "hides_nan", frozenset())
     if hidden:
-        words.append(f"hides a NaN of weights with {format_sorted(hidden)}")
-    return "; ".join(words)
+        texts.append(f"may hide a NaN in weights with {format_sorted(hidden)}")
+    return "; ".join(texts)
 
 
 def _schemes(names: frozenset[str]) -> str:
@@ -133,7 +136,7 @@ def _schemes(names: frozenset[str]) -> str:
     return format_sorted(names) or "nothing"
 
 
-def _can(requires: Requirements) -> str:
+def _supported(requires: Requirements) -> str:
     return ", ".join(name for name in _OPTIONS if getattr(requires, name, False))
 
 
@@ -147,23 +150,23 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
     }
     rows = [
         (f"`{p.name}`", *(_availability(p, machine) for machine in machines.values()))
-        for p in _judged_parts(matrix)
+        for p in _paired_parts(matrix)
     ]
-    text = "Whether a part can run at all, once the packages that it asks for are installed."
+    text = "Whether a part can run on a machine with the packages that it requires."
     return (Text(text), Table(("part", *machines), rows))
 
 
 def _availability(part: Part, machine: Machine) -> str:
     with_packages = with_required_packages(machine, part.cls)
-    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), with_packages))
+    return _format_rules(r.rule for r in unavailable(part.name, _declared(part), with_packages))
 
 
-def _yes_or(rules: Iterable[str]) -> str:
+def _format_rules(rules: Iterable[str]) -> str:
     text = ", ".join(dict.fromkeys(rules))
     return f"no: {text}" if text else YES
 
 
-def _alike(matrix: Matrix) -> list[tuple[int, ...]]:
+def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
     """Group the world sizes for which every pair violates the same rules."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for size in matrix.world_sizes:
@@ -177,39 +180,45 @@ def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
     experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
-    overview = [(f"`{pf}`", *(_count(matrix, (pf, ex), size) for ex in experts)) for pf in pfs]
+    counts = [(f"`{pf}`", *(_count(matrix, (pf, ex), size) for ex in experts)) for pf in pfs]
     supported = [pair for pair in matrix.pairs if _valid(matrix, pair, size)]
-    detail = [
+    verdicts = [
         (f"`{pair[0]}`", f"`{pair[1]}`", *(_verdict(matrix, pair, q, size) for q in matrix.quants))
         for pair in supported
     ]
     columns = ("PrepareAndFinalize", "experts", *(f"`{quant}`" for quant in matrix.quants))
     details: tuple[Block, ...] = ()
     if supported:
-        details = (Text("Which, and the rules against the others."), Table(columns, detail))
+        details = (
+            Text("Supported schemes of each pair, and the rules that reject the others."),
+            Table(columns, verdicts),
+        )
     return (
-        Heading(2, f"On {_ranks_named(sizes)}"),
-        Text(f"Schemes, of {len(matrix.quants)}, that each pair runs; or the rules against all."),
-        Table(("", *(f"`{ex}`" for ex in experts)), overview),
+        Heading(2, f"On {_format_ranks(sizes)}"),
+        Text(
+            f"Number of schemes, of {len(matrix.quants)}, that each pair supports, or the rules "
+            "that reject all of them."
+        ),
+        Table(("", *(f"`{ex}`" for ex in experts)), counts),
         *details,
     )
 
 
 def _valid(matrix: Matrix, pair: tuple[str, str], size: int) -> int:
-    return sum(matrix.by_place[*pair, quant, size].ok for quant in matrix.quants)
+    return sum(matrix.by_key[*pair, quant, size].ok for quant in matrix.quants)
 
 
 def _count(matrix: Matrix, pair: tuple[str, str], size: int) -> str:
     valid = _valid(matrix, pair, size)
     if valid:
         return f"{YES}: {valid}"
-    violated = [matrix.by_place[*pair, quant, size].rules for quant in matrix.quants]
+    violated = [matrix.by_key[*pair, quant, size].rules for quant in matrix.quants]
     common = [rule for rule in violated[0] if all(rule in other for other in violated)]
     return f"no: {', '.join(common or ['differs by scheme'])}"
 
 
 def _verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> str:
-    return _yes_or(matrix.by_place[*pair, quant, size].rules)
+    return _format_rules(matrix.by_key[*pair, quant, size].rules)
 
 
 def _reasons(matrix: Matrix) -> tuple[Block, ...]:
@@ -217,42 +226,44 @@ def _reasons(matrix: Matrix) -> tuple[Block, ...]:
     parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for reason in reasons(matrix):
         r = reason.rejection
-        key = (f"`{r.rule}`", r.got, r.need, r.hint, _where(matrix, reason))
+        key = (f"`{r.rule}`", r.got, r.need, r.hint, _scope_of(matrix, reason))
         parties.setdefault(key, []).append(r.parties)
-    rows = [(rule, _between(matrix, parts), *rest) for (rule, *rest), parts in parties.items()]
+    rows = [
+        (rule, _format_parties(matrix, parts), *rest) for (rule, *rest), parts in parties.items()
+    ]
     return (
         Text(
-            "A reason holds for each pair that its parties are part of, in every scheme and on "
-            "every number of ranks, or where the last column says."
+            "A reason applies to every pair that contains its parties, for every scheme and number "
+            "of ranks, unless the last column restricts it."
         ),
-        Table(("rule", "between", "got", "need", "hint", "where"), rows),
+        Table(("rule", "parties", "got", "need", "hint", "applies to"), rows),
     )
 
 
-def _between(matrix: Matrix, named: list[tuple[str, ...]]) -> str:
-    if set(matrix.pairs) <= set(named):
+def _format_parties(matrix: Matrix, parties_of_rejections: list[tuple[str, ...]]) -> str:
+    if set(matrix.pairs) <= set(parties_of_rejections):
         return "every pair"
-    return ", ".join(" / ".join(parties) for parties in named)
+    return ", ".join(" / ".join(parties) for parties in parties_of_rejections)
 
 
-def _where(matrix: Matrix, reason: RefusalReason) -> str:
+def _scope_of(matrix: Matrix, reason: RefusalReason) -> str:
     """Describe the cells that a reason applies to; "" if these are all cells of its parties."""
     parts = {name for pair in matrix.pairs for name in pair}
     part_names = parts & set(reason.rejection.parties)
-    words = []
+    texts = []
     if set(reason.pairs) != {pair for pair in matrix.pairs if part_names <= set(pair)}:
-        words.append(", ".join(" x ".join(pair) for pair in reason.pairs))
+        texts.append(", ".join(" x ".join(pair) for pair in reason.pairs))
     if reason.quants != matrix.quants:
-        words.append(", ".join(reason.quants))
+        texts.append(", ".join(reason.quants))
     if reason.world_sizes != matrix.world_sizes:
-        words.append(_ranks_named(reason.world_sizes))
-    return "; ".join(words)
+        texts.append(_format_ranks(reason.world_sizes))
+    return "; ".join(texts)
 
 
-def _ranks_named(sizes: tuple[int, ...]) -> str:
-    return f"{_listed(sizes)} rank{'' if sizes == (1,) else 's'}"
+def _format_ranks(sizes: tuple[int, ...]) -> str:
+    return f"{_format_list(sizes)} rank{'' if sizes == (1,) else 's'}"
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _format_list(numbers: Iterable[int]) -> str:
     *others, last = map(str, numbers)
     return f"{', '.join(others)} and {last}" if others else last

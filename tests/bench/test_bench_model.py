@@ -115,10 +115,10 @@ def test_what_is_no_model_of_experts_is_refused_by_name(tmp_path, monkeypatch) -
 def test_other_options_and_numbers_are_bad_usage(capsys, tmp_path) -> None:
     config_file(tmp_path, "mixtral")
     for words, told in (
-        (("--prompt", "9"), "--prompt alone"),
+        (("--prompt", "9"), "--prompt: got no --hf"),
         (("--hf", str(tmp_path), "--tokens-list", "4"), "--tokens-list together with --hf"),
         (("--hf", str(tmp_path), "--quant", "none"), "--quant together with --hf"),
-        (("--hf", str(tmp_path), "--new-tokens", "0"), "--new-tokens: got 0"),
+        (("--hf", str(tmp_path), "--new-tokens", "0"), "--new-tokens: got '0'"),
         (("--hf", "mixtral-8x"), "mixtral-8x7b"),
     ):
         ended = run_mk(capsys, "bench", *words)

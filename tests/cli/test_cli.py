@@ -296,7 +296,7 @@ def test_a_defect_that_changes_nothing_is_not_applicable(
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
     ended = mk(*IN_CALLS)
     assert ended.code == 0
-    assert "1 defect put into calls: 0 found, 0 not, 1 not applicable" in ended.out
+    assert "1 input mutation: 0 killed, 0 missed, 1 not applicable" in ended.out
     assert f"idle in {case}: no effect: nobody reads it" in ended.out
     assert mk(*IN_CALLS, "--json").json["calls"][0]["changes_nothing"] == "nobody reads it"
 
@@ -365,14 +365,14 @@ def test_compile(
     assert ("other_kernel" in ended.out) is (reason is not None)
     assert ("no case launches it" in ended.out) is (reason == "")
     assert asked == [("sm_100", 1, ""), ("sm_90", 2, "bf16")]
-    assert "; no other case or kernel than those with 'bf16' was compiled" in ended.out
+    assert "; only cases and kernels matching 'bf16' were compiled" in ended.out
     assert " left out" not in ended.out.splitlines()[-1]  # nothing was counted against all kernels
     assert ended.err.startswith("kernels of cases named 'bf16' for sm_90: may take minutes;")
     record = mk("compile", "--check", "--only", "bf16", "--json").json
     assert record["only"] == "bf16"
     assert mk("compile", "--workers", "0").code == 2
     done.rows = done.left_out = []
-    assert "--only: got 'nothing', need a piece" in mk("compile", "--only", "nothing").err
+    assert "--only: got 'nothing', need part of the name" in mk("compile", "--only", "nothing").err
     kernels = "modular_kernel.testing.compile.kernels_defined.defined_kernels"
     monkeypatch.setattr(kernels, lambda: dict.fromkeys(("route_kernel", "gemm_kernel")))
     assert mk("compile").err.startswith("2 kernels for sm_90, in every form that parts launch")

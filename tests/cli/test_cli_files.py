@@ -1,19 +1,16 @@
 """Options that name files: a path that cannot serve is bad usage, and no file is half written."""
 
-import inspect
 import json
 import os
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import click
 import pytest
 from run_mk import Mk, runs_mk
 
-from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.main import VERBS
-from modular_kernel.cli.options import flatten_options
+from modular_kernel.cli.file_options import FilePath, FileUse
+from modular_kernel.cli.main import VERBS, application
 from modular_kernel.cli.output_streams import LOST_OUTPUT
 from modular_kernel.utils import json_files
 
@@ -23,29 +20,18 @@ WRITES = (FileUse.WRITE, FileUse.WRITE_OR_STDOUT)
 MODEL_VERBS = ("check", "test", "profile", "bench", "tune", "compose", "plan")
 
 
-def options() -> Iterator[tuple[str, str, Any, FileUse | None]]:
-    """Every option of every verb: verb, option, what it holds, and its use of a file."""
-    for verb, (place, _) in VERBS.items():
-        module, function = place.split(":")
-        command = flatten_options(getattr(import_module(f"modular_kernel.cli.{module}"), function))
-        for name, parameter in inspect.signature(command).parameters.items():
-            option = f"--{name.removeprefix('as_').replace('_', '-')}"
-            held, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
-            use = next((one for one in metadata if isinstance(one, FileUse)), None)
-            yield verb, option, held, use
-
-
-def holds_path(held: Any) -> bool:
-    return held is Path or any(holds_path(one) for one in get_args(held))
-
-
-FILES = [(verb, option, use) for verb, option, _, use in options() if use is not None]
+PATHS = [
+    (verb, parameter.opts[0], parameter.type)
+    for verb, command in application().commands.items()
+    for parameter in command.params
+    if isinstance(parameter.type, click.Path)
+]
+FILES = [(verb, name, kind.use) for verb, name, kind in PATHS if isinstance(kind, FilePath)]
 
 
 def test_every_option_of_a_path_has_a_use() -> None:
     """An option without one would not be checked."""
-    without = [(v, o) for v, o, held, use in options() if holds_path(held) and use is None]
-    assert without == []
+    assert len(FILES) == len(PATHS)
     assert {o for _, o, _ in FILES} >= {
         *("--json", "--markdown", "--plot", "--html", "--times"),
         *("--load", "--peer", "--compare", "--out", "--save", "--docs"),

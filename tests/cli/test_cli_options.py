@@ -1,26 +1,23 @@
 """Options of the `mk` command: help at once, the problem they make, and bad usage."""
 
-import inspect
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+import click
 import pytest
 import torch
-import typer
 from run_mk import run_mk
 
 from modular_kernel.cli import main, verify
-from modular_kernel.cli import models as list_models_module
+from modular_kernel.cli.command import IntegerList, make_verb, option
 from modular_kernel.cli.machine_setup import parse_arch
-from modular_kernel.cli.options import ProblemOptions, flatten_options
+from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
@@ -60,18 +57,18 @@ def test_help_answers_at_once_without_torch(words: list[str]) -> None:
     assert shown.stdout.startswith("Usage: mk")
     lines = shown.stderr.splitlines()
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
-    assert "typer" in imported
-    assert imported & {"torch", "triton", "numpy", "rich", "transformers"} == set()
+    assert "click" in imported
+    assert imported & {"torch", "triton", "numpy", "rich", "transformers", "pydantic"} == set()
 
 
 @pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
 def test_help_answers_at_once(words: list[str]) -> None:
-    """On a machine that is slow or busy: within five times what typer alone takes to import.
+    """On a machine that is slow or busy: within eight times what click alone takes to import.
 
     torch alone would take ten times as long, and the test above sees that it stays away.
     """
     for _ in range(8):
-        limit = max(HELP_SECONDS, 5 * _seconds("-c", "import typer.main"))
+        limit = max(HELP_SECONDS, 8 * _seconds("-c", "import click"))
         took = _seconds("-m", "modular_kernel", *words, "--help")
         if took < limit:
             return
@@ -208,8 +205,9 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("check --dtype int8", "dtype: got int8, need one of bfloat16, float16, float32\n"),
         ("check --quant fp8", "quant: got fp8, need one of fp8_w8a16_block, fp8_w8a16_channel, "),
         ("check --activation swish", "activation: got swish, need one of silu, gelu, gelu_tanh, "),
-        ("check --combine max", "combine: got 'max', need one of sum, topk_weighted"),
-        ("check --ids-dtype int8", "ids_dtype: got 'int8', need int32 or int64"),
+        ("check --combine max", "--combine: got 'max', need sum, topk_weighted or topk_unw"),
+        ("check --ids-dtype int8", "--ids-dtype: got 'int8', need int32 or int64\n"),
+        ("check --fp32-precision fp32", "--fp32-precision: got 'fp32', need ieee or tf32\n"),
         ("check --model gpt-2", "model: got 'gpt-2', need gpt-oss-"),
         ("check --model=", "model: got '', need a name of `mk models`"),
         ("plan --worlds 8 --model=", "model: got '', need a name of `mk models`"),
@@ -220,7 +218,7 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("check --no-such-option", "No such option"),
         ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
         ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),
-        ("check --device cpu --arch 9.0", "need no arch beside --device cpu"),
+        ("check --device cpu --arch 9.0", "need no --arch with --device cpu"),
         ("check --pf-type NoSuchPart --experts-type TorchExperts", "'NoSuchPart', need one of"),
         ("check --pf-type MoEPrepareAndFinalizeNoE", "did you mean MoEPrepareAndFinalizeNoEP?"),
         ("test --experts-type TorchExpert", "did you mean TorchExperts?"),
@@ -231,7 +229,7 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         (f"test --one {' '.join(TORCH_PAIR)} --routing odd", "--routing: got 'odd', need one of"),
         (f"test --one {' '.join(TORCH_PAIR)} --layout odd", "layout: got odd, need one of plain"),
         (f"test --one {' '.join(TORCH_PAIR)} --values odd", "values: got odd, need one of ordin"),
-        ("profile --calls 0", "--calls: got 0, need 1 to 100"),
+        ("profile --calls 0", "--calls: got '0', need an integer from 1 to 100"),
         ("profile --out pyproject.toml/x", "pyproject.toml is a file, need a folder"),
         ("nonsense", "nonsense"),
     ],
@@ -249,12 +247,15 @@ def test_bad_usage_ends_with_2_and_says_why(
     ("words", "message"),
     [
         ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
-        ("check --exprets-type X", "No such option: --exprets-type (Possible options: "),
+        (
+            "check --exprets-type X",
+            "No such option '--exprets-type'. (Did you mean one of: '--experts'",
+        ),
         ("check --tokens x", "--tokens: got 'x', need an integer\n"),
         ("check --routed-scaling-factor 1,5", "got '1,5', need a number\n"),
-        ("check TorchExperts", "Got unexpected extra argument(s) (TorchExperts) (see mk check -h)"),
+        ("check TorchExperts", "Got unexpected extra argument (TorchExperts) (see mk check -h)"),
         ("check --experts-type", "Option '--experts-type' requires an argument (see mk check -h)"),
-        ("--no-such-option", "No such option: --no-such-option (see mk -h)"),
+        ("--no-such-option", "No such option '--no-such-option' (see mk -h)"),
     ],
 )
 def test_a_wrong_command_line_is_answered_in_one_line(
@@ -269,16 +270,12 @@ def test_a_wrong_command_line_is_answered_in_one_line(
 
 def numbers() -> list[tuple[str, str, str]]:
     """(verb, option, what it needs) of every option that takes a number."""
-    needs = {"int": "an integer", "float": "a number"}
-    found = []
-    for verb, (place, _) in main.VERBS.items():
-        module, function = place.split(":")
-        command = getattr(import_module(f"modular_kernel.cli.{module}"), function)
-        for parameter in inspect.signature(flatten_options(command)).parameters.values():
-            kind = re.match(r"typing.Annotated\[(int|float)\b", str(parameter.annotation))
-            if kind:
-                found.append((verb, f"--{parameter.name.replace('_', '-')}", needs[kind[1]]))
-    return found
+    return [
+        (verb, parameter.opts[0], parameter.type.need)
+        for verb, command in main.application().commands.items()
+        for parameter in command.params
+        if isinstance(parameter.type, click.types.IntParamType | click.types.FloatParamType)
+    ]
 
 
 def test_every_option_with_a_number_names_itself_and_what_it_needs(
@@ -286,9 +283,10 @@ def test_every_option_with_a_number_names_itself_and_what_it_needs(
 ) -> None:
     listed = numbers()
     assert len(listed) > 100
-    for verb, option, need in listed:
-        ended = run_mk(capsys, verb, option, "x")
-        assert ended == (2, "", f"error: {option}: got 'x', need {need}\n")
+    for verb, name, need in listed:
+        ended = run_mk(capsys, verb, name, "x")
+        assert ended == (2, "", f"error: {name}: got 'x', need {need}\n")
+        assert need.startswith(("an integer", "a number"))
 
 
 def test_a_word_that_is_no_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,35 +297,55 @@ def test_a_word_that_is_no_number_as_json(capsys: pytest.CaptureFixture[str]) ->
     assert len(error["got"]) < 200
 
 
-def test_words_become_what_a_verb_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths, several of one, two names: whatever typer makes of an annotation."""
+def test_an_annotation_determines_the_type_of_an_option() -> None:
     seen: dict[str, object] = {}
 
     def verb(
         *,
-        many: Annotated[list[Path] | None, typer.Option()] = None,
-        one: Annotated[Path | None, typer.Option()] = None,
-        two: Annotated[tuple[str, str] | None, typer.Option()] = None,
-        share: float = 0.5,
-        yes: bool = False,
+        many: Annotated[tuple[Path, ...], option("")] = (),
+        one: Annotated[Path | None, option("")] = None,
+        two: Annotated[tuple[str, str] | None, option("")] = None,
+        counts: Annotated[tuple[int, ...] | None, option("", type=IntegerList(9, "1"))] = None,
+        word: Annotated[Literal["a", "b"] | None, option("")] = None,
+        share: Annotated[float, option("")] = 0.5,
+        yes: Annotated[bool, option("")] = False,
+        bias: Annotated[bool | None, option("", "--bias/--no-bias")] = None,
     ) -> None:
-        seen.update(many=many, one=one, two=two, share=share, yes=yes)
+        seen.update(many=many, one=one, two=two, counts=counts, word=word, share=share)
+        seen.update(yes=yes, bias=bias)
 
-    monkeypatch.setattr(list_models_module, "list_models", verb)
-    main._command.cache_clear()
-    try:
-        for words, expected in (
-            ("", (None, None, None, 0.5, False)),
-            ("--many a --many b --share 2 --yes", ([Path("a"), Path("b")], None, None, 2.0, True)),
-            ("--one c --two d e", (None, Path("c"), ("d", "e"), 0.5, False)),
-        ):
-            with pytest.raises(SystemExit) as ended:
-                main.run(["models", *words.split()])
-            assert not ended.value.code
-            assert tuple(seen.values()) == expected
-            assert [type(value) for value in seen.values()] == [type(value) for value in expected]
-    finally:
-        main._command.cache_clear()
+    command = make_verb("verb", verb, "")
+    for words, expected in (
+        ("", ((), None, None, None, None, 0.5, False, None)),
+        (
+            "--many a --many b --share 2 --yes --no-bias",
+            ((Path("a"), Path("b")), None, None, None, None, 2.0, True, False),
+        ),
+        (
+            "--one c --two d e --counts 3,1,3 --word b --bias",
+            ((), Path("c"), ("d", "e"), (3, 1), "b", 0.5, False, True),
+        ),
+    ):
+        command.main(words.split(), standalone_mode=False)
+        assert tuple(seen.values()) == expected
+        assert [type(value) for value in seen.values()] == [type(value) for value in expected]
+    for words in ("--word c", "--counts 1,10", "--counts x", "--counts="):
+        assert command.main(words.split(), standalone_mode=False) == 2
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan"])
+def test_a_number_out_of_range_is_bad_usage(
+    capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    ended = run_mk(capsys, "bench", "--ms", number)
+    assert ended == (2, "", f"error: --ms: got '{number}', need a number > 0\n")
+
+
+def test_choices_of_the_command_line_are_those_of_a_problem() -> None:
+    hints = get_type_hints(ProblemOptions)
+    (combine, _), (precision, _) = map(get_args, (hints["combine"], hints["fp32_precision"]))
+    assert get_args(combine) == tuple(each.value for each in Combine)
+    assert precision == get_type_hints(Problem)["fp32_precision"]
 
 
 def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
 
+import io
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from modular_kernel import perf_model
 from modular_kernel.cli import output
 from modular_kernel.cli.check import letters_for, print_matrix
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.tables import folded, layout, records
+from modular_kernel.cli.tables import fit_table, fold, format_records
 from modular_kernel.spec.problem import Machine
 from modular_kernel.text import counted
 
@@ -199,13 +200,16 @@ ROWS = (("a" * 30, "1.5", "words " * 8), ("b", "12.5", ""))
 
 
 def test_what_is_left_out_and_when() -> None:
-    assert layout(COLUMNS, ROWS, 100).columns == (0, 1, 2)
-    assert layout(COLUMNS, ROWS, 100).folding == {2}
-    assert layout(COLUMNS, ROWS, 66).columns == (0, 1, 2)  # 30 + 4 + 24, and two beside each
-    assert layout(COLUMNS, ROWS, 63).columns == ()
-    assert layout(COLUMNS, ROWS, 63, ("us", "note")).columns == (0, 1)
-    assert layout(COLUMNS, ROWS, 33, ("us", "note")).columns == (0,)
-    assert layout(COLUMNS, ROWS, 20, ("us", "note")).columns == ()
+    def shown(width: int, *optional: str) -> list[object] | None:
+        table = fit_table(COLUMNS, ROWS, width, optional)
+        return None if table is None else [column.header for column in table.columns]
+
+    assert shown(100) == ["name", "us", "note"]
+    assert shown(66) == ["name", "us", "note"]  # 30 + 4 + 24, and two beside each
+    assert shown(63) is None
+    assert shown(63, "us", "note") == ["name", "us"]
+    assert shown(33, "us", "note") == ["name"]
+    assert shown(20, "us", "note") is None
 
 
 def test_what_does_not_fit_is_named_or_told_as_records(
@@ -218,7 +222,7 @@ def test_what_does_not_fit_is_named_or_told_as_records(
     shown = capsys.readouterr().out.splitlines()
     assert shown[:3] == ["these", f"name  {'a' * 30}", "us    1.5"]
     assert shown[3].startswith("note  words words")
-    assert records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
+    assert format_records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
 
 
 def test_a_dumb_terminal_is_as_wide_as_it_is(
@@ -229,6 +233,19 @@ def test_a_dumb_terminal_is_as_wide_as_it_is(
     names = [letter * 50 for letter in "abc"]
     output.table(("x", "y", "z"), [names])
     assert capsys.readouterr().out.split()[-3:] == names
+
+
+def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", _no_terminal)
+    assert output.width() == 10_000
+    monkeypatch.setenv("COLUMNS", "50")
+    assert output.width() == 50
+
+
+def _no_terminal(fd: int) -> os.terminal_size:
+    raise OSError(fd)
 
 
 @pytest.mark.parametrize("width", range(8, 70))
@@ -255,10 +272,10 @@ def test_columns_that_say_nothing_go_first(
 
 
 def test_lines_fold_between_words() -> None:
-    assert folded("    one two three", 12) == ["    one two", "      three"]
-    assert folded("one two", 80) == ["one two"]
-    assert folded("one two three", 8) == ["one two", "  three"]
-    assert folded("x" * 50, 8) == ["x" * 50]
+    assert fold("    one two three", 12) == ["    one two", "      three"]
+    assert fold("one two", 80) == ["one two"]
+    assert fold("one two three", 8) == ["one two", "  three"]
+    assert fold("x" * 50, 8) == ["x" * 50]
 
 
 def test_numbers_agree_with_their_nouns() -> None:
@@ -313,7 +330,7 @@ def test_what_takes_long_is_said_while_it_lasts(
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
     monkeypatch.setattr(output, "_LINE_INTERVAL_S", 0.05)
     doing = ["the first"]
-    with output.waiting(lambda: doing[0]):
+    with output.activity_notes(lambda: doing[0]):
         time.sleep(0.3)
         doing[0] = "the second"
         time.sleep(0.3)
@@ -323,7 +340,7 @@ def test_what_takes_long_is_said_while_it_lasts(
     for name in ("the first", "the second"):
         assert told.count(f"{name}: 0 s so far") >= 2
     assert told.index("the first") < told.index("the second")
-    with output.waiting(lambda: "what is quick"):
+    with output.activity_notes(lambda: "what is quick"):
         pass
     assert capsys.readouterr().err == ""
 

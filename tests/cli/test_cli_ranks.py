@@ -56,7 +56,7 @@ def test_what_cases_leave_out_is_said_of_their_level(
     with pytest.raises(SystemExit) as ended:
         main.run(["test", *pair, *over, "--level", level])
     assert not ended.value.code
-    (covers,) = (job.covers for job in jobs)
+    (covers,) = (job.coverage for job in jobs)
     assert ("--level full" in covers) is (level == "smoke")
     if ranks == 2:
         assert "; hand-picked cases without pairwise coverage" in covers
@@ -138,7 +138,7 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("test --backend gloo", "--backend: got gloo, need --world-size N"),
         ("test --world-size 2 --backend mpi", "--backend: got 'mpi', need nccl or gloo"),
         ("test --world-size 200 --backend nccl", "GPUs: got"),
-        ("test --one --rank-tokens 3", "--rank-tokens, --fault: got one rank"),
+        ("test --one --rank-tokens 3", "--rank-tokens, --fault: got a single rank"),
         ("test --one --world-size 2 --rank-tokens 3,x", "--rank-tokens: got '3,x'"),
         ("test --one --world-size 2 --rank-tokens 3", "tokens: got 1 numbers"),
         ("test --one --world-size 2 --rank-tokens 3,17", "tokens: got (3, 17)"),

@@ -11,7 +11,7 @@ from run_mk import Mk, run_mk
 from test_cli_output import EXCHANGE, PRINTED, TINY, TORCH_PAIR
 from test_tune_cli import TUNED, small_layer
 
-from modular_kernel.cli import call_defects, demo, main, mutate, output, tune_output
+from modular_kernel.cli import demo, main, mutate, output, tune_output
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.compile import cases as compiled
@@ -48,11 +48,10 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo, "_rows", lambda *_, **__: demo_rows())
-    monkeypatch.setattr(demo, "_packed", lambda *_, **__: checkpoint_rows())
+    monkeypatch.setattr(demo, "_model_results", lambda *_, **__: demo_rows())
+    monkeypatch.setattr(demo, "_checkpoint_results", lambda *_, **__: checkpoint_rows())
     monkeypatch.setattr(demo, "_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0})
     monkeypatch.setattr(compiled, "compile_all", lambda *_, **__: compiled_kernels())
-    monkeypatch.setattr(call_defects, "run_input_mutations", lambda *_: kills())
     monkeypatch.setattr(mutate, "run_input_mutations", lambda *_: kills())
     return partial(run_mk, capsys)
 
@@ -182,8 +181,8 @@ def test_the_demo_fits_a_screen_and_names_what_was_interpreted(
     rates = {"transformers' eager": 59_837.0, pairings[0]: 52_197.0}
     monkeypatch.setattr(output, "width", lambda _=None: 80)
     monkeypatch.setattr(demo, "_available", lambda *_: True)
-    monkeypatch.setattr(demo, "_rows", lambda *_: iter(rows))
-    monkeypatch.setattr(demo, "_packed", lambda *_: iter(packed))
+    monkeypatch.setattr(demo, "_model_results", lambda *_: iter(rows))
+    monkeypatch.setattr(demo, "_checkpoint_results", lambda *_: iter(packed))
     monkeypatch.setattr(demo, "_rates", lambda *_: rates)
     machine = Machine("cuda", (9, 0)) if gpu else Machine("cpu", interpreter=True)
     monkeypatch.setattr(demo, "_machine", lambda _: machine)
@@ -202,8 +201,8 @@ def test_the_packages_of_the_doctor_stay_tables(mk: Mk, monkeypatch: pytest.Monk
     """A record for each of them would take more than a hundred lines."""
     monkeypatch.setattr(output, "width", lambda _=None: 80)
     shown = mk("doctor").out
-    assert re.search(r"optional package +here +enables", shown)
-    assert re.search(r"absent +how to get it", shown)
+    assert re.search(r"optional package +present +enables", shown)
+    assert re.search(r"absent package +how to install it", shown)
     absent = [one["name"] for one in mk("doctor", "--json").json["packages"] if not one["present"]]
     assert [name for name in absent if len(re.findall(rf"^ {name} ", shown, re.M)) != 2] == []
     assert len(shown.splitlines()) < 90

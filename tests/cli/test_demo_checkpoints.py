@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modular_kernel.cli.demo import PAIRINGS
-from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, judged_layer
+from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, check_layer
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,8 +27,8 @@ def exchange_gate_and_up(tensors: Tensors) -> None:
 def test_a_checkpoint_is_right_and_one_with_gate_and_up_exchanged_is_not(
     family, kind, pair, tmp_path
 ) -> None:
-    good = judged_layer(write(tmp_path / "good", family, kind), family, kind, pair, DEVICE)
+    good = check_layer(write(tmp_path / "good", family, kind), family, kind, pair, DEVICE)
     assert good.ok
     assert good.error > 0
     changed = write(tmp_path / "bad", family, kind, change=exchange_gate_and_up)
-    assert not judged_layer(changed, family, kind, pair, DEVICE).ok
+    assert not check_layer(changed, family, kind, pair, DEVICE).ok

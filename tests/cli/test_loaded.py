@@ -7,8 +7,8 @@ from run_mk import Mk, runs_mk
 
 BAD = {
     "none.json": (None, "No such file or directory"),
-    "text.json": (b"x", "no JSON: "),
-    "bytes.json": (b"\xff", "no"),
+    "text.json": (b"x", "invalid JSON: "),
+    "bytes.json": (b"\xff", ""),
     "list.json": (b"[1]", ""),
     "other.json": (b'{"schema": "other/1"}', ""),
     "begun.json": (b'{"schema": "mk-bench/1"}', ""),
@@ -36,6 +36,7 @@ def test_a_bad_record_is_named(mk: Mk, tmp_path: Path, name: str, words: tuple[s
     assert line.startswith("error: ")
     assert str(path) in line
     assert f"got {why}" in line or f"got {path}: {why}" in line
+    assert name != "bytes.json" or "not UTF-8" in line
     assert line.count(": got ") == 1
     assert "Error" not in line
     assert "Errno" not in line
@@ -44,7 +45,7 @@ def test_a_bad_record_is_named(mk: Mk, tmp_path: Path, name: str, words: tuple[s
 def test_a_record_that_is_not_whole_is_no_record(mk: Mk, tmp_path: Path) -> None:
     path = tmp_path / "begun.json"
     path.write_text('{"schema": "mk-bench/1"}', encoding="utf-8")
-    assert "got a record that is not whole: 'rows'" in mk("bench", "--load", str(path)).err
+    assert "got an incomplete record: 'rows'" in mk("bench", "--load", str(path)).err
 
 
 def test_an_empty_value_is_seen(mk: Mk) -> None:

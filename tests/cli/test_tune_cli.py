@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import typer
+from click.exceptions import Exit
 from run_mk import Mk, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
@@ -20,7 +20,7 @@ from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.cli.tune import TuneOptions, _pair, _problems, _run, _valid
+from modular_kernel.cli.tune import TuneOptions, _pair, _problems, _run, _valid_layers
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.contracts import StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -111,7 +111,7 @@ def test_models_and_sizes_together() -> None:
     assert mixtral.quant == oss.quant == "mxfp4_w4a16"
     assert TuneOptions().tokens(ProblemOptions()) == tuple(2**power for power in range(14))
     assert TuneOptions().tokens(ProblemOptions(tokens=7)) == (7,)
-    assert TuneOptions(tokens_list="8,1,8").tokens(ProblemOptions(tokens=7)) == (8, 1)
+    assert TuneOptions(tokens_list=(8, 1)).tokens(ProblemOptions(tokens=7)) == (8, 1)
 
 
 def test_all_shapes_in_several_schemes() -> None:
@@ -132,13 +132,13 @@ def test_no_two_shapes_share_a_file() -> None:
 def test_layers_that_are_refused_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     good = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
     bad = replace(good, top_k=17)
-    found = _valid([("bad", bad), ("good", good)], MACHINE, None, None)
+    found = _valid_layers([("bad", bad), ("good", good)], MACHINE, None, None)
     assert [name for name, _, _ in found] == ["good"]
     assert "skipped bad" in capsys.readouterr().err
     with pytest.raises(IncompatibleError):
-        _valid([("bad", bad)], MACHINE, None, None)
-    with pytest.raises(typer.Exit):
-        _valid([("bad", bad), ("worse", bad)], MACHINE, None, None)
+        _valid_layers([("bad", bad)], MACHINE, None, None)
+    with pytest.raises(Exit):
+        _valid_layers([("bad", bad), ("worse", bad)], MACHINE, None, None)
 
 
 def test_the_pair_is_the_first_valid_one() -> None:
@@ -175,7 +175,7 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     for _ in range(2):  # a second run appends
         recorder = TuneRecorder(layer, path)
         for tuned in TUNED:
-            recorder.keep(tuned)
+            recorder.append(tuned)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["tokens"] for line in lines] == [1, 64, 1, 64]
     first = lines[0]
@@ -184,7 +184,7 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     for choice, pair in zip(first["choices"], (ONE, TWO), strict=True):
         assert choice.items() >= config_to_json(pair).items()
     assert first["choices"][0]["stages"] == {"mk::gemm2": 30.0}
-    TuneRecorder(layer, None).keep(TUNED[0])
+    TuneRecorder(layer, None).append(TUNED[0])
 
 
 def test_the_bar_says_a_line_for_each_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +192,7 @@ def test_the_bar_says_a_line_for_each_number_of_tokens(capsys: pytest.CaptureFix
     with Bar(3) as bar:
         bar.tick()
         for tuned in TUNED:
-            bar.tell(layer, tuned)
+            bar.print_result(layer, tuned)
     err = capsys.readouterr().err
     assert "mine: 1 token: 80.0 us, untuned 100.0 (2 timed, 0 refused)" in err
     assert "1 refused, stopped by the budget)" in err

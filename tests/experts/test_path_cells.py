@@ -59,7 +59,9 @@ def test_a_cell_that_no_case_enters_fails_the_full_list(machine: Machine) -> Non
     proof = prove(case, machine)
     cells = frozenset({PathCell("fast", "nvfp4_w4a16", "bias=True")})
     job = VerifyJob(case.prepare_finalize, case.experts, (case,), 0, "", reachable=cells)
-    smoke, full = (CaseResult(replace(job, whole=whole), (proof,)) for whole in (False, True))
+    smoke, full = (
+        CaseResult(replace(job, requires_all_cells=whole), (proof,)) for whole in (False, True)
+    )
     assert smoke.ok
     assert not full.ok
     assert "fast: 0 of 1 scheme, 0 of 1 cell, never nvfp4_w4a16" in full.paths

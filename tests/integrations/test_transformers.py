@@ -178,7 +178,7 @@ def test_switching_back_to_eager_leaves_no_trace(baseline_of) -> None:
 
 
 def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
-    import typer
+    from click.exceptions import Exit
 
     rates = {"transformers' eager": 2000.0}
     monkeypatch.setattr(demo, "_rates", lambda *_: rates)
@@ -196,22 +196,24 @@ def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
         ([], [layer]),
     )
     for rows, packed in bad:
-        monkeypatch.setattr(demo, "_rows", lambda *a, rows=rows, **k: iter(rows))
-        monkeypatch.setattr(demo, "_packed", lambda *a, packed=packed, **k: iter(packed))
-        with pytest.raises(typer.Exit) as ended:
+        monkeypatch.setattr(demo, "_model_results", lambda *a, rows=rows, **k: iter(rows))
+        monkeypatch.setattr(
+            demo, "_checkpoint_results", lambda *a, packed=packed, **k: iter(packed)
+        )
+        with pytest.raises(Exit) as ended:
             demo.demo()
         assert ended.value.exit_code == 1
         assert ("FAILED" in capsys.readouterr().out) is bool(rows and packed)
     pairings = [" x ".join(pair) for pair in demo.PAIRINGS]
     shown_rows = [replace(good, pairing=pairing) for pairing in pairings]
     packed = [replace(layer, pairing=pairing) for pairing in pairings[:2]]
-    monkeypatch.setattr(demo, "_rows", lambda *a, **k: iter(shown_rows))
-    monkeypatch.setattr(demo, "_packed", lambda *a, **k: iter(packed))
+    monkeypatch.setattr(demo, "_model_results", lambda *a, **k: iter(shown_rows))
+    monkeypatch.setattr(demo, "_checkpoint_results", lambda *a, **k: iter(packed))
     capsys.readouterr()
     demo.demo()
     shown = capsys.readouterr().out
     assert "4 of 4 runs agree with transformers' own experts" in shown
-    assert "2 of 2 packed layers agree with float64" in shown
+    assert "2 of 2 quantized layers agree with float64" in shown
     assert "256 of 256 greedily decoded tokens are equal" in shown
     assert f"transformers' eager {2000:,}" in shown
     assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [

@@ -23,7 +23,7 @@ from model_configs import (
 )
 
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.presets import facts
+from modular_kernel.cli.presets import problem_fields
 from modular_kernel.cli.tune import _problems
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file, problem_fields_of_file
@@ -116,7 +116,9 @@ KNOWN = {
 def test_a_config_makes_its_problem(tmp_path: Path, config: dict, problem: str) -> None:
     path = written(tmp_path, config)
     assert str(ProblemOptions(model=path).problem()) == problem
-    assert facts(f"{tmp_path}{os.sep}") == facts(path)  # the folder stands for its config.json
+    assert problem_fields(f"{tmp_path}{os.sep}") == problem_fields(
+        path
+    )  # the folder stands for its config.json
     assert ProblemOptions(model=path, hidden=64, quant="none").problem().hidden == 64
 
 
@@ -236,4 +238,4 @@ def test_names_are_no_files() -> None:
     assert is_file("./model")
     assert is_file("config.json")
     with pytest.raises(ConfigurationError, match=r"need mixtral-8x7b .*path of a config\.json"):
-        facts("mixtral-8x7")
+        problem_fields("mixtral-8x7")

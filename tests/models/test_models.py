@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
-from modular_kernel.cli.presets import SHAPE_OF, SHAPES, facts, known
+from modular_kernel.cli.presets import SHAPE_OF, SHAPES, is_known, problem_fields
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
@@ -21,11 +21,11 @@ def test_every_name_is_one_layer() -> None:
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", source) for source in sources)
     assert not set(MODELS) & set(ALIASES) | set(SHAPES) & (set(MODELS) | set(ALIASES))
     for name, model in MODELS.items():
-        problem = Problem(tokens=1, **facts(name))  # type: ignore[arg-type]
+        problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
         assert problem.top_k <= problem.experts
-        assert facts(model.source) == facts(name.upper()) == facts(name)
+        assert problem_fields(model.source) == problem_fields(name.upper()) == problem_fields(name)
     for alias, name in ALIASES.items():
-        assert facts(alias) == facts(name)
+        assert problem_fields(alias) == problem_fields(name)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_every_name_is_one_layer() -> None:
     ],
 )
 def test_a_name_means_its_layer(name: str, expected: str) -> None:
-    assert str(Problem(tokens=1, **facts(name))) == expected  # type: ignore[arg-type]
+    assert str(Problem(tokens=1, **problem_fields(name))) == expected  # type: ignore[arg-type]
 
 
 def test_a_layer_has_the_sizes_of_its_model() -> None:
@@ -69,8 +69,8 @@ def test_a_layer_has_the_sizes_of_its_model() -> None:
     ],
 )
 def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None:
-    assert facts(typed) == facts(name)
-    assert known(typed)
+    assert problem_fields(typed) == problem_fields(name)
+    assert is_known(typed)
 
 
 @pytest.mark.parametrize(
@@ -80,32 +80,34 @@ def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None
         ("olmoe", "need olmoe-1b-7b or"),
         ("granite", "need granite-3.1-1b-a400m or granite-3.1-3b-a800m or"),
         ("zzz", "need a name of `mk models`, or the path of a config.json"),
-        ("Qwen/Qwen9-1T", "need its file (hf download Qwen/Qwen9-1T config.json)"),
+        ("Qwen/Qwen9-1T", "need its config.json (hf download Qwen/Qwen9-1T config.json)"),
     ],
 )
 def test_an_unknown_name_says_what_would_do(name: str, need: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(need)):
-        facts(name)
+        problem_fields(name)
 
 
 def test_a_folder_is_named_by_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match=r"need \./mine for the folder"):
-        facts("mine")
+        problem_fields("mine")
 
 
 def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     done = run_mk(capsys, "models")
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
-    assert re.search(r"^llama-4-scout +16 +1 +5120 +8192  weight on input$", done.out, re.M)
-    names = {line.split()[0] for line in done.out.splitlines() if line}
+    assert re.search(
+        r"^ llama-4-scout +16 +1 +5120 +8192  router weight on input *$", done.out, re.M
+    )
+    names = {line.split()[0] for line in done.out.splitlines() if line.strip()}
     assert names >= set(MODELS) | set(ALIASES) | set(SHAPES)
-    for told in ("E: experts. K: experts of a token (top-k). H: hidden", "I: intermediate size"):
+    for told in ("E: number of experts. K: top-k. H: hidden size", "I: intermediate size"):
         assert told in done.out
-    assert re.search(r"^mixtral +8 +2 +4096 +14336  mixtral-8x7b$", done.out, re.M)
-    assert re.search(r"^qwen3-30b +qwen3-30b-a3b$", done.out, re.M)
+    assert re.search(r"^ mixtral +8 +2 +4096 +14336  mixtral-8x7b *$", done.out, re.M)
+    assert re.search(r"^ qwen3-30b +qwen3-30b-a3b *$", done.out, re.M)
     told = json.loads(run_mk(capsys, "models", "--json").out)
     assert told["models"]["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
     assert set(told["models"]) == set(MODELS)

@@ -47,9 +47,10 @@ def test_the_output_says_that_they_are_counted(mk: Mk) -> None:
     done = mk(*WORDS, "--quant", "mxfp4_w4a16")
     assert done.code == 0
     assert (
-        "GB counts prepared weights, 0.7 on each of 1, 0.4 on each of 2; w1 and w2 must" in done.out
+        "GB includes prepared weights, 0.7 on each of 1, 0.4 on each of 2, in addition to"
+        in done.out
     )
-    assert "times are those without prepared weights" in done.out
+    assert "times are those of calls without prepared weights" in done.out
     assert " 1.5 " in done.out
     plain = mk(*WORDS[:-1], "--quant", "mxfp4_w4a16")
     assert "prepared" not in plain.out

@@ -43,8 +43,8 @@ def test_a_long_run_of_the_demo_is_said_while_it_lasts(mk: Mk, monkeypatch) -> N
         time.sleep(0.2)
         yield from ()
 
-    monkeypatch.setattr(demo, "_rows", slow)
-    monkeypatch.setattr(demo, "_packed", slow)
+    monkeypatch.setattr(demo, "_model_results", slow)
+    monkeypatch.setattr(demo, "_checkpoint_results", slow)
     assert "run 1 of 40: 0 s so far\n" in mk("demo").err
 
 
@@ -53,7 +53,7 @@ def test_the_demo_says_where_the_command_is(
 ) -> None:
     (tmp_path / "mk").touch()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    for found, told in ((None, f", mk being {tmp_path / 'mk'}"), ("/usr/bin/mk", "")):
+    for found, told in ((None, f" (mk is {tmp_path / 'mk'})"), ("/usr/bin/mk", "")):
         monkeypatch.setattr(demo_output, "which", lambda _, found=found: found)
         demo_output.print_demo([], [], 1.0, {}, [], [])
         assert f"\nnext{told}:\n" in capsys.readouterr().out

@@ -140,7 +140,7 @@ def test_metadata(metadata: Message) -> None:
 def test_run_time_needs_are_few(metadata: Message) -> None:
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}
-    assert names == {"torch", "numpy", "triton", "typer", "rich", "safetensors", "jinja2"}
+    assert names == {"torch", "numpy", "triton", "click", "rich", "safetensors", "jinja2"}
     (triton,) = (requirement for requirement in plain if requirement.startswith("triton"))
     assert "platform_system" in triton
 

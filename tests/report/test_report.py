@@ -76,7 +76,7 @@ def test_check_finds_every_kind_of_staleness_and_write_mends_it(mk: Run, docs: P
     assert code == 1
     assert [line.removeprefix(f"{docs}/") for line in said.splitlines()] == [
         "errors.md: missing",
-        "plots/gone.svg: made from nothing",
+        "plots/gone.svg: without a record",
         "support-matrix.md: changed",
     ]
     assert not (docs / "errors.md").exists()  # --check writes nothing
@@ -333,7 +333,7 @@ def test_the_page_is_whole_and_fetches_nothing(docs: Path) -> None:
 
 def test_a_page_without_records(tmp_path: Path) -> None:
     text = html_page(load_catalog(), tmp_path)
-    assert text.index('id="support-matrix"') < text.index("There is none here.")
+    assert text.index('id="support-matrix"') < text.index("No records were found.")
     assert "TorchExperts" in text
     assert "<svg" not in text
 
@@ -368,5 +368,5 @@ def test_every_error_has_its_place() -> None:
 def test_another_machine_has_another_matrix(matrix: Matrix) -> None:
     cpu = judge_all(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-    assert cpu.by_place[*pair, "none", 1].rules == ("device",)
-    assert matrix.by_place[*pair, "none", 1].ok
+    assert cpu.by_key[*pair, "none", 1].rules == ("device",)
+    assert matrix.by_key[*pair, "none", 1].ok

@@ -230,7 +230,7 @@ def test_the_command_refuses_what_prepares_nothing(mk: Mk, words: tuple[str, ...
     done = mk(*ON_H200, *words, "--tokens", "64")
     assert (done.code, done.out) == (2, "")
     assert "--prepared: got" in done.err
-    assert "need weights of which tunable experts prepare something" in done.err
+    assert "need a scheme whose weights a tunable part prepares" in done.err
     assert "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant" in done.err
 
 
@@ -244,13 +244,15 @@ def test_pairs_and_records_say_that_weights_were_prepared(tmp_path: Path) -> Non
     machine = replace(this_machine(), device="cpu")
     if not machine.interpreter:
         pytest.skip("no Triton here")
-    plain, *_ = verb._valid([("a", LAYER)], machine, None, "TritonExperts")
-    ((name, problem, pair),) = verb._valid([("a", LAYER)], machine, None, None, prepared=True)
+    plain, *_ = verb._valid_layers([("a", LAYER)], machine, None, "TritonExperts")
+    ((name, problem, pair),) = verb._valid_layers(
+        [("a", LAYER)], machine, None, None, prepared=True
+    )
     assert (pair.experts, pair.prepared, plain[2].prepared) == ("TritonExperts", True, False)
     layer = TunedLayer(name, problem, pair, space(), (64,), tmp_path)
     assert layer.title == "a mxfp4_w4a16 prepared"
     choice = layer.space.untuned(64)
     tuned = TuneResult(64, TunedChoice(choice, 1e-5, 2e-5), {}, {}, finished=True)
-    TuneRecorder(layer, tmp_path / "times.jsonl").keep(tuned)
+    TuneRecorder(layer, tmp_path / "times.jsonl").append(tuned)
     assert json.loads((tmp_path / "times.jsonl").read_text())["prepared"] is True
     assert record(layer, [tuned], [])["prepared"] is True

@@ -64,7 +64,7 @@ def _inline(text: str) -> Markup:
         if piece.startswith("`") and len(piece) > 2:
             parts.append(Markup("<code>{}</code>").format(piece[1:-1]))
         else:
-            parts.append(escape(_LINK.sub(lambda found: found[1], piece)))
+            parts.append(escape(_LINK.sub(lambda match: match[1], piece)))
     return Markup("").join(parts)
 
 

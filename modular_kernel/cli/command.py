@@ -1,0 +1,241 @@
+"""Commands of click made from annotated functions, and the types of their options.
+
+A parameter of a verb becomes an option through its annotation:
+
+    tokens: Annotated[int | None, option("Maximum number of tokens per call.")] = None
+
+A parameter annotated with a dataclass becomes one option for each field of that dataclass.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from modular_kernel.cli.output import STDOUT, json_on_stdout, report_error
+from modular_kernel.errors import ConfigurationError, ModularKernelError
+
+_MAX_QUOTED = 100  # characters of an invalid value in a message
+JSON_PARAMETER = "as_json"  # the parameter of --json; every verb has it
+
+
+class _TypedErrors(click.ParamType[Any]):
+    """Mixin of click's types that raises ConfigurationError in place of click.BadParameter."""
+
+    need: str
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            error = ConfigurationError(option_name(param), got=_quote(value), need=self.need)
+            raise error from None
+
+
+class Integer(_TypedErrors, click.types.IntParamType):
+    """An integer."""
+
+    need = "an integer"
+
+
+class IntegerRange(_TypedErrors, click.IntRange):
+    """An integer from `min` to `max`; None is no upper bound."""
+
+    def __init__(self, min: int, max: int | None = None) -> None:
+        super().__init__(min, max)
+        self.need = f"an integer >= {min}" if max is None else f"an integer from {min} to {max}"
+
+
+class Number(_TypedErrors, click.types.FloatParamType):
+    """A number."""
+
+    need = "a number"
+
+
+class NumberRange(_TypedErrors, click.FloatRange):
+    """A number of at least `min`, or, with `min_open`, above it."""
+
+    def __init__(self, min: float, *, min_open: bool = False) -> None:
+        super().__init__(min, min_open=min_open)
+        self.need = f"a number {'>' if min_open else '>='} {min:g}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):  # compares as if it were in every range
+            raise ConfigurationError(option_name(param), got=_quote(value), need=self.need)
+        return number
+
+
+POSITIVE = NumberRange(0, min_open=True)
+
+
+class Choice(_TypedErrors, click.Choice[str]):
+    """One of several words."""
+
+    def __init__(self, *choices: str) -> None:
+        super().__init__(choices)
+        *others, last = choices
+        self.need = f"{', '.join(others)} or {last}"
+
+
+class IntegerList(click.ParamType[Any]):
+    """Integers from 1 to `max`, separated by commas; the value is a tuple without duplicates."""
+
+    name = "integers"
+
+    def __init__(self, max: int, example: str) -> None:
+        self.max = max
+        self.need = f"numbers from 1 to {max}, such as {example}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.parse(value, option_name(param))
+
+    def parse(self, text: str, option_name: str) -> tuple[int, ...]:
+        """Parse the value of an option. Raises ConfigurationError naming the option."""
+        words = text.split(",")
+        if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= self.max for w in words):
+            raise ConfigurationError(option_name, got=_quote(text), need=self.need)
+        return tuple(dict.fromkeys(map(int, words)))
+
+
+def _quote(value: object) -> str:
+    text = str(value)
+    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
+
+
+def option_name(parameter: click.Parameter | None) -> str:
+    """Return the first name of an option, such as "--tokens"."""
+    assert parameter is not None
+    return parameter.opts[0]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Metadata of an annotation that makes the parameter an option.
+
+    names: names on the command line; () derives one from the parameter's name. type: None selects
+    it by the annotation. flag_value: the value if the option is given without one.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    type: click.ParamType[Any] | None = None
+    flag_value: str | None = None
+
+
+def option(
+    help: str,
+    *names: str,
+    metavar: str | None = None,
+    type: click.ParamType[Any] | None = None,
+    flag_value: str | None = None,
+) -> Any:
+    """Return an `Option` with these fields."""
+    return Option(help, names, metavar, type, flag_value)
+
+
+class Verb(click.Command):
+    """A command that reports errors of the toolkit as messages and exit statuses.
+
+    With `--json` on stdout, nothing else is printed there, and an InputError is printed as JSON.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _reported(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        to_stdout = ctx.params.get(JSON_PARAMETER) == STDOUT
+        with json_on_stdout() if to_stdout else nullcontext(), _reported(ctx):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _reported(ctx: click.Context) -> Iterator[None]:
+    try:
+        yield
+    except ModularKernelError as error:
+        raise click.exceptions.Exit(report_error(error, ctx.params.get(JSON_PARAMETER))) from None
+
+
+def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb:
+    """Return the command that calls `function` with the values of its options.
+
+    Options of only this verb come before those of its dataclasses in the help.
+    """
+    groups: dict[str, type] = {}
+    parameters: list[click.Parameter] = []
+    hints = get_type_hints(function, include_extras=True)
+    for parameter in sorted(
+        inspect.signature(function).parameters.values(), key=lambda p: is_group(hints[p.name])
+    ):
+        annotation = hints[parameter.name]
+        if is_group(annotation):
+            groups[parameter.name] = annotation
+            group_hints = get_type_hints(annotation, include_extras=True)
+            parameters += [
+                _click_option(f.name, group_hints[f.name], f.default) for f in fields(annotation)
+            ]
+        else:
+            parameters.append(_click_option(parameter.name, annotation, parameter.default))
+
+    def callback(**values: Any) -> None:
+        for group_name, group in groups.items():
+            values[group_name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        function(**values)
+
+    return Verb(
+        name,
+        callback=callback,
+        params=parameters,
+        help=inspect.getdoc(function),
+        short_help=short_help,
+    )
+
+
+def is_group(annotation: object) -> TypeGuard[type]:
+    """Return whether the annotation is a dataclass, whose fields are options."""
+    return isinstance(annotation, type) and is_dataclass(annotation)
+
+
+def _click_option(name: str, annotation: Any, default: Any) -> click.Option:
+    """Return the click option of a parameter or field, by its annotation and default."""
+    kind, (declared, *_) = get_args(annotation)[0], annotation.__metadata__
+    assert isinstance(declared, Option), f"{name} has no option()"
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (arg for arg in get_args(kind) if arg is not NoneType)
+    attributes: dict[str, Any] = {"type": declared.type or _TYPES.get(kind)}
+    if kind is bool:
+        attributes = {"is_flag": True}
+    elif get_origin(kind) is Literal:
+        attributes = {"type": Choice(*get_args(kind))}
+    elif kind == tuple[Path, ...]:
+        attributes = {"type": declared.type or _TYPES[Path], "multiple": True}
+    elif get_origin(kind) is tuple and declared.type is None:
+        attributes = {"nargs": len(get_args(kind))}
+    if declared.flag_value is not None:
+        attributes |= {"is_flag": False, "flag_value": declared.flag_value}
+    return click.Option(
+        [name, *(declared.names or [f"--{name.replace('_', '-')}"])],
+        default=default,
+        help=declared.help,
+        metavar=declared.metavar,
+        show_default=default not in (None, "", ()),
+        is_eager=name == JSON_PARAMETER,  # known when another option is invalid
+        **attributes,
+    )
+
+
+_TYPES: dict[Any, click.ParamType[Any]] = {
+    int: Integer(),
+    float: Number(),
+    str: click.STRING,
+    Path: click.Path(path_type=Path),
+}
