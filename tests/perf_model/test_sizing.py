@@ -131,7 +131,7 @@ def test_rows_by_hosts_by_hand() -> None:
         DirectionModel(20e-6, 0.25),
         "by hand",
         between=0.5,
-        pieces=4,
+        max_pieces=4,
     )
     found = exchange_time(problem, part, load, cluster)
     between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
@@ -261,7 +261,7 @@ def test_rows_that_go_on_from_a_host() -> None:
     inside = 1000 * 4 * load.p_rank / 2 * 2000 / (100e9 * 0.5)
     found = exchange_time(problem, part, load, cluster)
     assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
-    serial = exchange_time(problem, replace(part, pieces=1), load, cluster)
+    serial = exchange_time(problem, replace(part, max_pieces=1), load, cluster)
     assert serial.dispatch == pytest.approx(15e-6 + network + inside)
     one = replace(over_ranks(problem, 2))
     assert network_rows(one, part, load, cluster) == 0
@@ -384,7 +384,7 @@ def test_without_experts_parts_a_library_is_listed_with_the_reason(
 ) -> None:
     monkeypatch.setattr("modular_kernel.perf_model.estimate.check_all", lambda *_: ())
     sized = size(over_ranks(DEEPSEEK, 8, 8), Cluster(), others=True)
-    reasons = [reason for _, reason in sized.without]
+    reasons = [reason for _, reason in sized.unestimated]
     assert not sized.estimates
     assert len(reasons) == len(LIBRARIES) - sum(t.rows == "host" for t in LIBRARIES.values())
     assert all(reason.startswith("no experts part is installed to judge") for reason in reasons)
