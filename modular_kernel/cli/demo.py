@@ -227,7 +227,7 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     model = small_model("mixtral", dtype, machine.device)
     ids = torch.randint(model.config.vocab_size, (8, 64), device=model.device)
     ours = register()
-    theirs = {EAGER: f"transformers' {EAGER}", "grouped_mm": "transformers' grouped_mm"}
+    theirs = {name: f"transformers' {name}" for name in (EAGER, "grouped_mm", "batched_mm")}
     times: dict[str, list[float]] = {name: [] for name in (*theirs, ours)}
     with torch.inference_mode():
         for _ in range(6):

@@ -211,8 +211,7 @@ def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> No
         compiled = torch.compile(model, fullgraph=True, backend=keep)
         assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, eager)
     operators = [n for g in graphs for n in g.graph.nodes if "modular_kernel" in str(n.target)]
-    if TRACES:  # before, a graph breaks at each call
-        assert (len(graphs), len(operators)) == (1, len(modules(model)))
+    assert (len(graphs), len(operators)) == (1, len(modules(model)))
     if written is not None:
         with torch.no_grad():
             exact = written.exact(input_ids=ids, use_cache=False).logits
