@@ -157,6 +157,10 @@ def test_a_module_may_change_its_dtype(compiled) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_may_be_switched_on_and_off(compiled) -> None:
+    if compiled and torch.__version__ < "2.12":
+        pytest.xfail(
+            "torch 2.11 keeps a graph, of a Linear too, if requires_grad of a weight changes"
+        )
     torch.compiler.reset()
     module, (x, ids, scores) = experts().requires_grad_(False), inputs()
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module

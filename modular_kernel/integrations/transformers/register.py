@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from operator import index
-from types import MethodType
+from types import BuiltinFunctionType, MethodType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -239,7 +239,8 @@ class Registration:
         fields, layer, numbers, functions = constants
         # The checks become guards of the graph, which is valid only for these values.
         for path, function in functions:
-            if id(_function(module, path)) != function:
+            value = _function(module, path)
+            if value is None or (function is not None and id(value) != function):
                 raise StateError("experts module", got=f"another {path}", need="as traced")
         for path, value in numbers:
             if _attribute(module, path) != value:
@@ -359,12 +360,20 @@ def _constants(
     except InputError as error:
         return str(error)
     paths = [path for path in ("_apply_gate", "act_fn") if hasattr(module, path)]
-    functions = tuple([(path, id(_function(module, path))) for path in paths])
+    functions = tuple([(path, _id_in_graph(_function(module, path))) for path in paths])
     return (*texts, facts[2], functions)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _id_in_graph(function: object) -> int | None:
+    """Return the id of a function, or None if it is built in.
+
+    Dynamo of torch 2.11 does not trace `id` of such a function. Reading it adds a guard, too.
+    """
+    return None if isinstance(function, BuiltinFunctionType) else id(function)
 
 
 def _function(module: torch.nn.Module, name: str) -> object:
