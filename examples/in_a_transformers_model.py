@@ -29,8 +29,8 @@ def main() -> None:
     model = MixtralForCausalLM(config).eval().to(device)
     ids = torch.randint(0, 64, (1, 12), device=device)
 
-    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # without names: the default pair
-    with torch.inference_mode():  # the kernels have no backward pass
+    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # without names: the default
+    with torch.inference_mode():
         model.set_experts_implementation("eager")
         theirs = model(ids).logits
         model.set_experts_implementation("modular_kernel")

@@ -1,10 +1,13 @@
 """Composable fused Mixture-of-Experts layers from interchangeable, verified parts.
 
-Public names are imported on first use, so that `mk --help` does not import torch.
+Public names are imported on first use, so that `mk --help` does not import torch. Once transformers
+is imported, it has the experts implementation "modular_kernel".
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from modular_kernel.utils.after_import import call_after_import
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import check, check_all, make_kernel
@@ -91,3 +94,15 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _register_with_transformers() -> None:
+    """Make our experts known to transformers, if its release has an interface for them."""
+    try:
+        import_module("modular_kernel.integrations.transformers.register").register_default()
+    except ImportError:  # too old a release: it then says itself that it does not know the name
+        return
+
+
+# All of its modules with models import this one; it has then imported what the integration needs.
+call_after_import("transformers.modeling_utils", _register_with_transformers)

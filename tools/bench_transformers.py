@@ -196,7 +196,7 @@ def compiled(model, mode):
 
 
 def cell(bench, models, mode, make, size):
-    """Compile, then time all implementations by turns; return a row for each."""
+    """Compile, then time all implementations interleaved; return a row for each."""
     rows, runs, logits = {}, {}, {}
     for name, model in models.items():
         torch._dynamo.utils.counters.clear()

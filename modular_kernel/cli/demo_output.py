@@ -108,8 +108,6 @@ def print_demo(
     if rates:
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
         output.line(f"tokens per second of a small mixtral: {speeds}")
-        if any("TorchExperts" in name for name in rates):
-            output.line("TorchExperts is the reference in plain torch")
     output.note_interpreted(interpreted_parts)
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")

@@ -16,8 +16,8 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from traced import TRACES
 from transformers.integrations.moe import use_experts_implementation
+from transformers_samples import OURS
 
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.integrations.transformers import register, registration
@@ -43,7 +43,7 @@ class Experts(torch.nn.Module):
 
 
 def experts() -> torch.nn.Module:
-    return Experts(SimpleNamespace(_experts_implementation=register())).eval()
+    return Experts(SimpleNamespace(_experts_implementation=register(*OURS))).eval()
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,8 +118,6 @@ CHANGES = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_at_the_next_call(change, compiled) -> None:
-    if compiled and not TRACES:
-        pytest.skip("torch before 2.13 traces no call of experts")
     torch.compiler.reset()
     module, given = experts(), inputs()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
@@ -143,8 +141,6 @@ def reference(module, given) -> torch.Tensor:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_module_may_change_its_dtype(compiled) -> None:
-    if compiled and not TRACES:
-        pytest.skip("torch before 2.13 traces no call of experts")
     torch.compiler.reset()
     module = experts()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
@@ -161,8 +157,10 @@ def test_a_module_may_change_its_dtype(compiled) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_may_be_switched_on_and_off(compiled) -> None:
-    if compiled and not TRACES:
-        pytest.skip("torch before 2.13 traces no call of experts")
+    if compiled and torch.__version__ < "2.12":
+        pytest.xfail(
+            "torch 2.11 keeps a graph, of a Linear too, if requires_grad of a weight changes"
+        )
     torch.compiler.reset()
     module, (x, ids, scores) = experts().requires_grad_(False), inputs()
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
@@ -180,11 +178,9 @@ def test_gradients_may_be_switched_on_and_off(compiled) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_another_implementation_or_pairing_is_the_one_that_runs(compiled) -> None:
-    if compiled and not TRACES:
-        pytest.skip("torch before 2.13 traces no call of experts")
     torch.compiler.reset()
-    name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="changed")
     module, given = experts(), inputs()
+    name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="changed")
     module.config._experts_implementation = name
     run = torch.compile(module, backend="eager") if compiled else module
     with torch.no_grad():
@@ -220,8 +216,6 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", CONTRADICTIONS)
 def test_a_change_that_contradicts_itself_is_an_error(change, compiled) -> None:
-    if compiled and not TRACES:
-        pytest.skip("torch before 2.13 traces no call of experts")
     torch.compiler.reset()
     module, given = experts(), inputs()
     run = torch.compile(module, backend="eager") if compiled else module

@@ -13,8 +13,8 @@ import modular_kernel as mk
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from traced import in_one_graph
 from transformers.integrations.moe import use_experts_implementation
+from transformers_samples import OURS
 
 from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
 from modular_kernel.integrations.transformers import register, registration
@@ -57,7 +57,7 @@ class Experts(torch.nn.Module):
 
 
 def experts() -> torch.nn.Module:
-    return Experts(SimpleNamespace(_experts_implementation=register())).eval()
+    return Experts(SimpleNamespace(_experts_implementation=register(*OURS))).eval()
 
 
 def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,12 +75,11 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 
 
 @pytest.mark.share(2)
-@in_one_graph
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
     """Of 17, 9 and 5 tokens: the second count makes a graph of any count."""
     model = small_model(name, "float32", DEVICE)
-    model.set_experts_implementation(register())
+    model.set_experts_implementation(register(*OURS))
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -121,12 +120,11 @@ def test_modules_are_traced_by_number_where_torch_takes_no_objects(monkeypatch) 
     assert [operators(graph.graph) for graph in graphs] == [["modular_kernel.experts"]] * 2
 
 
-@in_one_graph
 def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
     model = small_model("mixtral", "float32", DEVICE)
     prompt = torch.arange(7, device=DEVICE)[None]
     want = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    model.set_experts_implementation(register())
+    model.set_experts_implementation(register(*OURS))
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     options = {"cache_implementation": "static", "disable_compile": True}
     got = model.generate(prompt, max_new_tokens=8, do_sample=False, **options)
@@ -148,7 +146,6 @@ def test_opcheck_passes() -> None:
 
 
 @pytest.mark.share(2)
-@in_one_graph
 def test_inductor_computes_the_same() -> None:
     module, given = experts(), inputs(9)
 
@@ -160,7 +157,6 @@ def test_inductor_computes_the_same() -> None:
         assert torch.equal(torch.compile(layer, fullgraph=True)(*given), want)
 
 
-@in_one_graph
 def test_another_limit_is_another_graph() -> None:
     module, given = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
@@ -170,11 +166,10 @@ def test_another_limit_is_another_graph() -> None:
             assert torch.equal(compiled(*given), module(*given))
 
 
-@in_one_graph
 def test_another_act_fn_is_another_graph() -> None:
     model = small_model("mixtral", "float32", DEVICE)
     module = next(each for each in model.modules() if hasattr(type(each), "_apply_gate"))
-    module.config._experts_implementation = register()
+    module.config._experts_implementation = register(*OURS)
     compiled, found = torch.compile(module, backend="eager", fullgraph=True), []
     x_TH = torch.randn(3, module.down_proj.shape[1], device=DEVICE)
     call = (x_TH, torch.tensor([[0, 1]] * 3, device=DEVICE), torch.ones(3, 2, device=DEVICE))
@@ -186,7 +181,6 @@ def test_another_act_fn_is_another_graph() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-@in_one_graph
 def test_dynamic_shapes_take_another_top_k() -> None:
     module = experts()
     compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
@@ -198,7 +192,6 @@ def test_dynamic_shapes_take_another_top_k() -> None:
             assert torch.equal(compiled(x_TH, ids_TK, weights_TK), module(x_TH, ids_TK, weights_TK))
 
 
-@in_one_graph
 def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
     module, given = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
@@ -212,7 +205,6 @@ def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
 
 
 @pytest.mark.share(2)
-@in_one_graph
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, tmp_path) -> None:
     module = experts()

@@ -13,9 +13,9 @@ import modular_kernel as mk
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from traced import TRACES
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
+from transformers_samples import OURS
 
 from modular_kernel.errors import InputError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
@@ -146,7 +146,7 @@ def test_modules_are_served_in_place(case, pair) -> None:
 
 def test_gate_and_up_scales_exchanged_are_seen() -> None:
     module, (x, ids, scores) = made("ragged"), inputs(13)
-    module.config._experts_implementation = register()
+    module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
         want = exact(module, x.double(), ids, scores.double())
         scale = module.gate_up_proj_scale_inv
@@ -156,7 +156,7 @@ def test_gate_and_up_scales_exchanged_are_seen() -> None:
 
 def test_weights_stay_where_they_are() -> None:
     module = made("blocks")
-    name = register()
+    name = register(*OURS)
     module.config._experts_implementation = name
     module(*inputs(4))
     weights = registration(name).layers[module].bound.weights
@@ -168,9 +168,9 @@ def test_weights_stay_where_they_are() -> None:
 def test_a_graph_takes_them_as_one_operator(case) -> None:
     torch.compiler.reset()
     module, given = made(case), inputs(9)
-    module.config._experts_implementation = register()
+    module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
-        compiled = torch.compile(module, fullgraph=TRACES, backend="aot_eager")
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(*given), module(*given))
 
 
@@ -180,7 +180,7 @@ def test_scales_that_change_between_calls_are_seen(case, compiled) -> None:
     """Exchanged, written to, and of blocks of another size, which contradicts them."""
     torch.compiler.reset()
     module, given = made(case), inputs(9)
-    module.config._experts_implementation = register()
+    module.config._experts_implementation = register(*OURS)
     run = torch.compile(module, backend="eager") if compiled else module
     x, ids, scores = given[0].double(), given[1], given[2].double()
     with torch.no_grad():
@@ -201,11 +201,11 @@ def test_scales_that_change_between_calls_are_seen(case, compiled) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
     module, (x, ids, scores) = made(case), inputs(13, torch.float32)
-    module.config._experts_implementation = register()
+    module.config._experts_implementation = register(*OURS)
     run = module
     if compiled:
         torch.compiler.reset()
-        run = torch.compile(module, fullgraph=TRACES, backend="aot_eager")
+        run = torch.compile(module, fullgraph=True, backend="aot_eager")
     given = x.requires_grad_(), scores.requires_grad_()
     weight = torch.randn(13, H, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     (run(x, ids, scores) * weight).sum().backward()
@@ -219,10 +219,10 @@ def test_what_is_not_served_is_named() -> None:
     module = made("float4")
     module.down_proj_scale_inv = parameter(module.down_proj_scale_inv.float())
     module.gate_up_proj_scale_inv = parameter(module.gate_up_proj_scale_inv.float())
-    module.config._experts_implementation = register()
+    module.config._experts_implementation = register(*OURS)
     with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
         module(*inputs(4))
-    refusing = register(name="forward_only", gradients="refuse")
+    refusing = register(*OURS, name="forward_only", gradients="refuse")
     module = made("blocks")
     module.config._experts_implementation = refusing
     x, ids, scores = inputs(4)

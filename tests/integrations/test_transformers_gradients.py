@@ -9,7 +9,6 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from traced import in_one_graph
 from transformers_samples import OURS
 
 from modular_kernel.cli.demo_models import small_model
@@ -41,7 +40,7 @@ def assert_same(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_gradients_are_those_of_grouped_mm(name, checkpointing) -> None:
     found = []
-    for implementation in (register(), "grouped_mm"):
+    for implementation in (register(*OURS), "grouped_mm"):
         model = model_of(name, implementation).train()
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
@@ -55,7 +54,7 @@ def test_gradients_are_those_of_grouped_mm(name, checkpointing) -> None:
 def test_the_parameters_that_train_get_gradients(trained) -> None:
     """In eval() too, and the experts themselves need not train."""
     found = []
-    for implementation in (register(), "grouped_mm"):
+    for implementation in (register(*OURS), "grouped_mm"):
         model = model_of("mixtral", implementation)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
@@ -68,7 +67,7 @@ def exact_gradients(name: str) -> "dict[str, torch.Tensor]":
     return gradients(model_of(name, "eager").double())
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=in_one_graph)])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
     """Grad mode is on, as in `model.eval(); model(ids)`; nothing says if a gradient follows."""
@@ -119,7 +118,7 @@ def test_kernels_run_where_no_gradients_are_needed() -> None:
 def test_weights_that_are_computed_from_trained_ones_are_asked() -> None:
     """As an adapter gives them: `parameters()` has no trace of the leaf."""
     found = []
-    for implementation in (register(), "grouped_mm"):
+    for implementation in (register(*OURS), "grouped_mm"):
         model = copy.deepcopy(model_of("mixtral", implementation)).requires_grad_(False)
         experts = model.model.layers[1].mlp.experts
         scale = torch.ones(1, device=DEVICE, requires_grad=True)
@@ -131,10 +130,9 @@ def test_weights_that_are_computed_from_trained_ones_are_asked() -> None:
     assert_same(*found)
 
 
-@in_one_graph
 def test_compiled_training_steps_are_one_graph() -> None:
     torch.compiler.reset()
-    model = model_of("mixtral", register()).train()
+    model = model_of("mixtral", register(*OURS)).train()
     ids = torch.arange(8, device=DEVICE)[None]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(input_ids=ids).logits.square().mean().backward()
@@ -146,7 +144,7 @@ def test_compiled_training_steps_are_one_graph() -> None:
 
 
 def test_refused_where_asked() -> None:
-    name = register(name="forward_only", gradients="refuse")
+    name = register(*OURS, name="forward_only", gradients="refuse")
     model, ids = model_of("mixtral", name), torch.arange(8, device=DEVICE)[None]
     with pytest.raises(UnsupportedError, match="gradients"):
         model(input_ids=ids)
@@ -154,4 +152,4 @@ def test_refused_where_asked() -> None:
         model.train()(input_ids=ids)
     assert registration(name).kernels
     with pytest.raises(ConfigurationError, match="gradients"):
-        register(gradients="forget")
+        register(*OURS, gradients="forget")

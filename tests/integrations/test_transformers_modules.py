@@ -19,6 +19,7 @@ if find_spec("transformers") is None:
 
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers_samples import OURS
 
 from modular_kernel.cli.demo_models import SMALL_MODELS
 from modular_kernel.integrations.transformers import (
@@ -213,7 +214,7 @@ def test_ids_of_other_ranks_are_skipped() -> None:
 
 
 def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
-    module, name = module_of().to(torch.bfloat16), register()
+    module, name = module_of().to(torch.bfloat16), register(*OURS)
     x, ids, scores = inputs(12)
     x, scores = x.to(torch.bfloat16), scores.to(torch.bfloat16)
     strided = torch.stack([x, x], dim=1)[:, 0], ids.T.contiguous().T, scores.T.contiguous().T
@@ -224,14 +225,14 @@ def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
 
 def test_a_limit_that_changes_is_seen() -> None:
     module = module_of(gate=clamp_before_gate, swiglu_limit=0.5)
-    name, given = register(), inputs(8)
+    name, given = register(*OURS), inputs(8)
     call(module, name, *given)
     module.swiglu_limit = 0.1
     assert_close(call(module, name, *given), exact(module, *given))
 
 
 def test_weights_that_change_are_seen() -> None:
-    module, name, given = module_of(transposed=True), register(), inputs(8)
+    module, name, given = module_of(transposed=True), register(*OURS), inputs(8)
     call(module, name, *given)
     with torch.no_grad():
         module.gate_up_proj.mul_(2)
@@ -255,7 +256,7 @@ REFUSED: "dict[str, dict[str, object]]" = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_module_that_computes_something_else_is_refused(case) -> None:
     with pytest.raises(UnsupportedError, match="SmallExperts"):
-        call(module_of(**REFUSED[case]), register(), *inputs(4))
+        call(module_of(**REFUSED[case]), register(*OURS), *inputs(4))
 
 
 def test_norms_and_quantized_weights_are_refused() -> None:
@@ -267,9 +268,9 @@ def test_norms_and_quantized_weights_are_refused() -> None:
     packed.gate_up_proj = torch.nn.Parameter(packed.gate_up_proj.detach().as_subclass(Quantized))
     for module in (normed, packed):
         with pytest.raises(UnsupportedError, match="SmallExperts"):
-            call(module, register(), *inputs(4))
+            call(module, register(*OURS), *inputs(4))
     with pytest.raises(DtypeError):
-        call(mixed.to(torch.bfloat16), register(), *inputs(4))
+        call(mixed.to(torch.bfloat16), register(*OURS), *inputs(4))
 
 
 # ------------------------------------------------------------------------------- registration
@@ -280,7 +281,7 @@ def kernels_of(name: str) -> list[mk.FusedMoEModularKernel]:
 
 
 def test_without_experts_the_device_decides() -> None:
-    name = register()
+    name = register(*OURS)
     assert name == "modular_kernel"
     call(module_of(), name, *inputs(4))
     experts = "TritonExperts" if DEVICE == "cuda" else "TorchExperts"
@@ -309,7 +310,7 @@ def test_what_is_kept_for_a_module_goes_with_it() -> None:
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
 def test_names_of_transformers_are_not_taken(name) -> None:
     with pytest.raises(ConfigurationError, match=name):
-        register(name=name)
+        register(*OURS, name=name)
 
 
 def test_unknown_parts_are_refused_at_once() -> None:

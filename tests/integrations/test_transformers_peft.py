@@ -17,6 +17,7 @@ if find_spec("transformers") is None or find_spec("peft") is None:
 
 import peft
 import transformers
+from transformers_samples import OURS
 
 import modular_kernel as mk
 from experts import TorchExperts
@@ -115,7 +116,7 @@ def test_a_wrapped_model_is_served_with_its_adapter(
 ) -> None:
     """By its factors: no weight with their product in it is made."""
     model = adapted_model(kind)
-    name = register()
+    name = register(*OURS)
     model.base_model.model.set_experts_implementation(name)
     product = logits_of(model)  # PEFT's own, which is read where nobody asked to serve it
     assert serve(model) == tuple(f"{BLOCK}.{n}.mlp.experts" for n in (0, 1))
@@ -171,7 +172,7 @@ def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_p
 def test_gradients_reach_the_factors() -> None:
     """PEFT's own forward runs then."""
     model = adapted_model("qwen3")
-    model.base_model.model.set_experts_implementation(register())
+    model.base_model.model.set_experts_implementation(register(*OURS))
     serve(model)
     logits = model(input_ids=TOKENS).logits
     logits.sum().backward()

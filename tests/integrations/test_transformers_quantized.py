@@ -16,8 +16,8 @@ if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
 from safetensors.torch import load_file, save_file
-from traced import TRACES
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_samples import OURS
 
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
@@ -152,7 +152,7 @@ def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda word: word)
 def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
     written = write(tmp_path, name, kind)
-    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
     quant = modules(model)[0]._mk_quant
     assert quant.partition(":")[0] == ALL_KINDS[kind].scheme.partition(":")[0]
@@ -169,7 +169,7 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_unquantized_experts_are_too(kind, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind)
-    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
 
 
@@ -187,10 +187,10 @@ def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Writte
     """A whole model on our experts, and the truth of one from a checkpoint."""
     if kind == "bf16":
         model = small_model(name, "bfloat16", DEVICE)
-        model.set_experts_implementation(register())
+        model.set_experts_implementation(register(*OURS))
         return model, None
     written = write(folder, name, kind)
-    return from_pretrained(folder, experts_implementation=register(), device=DEVICE), written
+    return from_pretrained(folder, experts_implementation=register(*OURS), device=DEVICE), written
 
 
 @pytest.mark.share(3)
@@ -208,11 +208,10 @@ def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> No
     ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         eager = model(input_ids=ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=TRACES, backend=keep)
+        compiled = torch.compile(model, fullgraph=True, backend=keep)
         assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, eager)
     operators = [n for g in graphs for n in g.graph.nodes if "modular_kernel" in str(n.target)]
-    if TRACES:  # before, a graph breaks at each call
-        assert (len(graphs), len(operators)) == (1, len(modules(model)))
+    assert (len(graphs), len(operators)) == (1, len(modules(model)))
     if written is not None:
         with torch.no_grad():
             exact = written.exact(input_ids=ids, use_cache=False).logits
@@ -242,7 +241,7 @@ def test_fused_rows_of_gpt_oss_in_other_formats_are_refused_by_name(kind, tmp_pa
     config["quantization_config"] = CHECKPOINT_FORMATS[kind].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"gate_up_proj"):
-        from_pretrained(tmp_path, experts_implementation=register())
+        from_pretrained(tmp_path, experts_implementation=register(*OURS))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mixtral", "awq"), ("gpt_oss", "mxfp4")])
@@ -279,7 +278,7 @@ def drop_a_tile(tensors) -> None:
 )
 def test_the_bound_sees_what_a_loader_could_get_wrong(kind, change, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind, change)
-    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     assert worst(model, written.exact) > written.bound
 
 
@@ -304,7 +303,7 @@ def test_gradients_pass_through_packed_experts(tmp_path) -> None:
     """To adapters beside and before them, and to biases; as from the float64 model."""
     written = write(tmp_path, "gpt_oss", "mxfp4")
     model = from_pretrained(
-        tmp_path, experts_implementation=register(), dtype=torch.float32, device=DEVICE
+        tmp_path, experts_implementation=register(*OURS), dtype=torch.float32, device=DEVICE
     )
     ours, theirs = modules(model)[0], modules(written.exact)[0]
     for module in (ours, theirs):
@@ -325,7 +324,7 @@ def test_gradients_pass_through_packed_experts(tmp_path) -> None:
 
 def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
     write(tmp_path, "mixtral", "awq")
-    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
     ids = torch.arange(4, device=DEVICE)[None]
     model.set_experts_implementation("eager")
     with torch.no_grad(), pytest.raises(UnsupportedError, match="eager"):
@@ -333,7 +332,7 @@ def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "again")
     copied = copy.deepcopy(model)
-    copied.set_experts_implementation(register())
+    copied.set_experts_implementation(register(*OURS))
     with torch.no_grad():
         copied(input_ids=ids)
 
@@ -344,7 +343,7 @@ def test_nothing_is_loaded_of_half_a_checkpoint(tmp_path) -> None:
 
     write(tmp_path, "mixtral", "awq", lose)
     with pytest.raises(InputError, match=r"experts.3.w2.qweight"):
-        from_pretrained(tmp_path, experts_implementation=register())
+        from_pretrained(tmp_path, experts_implementation=register(*OURS))
     with pytest.raises(UnsupportedError, match="tp_plan"):
         from_pretrained(tmp_path, tp_plan="auto")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -359,7 +358,7 @@ def test_what_a_caller_gives_counts_and_stays_as_it_is(tmp_path) -> None:
     config = AutoConfig.from_pretrained(tmp_path)
     before = copy.deepcopy(config.to_dict())
     model = from_pretrained(
-        tmp_path, experts_implementation=register(), config=config, torch_dtype="float32"
+        tmp_path, experts_implementation=register(*OURS), config=config, torch_dtype="float32"
     )
     assert config.to_dict() == before
     assert model.dtype is torch.float32
@@ -381,5 +380,5 @@ def test_a_config_that_is_given_is_that_of_an_unquantized_model(tmp_path) -> Non
     small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.num_experts_per_tok = 1
-    model = from_pretrained(tmp_path, experts_implementation=register(), config=config)
+    model = from_pretrained(tmp_path, experts_implementation=register(*OURS), config=config)
     assert model.config.num_experts_per_tok == 1

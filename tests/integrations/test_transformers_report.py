@@ -11,10 +11,10 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from traced import TRACES
+from transformers_samples import OURS
 
 from modular_kernel.cli.demo_models import small_model
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration, report, serve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +99,7 @@ def test_modules_that_transformers_does_not_dispatch_are_served(case) -> None:
         got = first(module(*arguments))
         assert registration(name).kernels
         assert (got.double() - want).norm() <= 2e-6 * want.norm()
-        compiled = torch.compile(module, fullgraph=TRACES, backend="eager")
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
         torch.compiler.reset()
         assert torch.equal(first(compiled(*arguments)), got)
         model.config._experts_implementation = "eager"
@@ -110,7 +110,7 @@ def test_modules_that_transformers_does_not_dispatch_are_served(case) -> None:
 @pytest.mark.parametrize("case", MODULES)
 def test_their_gradients_are_their_own(case) -> None:
     own, module = MODULES[case](), MODULES[case]()
-    serve(Around(module, register()))
+    serve(Around(module, register(*OURS)))
     for each in (own, module):
         first(each(*given(each))).square().sum().backward()
     for (name, one), other in zip(own.named_parameters(), module.parameters(), strict=True):
@@ -122,7 +122,7 @@ def test_every_module_of_a_model_has_a_row() -> None:
     assert [row.why for row in report(model)] == [
         "experts_implementation is 'eager', which is not one of ours"
     ] * 2
-    model.set_experts_implementation(register())
+    model.set_experts_implementation(register(*OURS))
     rows = report(model)
     assert [row.name for row in rows] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
     assert all(row.served and str(row).endswith("served") for row in rows)
@@ -130,6 +130,56 @@ def test_every_module_of_a_model_has_a_row() -> None:
     model.eval().model.layers[1].mlp.experts.act_fn = torch.nn.ReLU()
     assert [row.served for row in report(model)] == [True, False]
     assert "computes something else" in report(model)[1].why
+
+
+def test_rows_say_what_the_next_call_does() -> None:
+    """In this grad mode; and whether the module trains."""
+    refusing = register(*OURS, name="refusing", gradients="refuse")
+    model, ids = small_model("mixtral", "float32", DEVICE), torch.arange(8, device=DEVICE)[None]
+    model.set_experts_implementation(refusing)
+    assert all("gradients are refused" in row.why for row in report(model))
+    with pytest.raises(UnsupportedError, match="gradients"):
+        model(input_ids=ids)
+    with torch.no_grad():
+        assert all(row.served for row in report(model))
+        model(input_ids=ids)
+    model.set_experts_implementation(register(*OURS))
+    kernels = registration().kernels
+    for train in (True, False):
+        kernels.clear()
+        assert all(row.served is not train for row in report(model.train(train)))
+        kernels.clear()
+        model(input_ids=ids)
+        assert bool(kernels) is not train
+
+
+def test_longcat_runs_its_own_forward_while_it_trains() -> None:
+    module = longcat()
+    model, arguments = Around(module, register(*OURS)), given(module)
+    serve(model)
+    for train in (True, False):
+        kernels = registration().kernels
+        assert [row.served for row in report(model.train(train))] == [not train]
+        kernels.clear()
+        module(*arguments)
+        assert bool(kernels) is not train
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the default parts on a GPU are the kernels")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
+    """It is faster there than the reference in plain torch."""
+    model, ids = small_model("qwen3_moe", "float32", DEVICE), torch.arange(8)[None]
+    model.set_experts_implementation("grouped_mm")
+    torch.compiler.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with torch.no_grad():
+        want = run(input_ids=ids).logits
+        name = register()
+        model.set_experts_implementation(name)
+        assert torch.equal(run(input_ids=ids).logits, want)
+    assert not registration(name).kernels
+    assert all("grouped_mm runs, which is faster" in row.why for row in report(model))
 
 
 @pytest.mark.parametrize("ask", [report, serve])
@@ -148,7 +198,7 @@ def test_what_is_no_model_is_refused(ask) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_named(folder, name, config) -> None:
-    model = Around(made(folder, name, **config), register())
+    model = Around(made(folder, name, **config), register(*OURS))
     assert serve(model) == ()
     (row,) = report(model)
     assert row.kind == name

@@ -1,8 +1,7 @@
 """The experts of transformers models, run by a pairing of this toolkit.
 
-    from modular_kernel.integrations.transformers import register
+    import modular_kernel
 
-    register()                                                    # or another pairing and name
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
     model.set_experts_implementation("modular_kernel")            # or later; "eager" to go back
 
@@ -10,8 +9,12 @@ Supports every experts module that transformers dispatches: gate_up_proj or up_p
 one dtype, and FP8Experts. The function between the two projections is determined by evaluating it,
 not by the module's name; a module with an unknown function raises UnsupportedError. Weights are
 read in place at each call, without a copy. torch.compile and torch.export trace a call as one
-operator. A call that needs gradients runs transformers' grouped_mm instead.
+operator. `register` selects another pairing than the default one. While a module trains, and on a
+CPU by default, transformers' grouped_mm runs instead.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 # Earlier releases have the interface but accept only their own names.
 _OLDEST = (5, 8)
@@ -27,14 +30,17 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDES
 
 from modular_kernel.integrations.transformers.activations import activation_of  # noqa: E402
 from modular_kernel.integrations.transformers.modules import weights_of  # noqa: E402
-from modular_kernel.integrations.transformers.pretrained import from_pretrained  # noqa: E402
 from modular_kernel.integrations.transformers.register import (  # noqa: E402
     Registration,
     register,
+    register_default,
     registration,
 )
 from modular_kernel.integrations.transformers.replacement import serve  # noqa: E402
 from modular_kernel.integrations.transformers.report import report  # noqa: E402
+
+if TYPE_CHECKING:
+    from modular_kernel.integrations.transformers.pretrained import from_pretrained
 
 __all__ = [
     "Registration",
@@ -46,3 +52,14 @@ __all__ = [
     "serve",
     "weights_of",
 ]
+
+# Not yet done if this package was imported while transformers was being imported.
+register_default()
+
+
+def __getattr__(name: str) -> object:
+    # It needs transformers' model classes, which may import this package.
+    if name == "from_pretrained":
+        pretrained = import_module("modular_kernel.integrations.transformers.pretrained")
+        return pretrained.from_pretrained
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

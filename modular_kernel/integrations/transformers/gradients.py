@@ -1,9 +1,11 @@
-"""Detection of calls that need gradients, which the kernels do not compute, and their fallback."""
+"""Detection of calls that need gradients, and transformers' grouped_mm as a fallback."""
 
 from collections.abc import Sequence
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from modular_kernel.integrations.transformers.modules import FIELDS, is_quantized
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -15,6 +17,11 @@ def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     compute an attribute.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def runs_grouped_mm(module: torch.nn.Module) -> bool:
+    """Return whether `grouped_mm` can run a module: its weights are those of transformers."""
+    return not hasattr(module, FIELDS) and not is_quantized(module)
 
 
 def grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:

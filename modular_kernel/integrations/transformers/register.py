@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from operator import index
-from types import MethodType
+from types import BuiltinFunctionType, MethodType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -20,10 +20,13 @@ from modular_kernel.integrations.transformers.activations import (
     unsupported_error,
 )
 from modular_kernel.integrations.transformers.constants import constant_argument, object_of
-from modular_kernel.integrations.transformers.gradients import grouped_mm, needs_gradients
+from modular_kernel.integrations.transformers.gradients import (
+    grouped_mm,
+    needs_gradients,
+    runs_grouped_mm,
+)
 from modular_kernel.integrations.transformers.modules import (
     flags_of,
-    is_quantized,
     layout_of,
     names_of,
     problem_of,
@@ -51,10 +54,11 @@ def register(
 ) -> str:
     """Register a pairing as transformers' experts implementation `name`, and return `name`.
 
-    experts: None selects TritonExperts on a GPU and TorchExperts on a CPU.
-    gradients: the handling of calls that need gradients, that is, in grad mode with an input or
-        weight that requires grad, or in training mode. "fallback" runs transformers' grouped_mm,
-        "refuse" raises UnsupportedError.
+    experts: None selects TritonExperts on a GPU. On a CPU it selects transformers' grouped_mm,
+        which is faster there, and TorchExperts for modules that grouped_mm does not run.
+    gradients: "fallback" runs transformers' grouped_mm while a module trains, because its backward
+        is faster; in eval mode gradients are computed by torch operations. "refuse" raises
+        UnsupportedError for a call in grad mode with an input or weight that requires grad.
 
     Several pairings can be registered under different names. Registering a name again replaces its
     pairing. Raises ConfigurationError for another value of gradients, or for a name that
@@ -71,6 +75,12 @@ def register(
     ExpertsInterface.register(name, new_registration)
     FP8ExpertsInterface.register(name, new_registration)
     return name
+
+
+def register_default() -> None:
+    """Register the default pairing as "modular_kernel", unless that name is taken."""
+    if ALL_EXPERTS_FUNCTIONS.get("modular_kernel") is None:
+        register()
 
 
 def registration(name: str = "modular_kernel") -> "Registration":
@@ -158,9 +168,15 @@ class Registration:
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
         # In training, activation checkpointing runs the forward first without gradients.
         trains = module.training and self.gradients == "fallback"
-        if trains and not _quantized(constant_argument(module)):
+        if (trains or self.is_slower_on(hidden_states.device)) and _runs_grouped_mm(
+            constant_argument(module)
+        ):
             return grouped_mm(module, call)
         return self.forward(module, call, names, tensors, as_operator=needed)
+
+    def is_slower_on(self, device: torch.device) -> bool:
+        """Return whether transformers' grouped_mm is faster than the default parts there."""
+        return device.type == "cpu" and self.pairing.experts is None
 
     def _outside(
         self,
@@ -223,7 +239,8 @@ class Registration:
         fields, layer, numbers, functions = constants
         # The checks become guards of the graph, which is valid only for these values.
         for path, function in functions:
-            if id(_function(module, path)) != function:
+            value = _function(module, path)
+            if value is None or (function is not None and id(value) != function):
                 raise StateError("experts module", got=f"another {path}", need="as traced")
         for path, value in numbers:
             if _attribute(module, path) != value:
@@ -306,8 +323,8 @@ def _names(
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _quantized(module: torch.nn.Module | int) -> bool:
-    return is_quantized(object_of(module))
+def _runs_grouped_mm(module: torch.nn.Module | int) -> bool:
+    return runs_grouped_mm(object_of(module))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -343,12 +360,20 @@ def _constants(
     except InputError as error:
         return str(error)
     paths = [path for path in ("_apply_gate", "act_fn") if hasattr(module, path)]
-    functions = tuple([(path, id(_function(module, path))) for path in paths])
+    functions = tuple([(path, _id_in_graph(_function(module, path))) for path in paths])
     return (*texts, facts[2], functions)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _id_in_graph(function: object) -> int | None:
+    """Return the id of a function, or None if it is built in.
+
+    Dynamo of torch 2.11 does not trace `id` of such a function. Reading it adds a guard, too.
+    """
+    return None if isinstance(function, BuiltinFunctionType) else id(function)
 
 
 def _function(module: torch.nn.Module, name: str) -> object:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from modular_kernel.integrations.transformers.gradients import needs_gradients
 from modular_kernel.integrations.transformers.modules import FIELDS, QUANT
 from modular_kernel.integrations.transformers.peft_experts import serve_wrapped
 from modular_kernel.integrations.transformers.register import Registration
@@ -110,9 +109,8 @@ def _longcat_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     registration, call = _our_registration(self), (hidden_states, top_k_index, top_k_weights)
-    tensors = (hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
     output: torch.Tensor
-    if registration is None or self.training or needs_gradients(tensors):
+    if registration is None or self.training:
         output = self._own.forward(self, *call)
         return output
     identity_weights = top_k_weights.masked_fill(top_k_index < self.num_routed_experts, 0.0).sum(

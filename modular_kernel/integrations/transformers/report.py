@@ -7,6 +7,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.errors import IncompatibleError, InputError
+from modular_kernel.integrations.transformers.gradients import needs_gradients, runs_grouped_mm
 from modular_kernel.integrations.transformers.modules import is_dispatched, tensors_of
 from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.integrations.transformers.replacement import REPLACED
@@ -32,7 +33,7 @@ class Row:
 
     @property
     def served(self) -> bool:
-        """True if a forward without gradients runs on our kernels."""
+        """True if the next forward runs on our kernels, in the grad mode of the report."""
         return not self.why
 
     def __str__(self) -> str:
@@ -67,18 +68,29 @@ def _why(module: Any) -> str:
     implementation = ALL_EXPERTS_FUNCTIONS.get(name) if name is not None else None
     if not isinstance(implementation, Registration):
         return f"experts_implementation is {name!r}, which is not one of ours"
+    if implementation.is_slower_on(_device(module)) and runs_grouped_mm(module):
+        need = 'register("MoEPrepareAndFinalizeNoEP", "TorchExperts") selects ours'
+        return f"on a CPU transformers' grouped_mm runs, which is faster; {need}"
+    if module.training and implementation.gradients == "fallback" and runs_grouped_mm(module):
+        return "it trains: transformers' grouped_mm runs; call model.eval()"
+    if module.training and hasattr(module, "_own"):
+        return "it trains: its own forward runs; call model.eval()"
     try:
         tensors = tensors_of(module)
         if any(tensor.is_meta for tensor in tensors):
             return "its weights are not loaded"
+        if implementation.gradients == "refuse" and needs_gradients(tensors):
+            return "gradients are refused, and its weights require grad; use torch.no_grad()"
         dtype = next((t.dtype for t in tensors if t.dtype in _DTYPES), torch.bfloat16)
         _, layer = implementation.constants(module, tensors, dtype, 1)
         implementation.pairing.check(layer, tensors[0].device)
     except (InputError, IncompatibleError) as error:
         return " ".join(str(error).split())
-    if module.training and implementation.gradients == "fallback":
-        return "it trains: transformers' grouped_mm runs; call model.eval()"
     return ""
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("meta"))
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

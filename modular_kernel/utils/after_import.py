@@ -1,0 +1,43 @@
+"""Calls that run once another package has been imported, without importing it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+
+def call_after_import(name: str, function: Callable[[], None]) -> None:
+    """Call a function when the module `name` has been executed, or now if it has been."""
+    if name in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _Finder(name, function))
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: it adds the call to the loader that the other finders return."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._add_call(spec.loader)
+        return spec
+
+    def _add_call(self, loader: object) -> None:
+        execute: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._function()
+
+        loader.exec_module = exec_module  # type: ignore[attr-defined]
