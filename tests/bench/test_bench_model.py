@@ -97,7 +97,7 @@ def test_what_is_no_model_of_experts_is_refused_by_name(tmp_path, monkeypatch) -
     refused(path, "--layers: got 3, need from 1 to 2", layers=3)
     refused(path, "--layers: got 0", layers=0)
     config_file(tmp_path, "mixtral", model_type="llama")
-    refused(tmp_path, "model_type = 'llama', need one with experts")
+    refused(tmp_path, "model_type = 'llama', need a supported MoE model_type")
     config_file(tmp_path, "mixtral", model_type="kimi_k2")
     refused(tmp_path, "model_type = 'kimi_k2', need one that AutoModelForCausalLM")
     config_file(tmp_path, "mixtral", num_key_value_heads=0)

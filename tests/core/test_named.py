@@ -21,7 +21,7 @@ IMPORTED_AS = {
 PARTS = {part.name for part in load_catalog().parts if part.origin.startswith("modular-kernel ")}
 ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
 # In the docs of this package, but another's: classes of the tutorial and of the projects compared.
-THEIRS = {"MyExperts", "MyPrepare", "FP8Experts"}
+THEIRS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts"}
 NAME = re.compile(
     r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
 )
