@@ -168,7 +168,7 @@ class Oracle:
         return y * factor, norm * abs(factor)
 
     def fault(self, found: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)) -> str:
-        """Return what is wrong with the output `found`, or "". rows: a slice or mask of rows to check."""
+        """Return what is wrong with the output `found`, or "". rows: a slice or mask to check."""
         if found.shape != self.expected.shape:
             return f"shape {tuple(found.shape)}, not {tuple(self.expected.shape)}"
         if found.dtype is not self.problem.dtype:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -38,9 +39,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def import_name(place: str) -> Any:
-    """Return the object at "module:name".
+    """Return the object at "module:name" or "module:class.name".
 
     Higher-level packages, which testing must not import, are looked up by name, as users do.
     """
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    module, _, names = place.partition(":")
+    return reduce(getattr, names.split("."), import_module(module))

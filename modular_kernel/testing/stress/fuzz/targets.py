@@ -10,12 +10,20 @@ from modular_kernel.testing.stress.fuzz import (
     checkpoints,
     command_line,
     compose_calls,
+    concurrency,
     entry_points,
     files,
     fused_experts,
+    layer_states,
+    layouts,
+    nan_values,
+    numbers,
     packed_weights,
     placements,
+    public_functions,
+    routers,
     specs,
+    transforms,
 )
 from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome
 from modular_kernel.testing.stress.fuzz.properties import TargetProperty, directory_database
@@ -32,6 +40,14 @@ TARGETS: tuple[Target[Any], ...] = (
     *files.TARGETS,
     *checkpoints.TARGETS,
     *entry_points.TARGETS,
+    *nan_values.TARGETS,
+    *layouts.TARGETS,
+    *public_functions.TARGETS,
+    *transforms.TARGETS,
+    *routers.TARGETS,
+    *concurrency.TARGETS,
+    *layer_states.TARGETS,
+    *numbers.TARGETS,
 )
 NAMES = tuple(target.name for target in TARGETS)
 
