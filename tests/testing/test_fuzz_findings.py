@@ -8,6 +8,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, LayoutError
 from modular_kernel.ops.route import route
+from modular_kernel.spec.problem import Parallel
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.stress.fuzz import public_functions, samples
 from modular_kernel.testing.stress.fuzz.public_functions import JunkCall
@@ -40,6 +41,18 @@ def _nested() -> torch.Tensor:
 def test_nested_tensors_are_refused(call: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(LayoutError, match="nested"):
         call(_nested())
+
+
+def test_quantized_tensors_are_refused() -> None:
+    quantized = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
+    with pytest.raises(DtypeError, match="qint8"):
+        check_tensor("starts", quantized)
+
+
+@pytest.mark.parametrize("experts", [{}, 2.0, [4], "4"])
+def test_a_number_of_experts_to_place_is_checked(experts: Any) -> None:
+    with pytest.raises(ConfigurationError, match="experts"):
+        Parallel(2).place(experts)
 
 
 def test_uninitialized_parameters_are_refused() -> None:

@@ -160,24 +160,26 @@ class _Overriding(torch.Tensor):
 class _Wrapped(torch.Tensor):
     """A wrapper without memory of its own, as those of torchao and DTensor."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
 
-    def detach(self) -> "_Wrapped":  # type: ignore[assignment]
+    def detach(self) -> "_Wrapped":
         """Return an alias, as Parameter requires."""
-        return _Wrapped(self.inner)
+        return _Wrapped(self.held)
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor) -> "_Wrapped":
         made: _Wrapped = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
         )
-        made.inner = inner
+        made.held = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def plain(value: Any) -> Any:
-            return value.inner if isinstance(value, _Wrapped) else value
+            return value.held if isinstance(value, _Wrapped) else value
 
         args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
