@@ -71,10 +71,14 @@ def test_nothing_is_found(interpreted: bool) -> None:
     assert sum(report.counts.values()) == count
     # Neither is a fuzz that is refused all the time.
     assert report.counts[RIGHT] > count // 10
+    # Some targets have so small a share that few inputs of them are drawn.
     reached = {target for target, _ in report.by_target}
-    assert len(reached) == (
-        len(TARGETS) if not interpreted else sum(target.launches for target in TARGETS)
-    )
+    launched = {target.name for target in TARGETS if target.launches or not interpreted}
+    assert reached <= launched
+    for name in sorted(launched - reached):
+        rare = isolated_runs.run(tree_hash(), range(3), interpreted=interpreted, only=name)
+        assert not rare.findings, "\n".join(rare.lines())
+        assert sum(rare.counts.values()) == 3
 
 
 def test_every_field_of_a_problem_gets_junk() -> None:
