@@ -176,6 +176,9 @@ class _Row:
                     return f"pair {k}: expert {got}, not {shown}; scores {self.choice}"
                 want = got if got >= 0 else want
             chosen.append(want)
+        total = sum(self.scores[i] for i in chosen if i >= 0)
+        if self.spec.renormalize and self.spec.order == "score_first" and total < _FAINT:
+            return ""  # the scores vanish in float32, in which route computes
         exact = self._weights(chosen)
         spare = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
         pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
