@@ -94,7 +94,7 @@ def adapter_threads(case: PoolCase) -> FuzzOutcome:
             PROBLEM, samples.LORA, [3]
         )
         make = import_name("modular_kernel.layers.lora:MoELoRALayer")
-        pool: Any = manager._pool(3)
+        pool: Any = manager.pools[3]
         load = lambda n: manager.load(str(n), {3: make(samples.adapter(2, n))})  # noqa: E731
         evict = lambda n: manager.evict(str(n))  # noqa: E731
     else:
