@@ -37,7 +37,7 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.utils import forks
-from modular_kernel.utils.argument_checks import format_value
+from modular_kernel.utils.argument_checks import available_device, format_value
 from modular_kernel.workspace import (
     EXPERT_OUTPUT,
     BufferSpec,
@@ -223,8 +223,12 @@ class Execution:
         return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
 
     def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
-        """Return the counter tensor behind `invalid_ids`, allocating it on first use."""
+        """Return the counter tensor behind `invalid_ids`, allocating it on first use.
+
+        Raises ConfigurationError or DeviceError for a device that is unknown or not available.
+        """
         if self._invalid_ids is None:
+            device = available_device(device, meta=True)
             with modes.outside_inference_mode():
                 counter = torch.zeros(1, dtype=torch.int32, device=device)
             # setdefault is atomic: first calls of two threads share one tensor.

@@ -3,8 +3,8 @@
 import difflib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +178,15 @@ def use_deadline(seconds: float) -> Iterator[None]:
 def use_host_id(name: str) -> Iterator[None]:
     """Set MK_HOST_ID to `name` inside the block, for managers created there."""
     with _set_variable("MK_HOST_ID", name):
+        yield
+
+
+@contextmanager
+def use_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block, as the fuzzer does."""
+    with ExitStack() as stack:
+        for variable, value in values.items():
+            stack.enter_context(_set_variable(variable, value))
         yield
 
 

@@ -222,6 +222,7 @@ class Parallel:
 
     def place(self, experts: int) -> Placement:
         """Return the placement of `experts` experts; ConfigurationError if it does not fit."""
+        expect("experts", experts, Count)
         if not isinstance(self.placement, Placement):
             return _linear_placement(experts, self.world_size)
         if self.placement.experts != experts:

@@ -117,7 +117,8 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
     parsed = parse_device(device)
     try:
         actual = torch.empty(0, device=parsed).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    # ImportError: the package of a backend, such as hpu, is not installed.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).splitlines()[0][:160]
         raise DeviceError(
             what, got=f"{parsed}: {reason}", need="a device available to torch"

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn.parameter import is_lazy
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -55,17 +56,21 @@ def is_dense(value: object) -> bool:
 def check_strided(what: str, value: object) -> None:
     """Check that `value` is a dense tensor; its memory is not checked (see `check_tensor`).
 
-    Raises DtypeError for a non-tensor, LayoutError for a sparse or lazily negated tensor or a
-    DTensor.
+    Raises DtypeError for a non-tensor, an uninitialized parameter or a quantized tensor,
+    LayoutError for a nested, sparse or lazily negated tensor or a DTensor.
     """
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
     if type(value) not in _PLAIN_TYPES:
+        if is_lazy(value):
+            raise DtypeError(what, got="an uninitialized parameter", need="a tensor")
         check_local(what, value)
+    if value.is_nested:
+        raise LayoutError(what, got="a nested tensor", need="a dense tensor (torch.strided)")
+    if value.is_quantized:
+        raise DtypeError(what, got=value.dtype, need="a tensor that is not of torch.quantize_*")
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
-    if value.is_nested:
-        raise LayoutError(what, got="a nested tensor", need="a dense tensor")
     if not is_compiling() and value.is_neg():  # torch.compile cannot trace is_neg
         raise LayoutError(what, got="a lazily negated view", need="tensor.resolve_neg()")
 

@@ -25,13 +25,13 @@ def main(argv: list[str] | None = None) -> int:
         numbers_of_one = range(args.only, args.only + 1)
         reports = [run(args.seed, numbers_of_one, interpreted=args.interpreted, only=args.target)]
     elif args.interpreted or args.target:
-        numbers = range(args.count)
+        numbers = range(-1, args.count)
         reports = [run(args.seed, numbers, interpreted=args.interpreted, only=args.target)]
     else:
         num_interpreted = args.count // _INTERPRETED
         reports = [
-            run(args.seed, range(args.count - num_interpreted)),
-            run(args.seed, range(num_interpreted), interpreted=True),
+            run(args.seed, range(-1, args.count - num_interpreted)),
+            run(args.seed, range(-1, num_interpreted), interpreted=True),
         ]
     sys.stdout.write("\n".join(summary(reports)) + "\n")
     return int(any(report.findings for report in reports))

@@ -5,7 +5,6 @@ MUST: the call must be refused. MAY: the call is refused or computed correctly.
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import torch
@@ -14,16 +13,18 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 
-Change = Callable[[CallInputs, Problem, Random], CallInputs | None]  # None if it does not apply
+# (inputs, problem, place) -> changed inputs, or None if it does not apply. place: which of several
+# tensors is changed.
+Change = Callable[[CallInputs, Problem, int], CallInputs | None]
 _One = Callable[[torch.Tensor], Any]
 
 
 def _x(change: _One) -> Change:
-    return lambda given, problem, rng: replace(given, x_TH=change(given.x_TH))
+    return lambda given, problem, place: replace(given, x_TH=change(given.x_TH))
 
 
 def _routing(name: str, change: _One) -> Change:
-    def changed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
+    def changed(given: CallInputs, problem: Problem, place: int) -> CallInputs:
         new = change(getattr(given.routing, name))
         return replace(given, routing=replace(given.routing, **{name: new}))
 
@@ -33,9 +34,9 @@ def _routing(name: str, change: _One) -> Change:
 def _weight(change: _One) -> Change:
     """Change w1, w2 or any other tensor of the weights."""
 
-    def changed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
+    def changed(given: CallInputs, problem: Problem, place: int) -> CallInputs:
         names = [name for name, tensor in vars(given.weights).items() if tensor is not None]
-        name = rng.choice(names)
+        name = names[place % len(names)]
         new = change(getattr(given.weights, name))
         return replace(given, weights=replace(given.weights, **{name: new}))
 
@@ -43,7 +44,7 @@ def _weight(change: _One) -> Change:
 
 
 def _out(change: _One) -> Change:
-    def changed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
+    def changed(given: CallInputs, problem: Problem, place: int) -> CallInputs:
         shape = (given.x_TH.shape[0], *problem.output_shape[1:])
         out = change(torch.empty(shape, dtype=problem.dtype))
         return replace(given, out=out)
@@ -52,7 +53,7 @@ def _out(change: _One) -> Change:
 
 
 def _replace_argument(name: str, value: Any) -> Change:
-    return lambda given, problem, rng: replace(given, **{name: value})
+    return lambda given, problem, place: replace(given, **{name: value})
 
 
 def _negated(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,32 +90,33 @@ def _wider(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, tensor[..., -1:]], -1)
 
 
-def _extra_tensor(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
+def _extra_tensor(given: CallInputs, problem: Problem, place: int) -> CallInputs | None:
     """Add a tensor that the problem does not have."""
     absent = [name for name, tensor in vars(given.weights).items() if tensor is None]
     return (
         replace(
-            given, weights=replace(given.weights, **{rng.choice(absent): torch.ones(problem.e)})
+            given,
+            weights=replace(given.weights, **{absent[place % len(absent)]: torch.ones(problem.e)}),
         )
         if absent
         else None
     )
 
 
-def _missing(given: CallInputs, problem: Problem, rng: Random) -> CallInputs:
+def _missing(given: CallInputs, problem: Problem, place: int) -> CallInputs:
     names = [name for name, tensor in vars(given.weights).items() if tensor is not None]
-    removed: dict[str, Any] = {rng.choice(names): None}
+    removed: dict[str, Any] = {names[place % len(names)]: None}
     return replace(given, weights=replace(given.weights, **removed))
 
 
-def _out_is_read(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
+def _out_is_read(given: CallInputs, problem: Problem, place: int) -> CallInputs | None:
     out = given.x_TH
     if problem.inplace or not out.numel() or not out.is_contiguous():
         return None
     return replace(given, out=out)
 
 
-def _out_in_weights(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
+def _out_in_weights(given: CallInputs, problem: Problem, place: int) -> CallInputs | None:
     shape = (given.x_TH.shape[0], *problem.output_shape[1:])
     flat, count = given.weights.w2, 1
     for size in shape:
@@ -186,11 +188,11 @@ MAY: tuple[tuple[str, Change], ...] = (
 )  # fmt: skip
 
 
-def freed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
+def freed(given: CallInputs, problem: Problem, place: int) -> CallInputs | None:
     """Free the memory of a tensor with values."""
     weights = given.weights
-    if rng.random() < 0.5:
-        return _weight(_with_freed_memory)(given, problem, rng)
+    if place % 2:
+        return _weight(_with_freed_memory)(given, problem, place // 2)
     return (
         replace(given, x_TH=_with_freed_memory(given.x_TH), weights=weights)
         if given.x_TH.numel()
@@ -198,16 +200,16 @@ def freed(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None
     )
 
 
-def graded(given: CallInputs, problem: Problem, rng: Random) -> CallInputs | None:
+def graded(given: CallInputs, problem: Problem, place: int) -> CallInputs | None:
     """Make a floating-point tensor require grad."""
     names = [
         name
         for name, tensor in vars(given.weights).items()
         if tensor is not None and tensor.dtype.is_floating_point and tensor.element_size() > 1
     ]
-    if not names or rng.random() < 0.3:
-        return _x(_with_grad)(given, problem, rng)
-    name = rng.choice(names)
+    if not names or place % 3 == 0:
+        return _x(_with_grad)(given, problem, place)
+    name = names[place // 3 % len(names)]
     new: dict[str, torch.Tensor] = {name: _with_grad(getattr(given.weights, name))}
     weights: ExpertWeights = replace(given.weights, **new)
     return replace(given, weights=weights)
@@ -219,3 +221,4 @@ ALL: tuple[tuple[str, Change, bool], ...] = (
     ("requires grad", graded, True),
     *((name, change, False) for name, change in MAY),
 )
+CHANGES: dict[str, tuple[Change, bool]] = {name: (change, must) for name, change, must in ALL}

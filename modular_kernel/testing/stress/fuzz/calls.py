@@ -1,15 +1,16 @@
-"""Kernel calls with valid arguments, and with one argument changed."""
+"""Kernel calls with valid arguments, with one argument changed, and with NaN."""
 
 import contextlib
-from dataclasses import replace
-from random import Random
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.testing.stress.fuzz.call_changes import ALL
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.call_changes import ALL, CHANGES
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
@@ -22,63 +23,108 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     CallInputs,
+    InputChoices,
     describe,
-    draw_inputs,
-    draw_parts,
-    draw_problem,
+    input_choices,
+    make_inputs,
+    pairings,
+    problem_fields,
 )
+from modular_kernel.testing.stress.fuzz.target import Target, chance
 
 _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
 
-def right_call(rng: Random) -> FuzzOutcome:
+@dataclass(frozen=True)
+class CallCase:
+    """A kernel and the inputs of one call.
+
+    mode: how it is called. change: name of a change of ALL, "" for none. place: which of several
+    tensors is changed.
+    """
+
+    parts: tuple[str, str]
+    fields: dict[str, Any]
+    inputs: InputChoices
+    mode: str = "call"
+    change: str = ""
+    place: int = 0
+
+
+def call_cases(
+    modes: tuple[str, ...] = _MODES, changes: tuple[str, ...] = ("",)
+) -> st.SearchStrategy[CallCase]:
+    """Return a strategy for kernels and inputs."""
+    return st.builds(
+        CallCase,
+        parts=pairings(),
+        fields=problem_fields(),
+        inputs=input_choices(),
+        mode=st.sampled_from(modes),
+        change=st.sampled_from(changes),
+        place=st.integers(0, 59),
+    )
+
+
+def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
+    """Return the kernel, its description and inputs for it; or the outcome if it is refused."""
+    problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
+    if isinstance(problem, FuzzOutcome):
+        return problem
+    what = f"{' x '.join(case.parts)}, {describe(problem)}"
+    kernel = run_or_outcome(what, lambda: make_kernel(*case.parts, problem))
+    if isinstance(kernel, FuzzOutcome):
+        return kernel
+    return kernel, what, make_inputs(kernel.problem, case.inputs)
+
+
+def right_call(case: CallCase) -> FuzzOutcome:
     """Call a compatible pairing with valid inputs: the output must be correct."""
-    drawn = _draw_call(rng)
-    if isinstance(drawn, FuzzOutcome):
-        return drawn
-    kernel, what, inputs = drawn
-    mode = rng.choice(_MODES)
-    what = f"{mode} of {what} with T={len(inputs.x_TH)}"
-    return _judged(kernel, inputs, mode, what, refusable=False)
+    built = build_call(case)
+    if isinstance(built, FuzzOutcome):
+        return built
+    kernel, what, inputs = built
+    what = f"{case.mode} of {what} with T={len(inputs.x_TH)}"
+    return check_call(kernel, inputs, case.mode, what, refusable=False)
 
 
-def changed_call(rng: Random) -> FuzzOutcome:
+def changed_call(case: CallCase) -> FuzzOutcome:
     """Make such a call with one thing changed."""
-    drawn = _draw_call(rng)
-    if isinstance(drawn, FuzzOutcome):
-        return drawn
-    kernel, what, inputs = drawn
-    name, change, must_refuse = rng.choice(ALL)
-    mode = rng.choice(("call", "plan", "twice", "start"))
-    what = f"{mode} of {what} with T={len(inputs.x_TH)}, {name}"
+    built = build_call(case)
+    if isinstance(built, FuzzOutcome):
+        return built
+    kernel, what, inputs = built
+    change, must_refuse = CHANGES[case.change]
+    what = f"{case.mode} of {what} with T={len(inputs.x_TH)}, {case.change}"
     try:
-        changed = change(inputs, kernel.problem, rng)
+        changed = change(inputs, kernel.problem, case.place)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return FuzzOutcome(RIGHT, f"{what}: no such tensor can be made")
     if changed is None:
-        return _judged(kernel, inputs, mode, what, refusable=False)
-    grad = torch.enable_grad() if name == "requires grad" else torch.no_grad()
+        return check_call(kernel, inputs, case.mode, what, refusable=False)
+    grad = torch.enable_grad() if case.change == "requires grad" else torch.no_grad()
     with grad:
         if not must_refuse:
-            return _judged(kernel, changed, mode, what, refusable=True)
+            return check_call(kernel, changed, case.mode, what, refusable=True)
         started = _record_starts(kernel)
-        result = run_or_outcome(what, lambda: _run_call(kernel, changed, mode, started))
+        result = run_or_outcome(what, lambda: _run_call(kernel, changed, case.mode, started))
     if not isinstance(result, FuzzOutcome):
         return FuzzOutcome(ACCEPTED, what)
     return FuzzOutcome(LATE, what) if result.kind == TYPED and started else result
 
 
-def nan_call(rng: Random) -> FuzzOutcome:
+def nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
     """Put NaN into one token's x, or into the weights of skipped pairs: other rows stay correct."""
-    drawn = _draw_call(rng)
-    if isinstance(drawn, FuzzOutcome):
-        return drawn
-    kernel, what, inputs = drawn
+    call, first_token = case
+    built = build_call(call)
+    if isinstance(built, FuzzOutcome):
+        return built
+    kernel, what, inputs = built
     if len(inputs.x_TH) == 0:
         return FuzzOutcome(RIGHT, what)
     oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     rows = slice(None)
-    if rng.random() < 0.5 and kernel.problem.scheme.activation_granularity != "tensor":
+    if first_token and kernel.problem.scheme.activation_granularity != "tensor":
         inputs.x_TH[0] = torch.nan
         rows, what = slice(1, None), f"{what}, the first token is NaN"
     else:
@@ -98,20 +144,7 @@ def nan_call(rng: Random) -> FuzzOutcome:
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _draw_call(rng: Random) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
-    """Return a kernel, its description and inputs for it; or the outcome if it is refused."""
-    prepare, experts = draw_parts(rng)
-    problem = run_or_outcome("a problem", lambda: draw_problem(rng))
-    if isinstance(problem, FuzzOutcome):
-        return problem
-    what = f"{prepare} x {experts}, {describe(problem)}"
-    kernel = run_or_outcome(what, lambda: make_kernel(prepare, experts, problem))
-    if isinstance(kernel, FuzzOutcome):
-        return kernel
-    return kernel, what, draw_inputs(kernel.problem, rng)
-
-
-def _judged(
+def check_call(
     kernel: FusedMoEModularKernel, given: CallInputs, mode: str, what: str, *, refusable: bool
 ) -> FuzzOutcome:
     """Return the outcome of a call on valid numbers.
@@ -159,7 +192,7 @@ def _run_call(
     if mode == "twice":
         plan, problem = kernel.plan(), kernel.problem
         if problem.tokens:  # a different call first
-            other = draw_inputs(problem, Random(0))
+            other = make_inputs(problem, InputChoices())
             plan(other.x_TH, other.weights, other.routing)
             started.clear()
         return plan(*arguments, out=given.out)
@@ -172,3 +205,20 @@ def _run_call(
             modes.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         return kernel(*arguments, out=given.out)
+
+
+_CHANGED = call_cases(("call", "plan", "twice", "start"), changes=tuple(name for name, *_ in ALL))
+# A map lazily negated names rows that the weights do not have.
+_NEGATED_MAP = CallCase(
+    ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+    {"tokens": 2, "hidden": 8, "intermediate": 8, "experts": 3, "top_k": 1, "local_experts": 2,
+     "expert_map": True, "dtype": torch.float32},
+    InputChoices(),
+    change="a weight negated",
+    place=2,
+)  # fmt: skip
+TARGETS: tuple[Target[Any], ...] = (
+    Target("right_call", 18, call_cases(), right_call, launches=True),
+    Target("changed_call", 23, _CHANGED, changed_call, launches=True, examples=(_NEGATED_MAP,)),
+    Target("nan_call", 5, st.tuples(call_cases(("call",)), chance(50)), nan_call, launches=True),
+)

@@ -3,11 +3,12 @@
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import save
 
 from modular_kernel.quant.quantized_weights import (
@@ -18,8 +19,7 @@ from modular_kernel.quant.quantized_weights import (
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.stress.fuzz.entry_functions import import_name
-from modular_kernel.testing.stress.fuzz.files import changed, damage_text
+from modular_kernel.testing.stress.fuzz.files import changed_json, damaged_text
 from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
     RIGHT,
@@ -27,7 +27,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     FuzzOutcome,
     run_or_outcome,
 )
-from modular_kernel.testing.stress.fuzz.random_problems import generator_of
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
 
 Tensors = dict[str, torch.Tensor]
 _AT = "model.layers.1.block_sparse_moe.experts"
@@ -80,21 +80,54 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 )
 
 
-def checkpoints(rng: Random) -> FuzzOutcome:
+@dataclass(frozen=True)
+class CheckpointCase:
+    """A checkpoint and the share of it that is loaded.
+
+    format: place in the list of formats. change: the kind of file that is changed, "" for none.
+    data: draws the change, which depends on what is in the file.
+    """
+
+    format: int
+    experts: int
+    width: int
+    seed: int
+    ep: tuple[int, int]
+    tp: tuple[int, int]
+    change: str
+    data: st.DataObject
+
+
+@st.composite
+def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
+    experts, width = draw(st.sampled_from((2, 3, 4))), draw(st.sampled_from((64, 128)))
+    world = draw(st.sampled_from([n for n in (1, 2, 3) if n <= experts]))
+    tp = draw(st.sampled_from([n for n in (1, 2) if width // n % 32 == 0]))
+    return CheckpointCase(
+        format=draw(st.integers(0, len(_FORMATS) - 1)),
+        experts=experts,
+        width=width,
+        seed=draw(seeds),
+        ep=(draw(st.integers(0, world - 1)), world),
+        tp=(draw(st.integers(0, tp - 1)), tp),
+        change=draw(st.sampled_from(("", "", "tensor", "bytes", "header", "index", "config"))),
+        data=draw(st.data()),
+    )
+
+
+def checkpoints(case: CheckpointCase) -> FuzzOutcome:
     """Load a checkpoint, unchanged or with one change: correct weights, or a typed error."""
-    quant, quantization, stored = rng.choice(_FORMATS)
-    experts, width = rng.choice((2, 3, 4)), rng.choice((64, 128))
-    problem = Problem(1, 64, width, experts, 2, dtype=torch.float32, quant=quant)
-    weights = _weights(problem, rng)
+    quant, quantization, stored = _FORMATS[case.format]
+    problem = Problem(1, 64, case.width, case.experts, 2, dtype=torch.float32, quant=quant)
+    weights = _weights(problem, case.seed)
     tensors, config = _tensors(weights, problem, stored), _config(problem, quantization)
-    ep, tp = _draw_grid(rng, experts, width)
-    what = f"a checkpoint of {problem} on {ep} x {tp}"
+    what = f"a checkpoint of {problem} on {case.ep} x {case.tp}"
     with tempfile.TemporaryDirectory() as folder:
-        change_text = _write_files(rng, Path(folder), tensors, config)
+        change_text = _write_files(case, Path(folder), tensors, config)
         result = run_or_outcome(
             f"{what}{change_text}",
             lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
-                folder, 1, ep=ep, tp=tp
+                folder, 1, ep=case.ep, tp=case.tp
             ),
         )
         if isinstance(result, FuzzOutcome):
@@ -113,8 +146,8 @@ def checkpoints(rng: Random) -> FuzzOutcome:
     )
 
 
-def _weights(problem: Problem, rng: Random) -> ExpertWeights:
-    g = generator_of(rng)
+def _weights(problem: Problem, seed: int) -> ExpertWeights:
+    g = torch.Generator().manual_seed(seed)
     e, hidden, width = problem.experts, problem.hidden, problem.intermediate
     w1, w2 = (torch.randn(e, *s, generator=g) for s in ((2 * width, hidden), (hidden, width)))
     unquantized = ExpertWeights(w1, w2)
@@ -150,82 +183,82 @@ def _config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, 
     return config if quantization is None else config | {"quantization_config": quantization}
 
 
-def _draw_grid(rng: Random, experts: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    world = rng.choice([n for n in (1, 2, 3) if n <= experts])
-    tp = rng.choice([n for n in (1, 2) if width // n % 32 == 0])
-    return (rng.randrange(world), world), (rng.randrange(tp), tp)
-
-
-def _write_files(rng: Random, folder: Path, tensors: Tensors, config: Any) -> str:
+def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: Any) -> str:
     """Write the files; return a description of the change made, or ""."""
-    kind = rng.choice(("", "", "tensor", "bytes", "header", "index", "config"))
+    kind, draw = case.change, case.data.draw
     description = f", {kind} changed" if kind else ""
     text = json.dumps(config)
     if kind == "config":
-        text = json.dumps(changed(rng, config))
-        text = damage_text(rng, text) if rng.random() < 0.2 else text
+        text = draw(_changed_text(config))
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     if kind == "tensor":
-        description += _tensor_changed(rng, tensors)
+        description += draw(_changed_tensors(tensors))
     content = save(tensors)
     if kind == "bytes":
-        content, detail = _bytes_changed(rng, content)
+        content, detail = draw(_changed_bytes(content))
         description += detail
     elif kind == "header":
-        content = _header_changed(rng, content)
+        content = draw(_changed_header(content))
     (folder / "model.safetensors").write_bytes(content)
-    if kind == "index" or (not kind and rng.random() < 0.3):
+    if kind == "index" or (not kind and draw(chance(30))):
         index: Any = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
-        text = json.dumps(changed(rng, index) if kind else index)
-        text = damage_text(rng, text) if kind and rng.random() < 0.3 else text
+        text = draw(_changed_text(index)) if kind else json.dumps(index)
         (folder / _INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
     return description
 
 
-def _tensor_changed(rng: Random, tensors: Tensors) -> str:
-    name = rng.choice(sorted(tensors))
-    kind = rng.randrange(5)
+@st.composite
+def _changed_text(draw: st.DrawFn, value: Any) -> str:
+    text = json.dumps(draw(changed_json(value)))
+    return draw(damaged_text(text)) if draw(chance(20)) else text
+
+
+@st.composite
+def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
+    """Change `tensors` in place; return what was done."""
+    name, kind = draw(st.sampled_from(sorted(tensors))), draw(st.integers(0, 4))
     if kind == 0:
         del tensors[name]
         return f": no {name}"
     if kind == 1:
-        other = name.replace("experts.0", "experts.9") + rng.choice(("", "x", "_scale"))
+        other = name.replace("experts.0", "experts.9") + draw(st.sampled_from(("", "x", "_scale")))
         tensors[other if other not in tensors else f"{name}.x"] = torch.zeros(2)
         return f": one more beside {name}"
     if kind == 2:
-        tensors[name] = rng.choice(_JUNK).clone()
+        tensors[name] = draw(st.sampled_from(_JUNK)).clone()
         return f": {name} {tuple(tensors[name].shape)}"
     if kind == 3:
-        dtype = rng.choice(_CASTS)
+        dtype = draw(st.sampled_from(_CASTS))
         tensors[name] = tensors[name].float().to(dtype)
         return f": {name} {dtype}"
     flat = tensors[name].flatten()
-    tensors[name] = flat[: rng.randrange(flat.numel())].clone()
+    tensors[name] = flat[: draw(st.integers(0, flat.numel() - 1))].clone()
     return f": {name} cut"
 
 
-def _bytes_changed(rng: Random, content: bytes) -> tuple[bytes, str]:
-    """Return the file truncated, extended, or with changed bytes in its length or header."""
-    kind = rng.randrange(4)
+@st.composite
+def _changed_bytes(draw: st.DrawFn, content: bytes) -> tuple[bytes, str]:
+    """Draw the file truncated, extended, or with changed bytes in its length or header."""
+    kind = draw(st.integers(0, 3))
     header = int.from_bytes(content[:8], "little") + 8
     if kind == 0:
-        at = rng.choice((0, 1, 8, header, rng.randrange(len(content))))
+        places = st.one_of(st.sampled_from((0, 1, 8, header)), st.integers(0, len(content) - 1))
+        at = draw(places)
         return content[:at], f": cut at {at}"
     if kind == 1:
-        return content + bytes(rng.randrange(1, 64)), ": longer"
+        return content + bytes(draw(st.integers(1, 63))), ": longer"
     if kind == 2:
-        size = rng.choice((0, 1, header, 2**31, 2**62, 2**64 - 1))
+        size = draw(st.sampled_from((0, 1, header, 2**31, 2**62, 2**64 - 1)))
         return size.to_bytes(8, "little") + content[8:], f": a header of {size}"
-    at = rng.randrange(header)
-    byte = bytes([rng.randrange(256)])
+    at = draw(st.integers(0, header - 1))
+    byte = bytes([draw(st.integers(0, 255))])
     return content[:at] + byte + content[at + 1 :], f": byte {at} is {byte!r}"
 
 
-def _header_changed(rng: Random, content: bytes) -> bytes:
+@st.composite
+def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
     size = int.from_bytes(content[:8], "little")
-    entries = json.loads(content[8 : 8 + size])
-    text = json.dumps(changed(rng, entries))
-    text = damage_text(rng, text) if rng.random() < 0.2 else text
+    text = draw(_changed_text(json.loads(content[8 : 8 + size])))
     header = text.encode("utf-8", "surrogatepass")
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
@@ -261,3 +294,39 @@ def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, to
     if not problem.scheme.quantized:
         return weights.w1, weights.w2
     return dequantized_weights(weights, "w1", problem), dequantized_weights(weights, "w2", problem)
+
+
+_DEVICES: tuple[Any, ...] = (
+    "cpu", "cuda", "cuda:0", "cuda:9", "cuda:-1", "meta", "mps", "xpu", "hpu", "vulkan",
+    "privateuseone", "",
+    " cpu", "CPU", "cpu:1", "gpu", "\x1b[2J", torch.device("meta"), torch.device("cpu"),
+    torch.device("cuda", 3), None, 0, 3, -1, 1.5, b"cpu", [], torch.float32, True,
+)  # fmt: skip
+
+
+def load_devices(device: Any) -> FuzzOutcome:
+    """Load a checkpoint to any device: weights with data, or a typed error."""
+    problem = Problem(1, 64, 64, 2, 2, dtype=torch.float32)
+    weights = _weights(problem, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "config.json").write_text(json.dumps(_config(problem, None)))
+        (path / "model.safetensors").write_bytes(save(_tensors(weights, problem, _FORMATS[0][2])))
+        what = f"load_experts to {device!r}"
+        result = run_or_outcome(
+            what,
+            lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
+                folder, 1, device=device
+            ),
+        )
+        if isinstance(result, FuzzOutcome):
+            return result
+        loaded = result.partial(1)[1]
+        right = loaded.w1.device.type == "cpu" and torch.equal(loaded.w1, weights.w1)
+    return FuzzOutcome(RIGHT if right else WRONG, what)
+
+
+TARGETS: tuple[Target[Any], ...] = (
+    Target("checkpoints", 2, _checkpoints(), checkpoints),
+    Target("load_devices", 0.3, st.sampled_from(_DEVICES), load_devices),
+)

@@ -1,14 +1,15 @@
 """Calls of `compose`: the layer must compute correct output with any measurement options."""
 
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from modular_kernel.testing.stress.fuzz.entry_functions import import_name
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
@@ -18,42 +19,56 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     FuzzOutcome,
     run_or_outcome,
 )
-from modular_kernel.testing.stress.fuzz.random_problems import describe, draw_inputs, draw_problem
-from modular_kernel.testing.stress.fuzz.specs import JUNK, shorten
+from modular_kernel.testing.stress.fuzz.random_problems import (
+    InputChoices,
+    describe,
+    input_choices,
+    make_inputs,
+    problem_fields,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
 # Fields of Terms. By its docstring none of them accepts a value of the types _NEVER.
 _TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "tell")
 _NEVER = (bytes, list, dict, set, complex)
 
 
-def composed_call(rng: Random) -> FuzzOutcome:
+@dataclass(frozen=True)
+class ComposeCase:
+    """A call of compose. junk: (name of the argument, value), or None. plans: call a plan."""
+
+    fields: dict[str, Any]
+    inputs: InputChoices
+    budget: float
+    tokens: tuple[int, ...]
+    junk: tuple[str, Any] | None
+    plans: bool
+
+
+def composed_call(case: ComposeCase) -> FuzzOutcome:
     """Compose a random problem and call the layer or its plan, or pass a junk argument."""
-    problem = run_or_outcome("a problem", lambda: draw_problem(rng))
+    problem = run_or_outcome("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
-    # Measure nothing, or one or two pairings until the time is over.
-    terms: dict[str, Any] = {"budget": rng.choice((0.0, 0.0, 0.0, 0.0, 0.02))}
-    if problem.tokens and rng.random() < 0.5:
-        terms["tokens"] = tuple(rng.randint(1, problem.tokens) for _ in range(rng.randint(1, 3)))
+    terms: dict[str, Any] = {"budget": case.budget}
+    if problem.tokens and case.tokens:
+        terms["tokens"] = tuple(1 + n % problem.tokens for n in case.tokens)
     what = f"compose of {describe(problem)}, {terms}"
     arguments: dict[str, Any] = {"problem": problem}
-    has_junk = rng.random() < 0.4
-    if has_junk:
-        name = rng.choice((*_TERMS, "problem", "machine", "terms"))
-        value = rng.choice([v for v in JUNK if isinstance(v, _NEVER)])
+    if case.junk:
+        name, value = case.junk
         (terms if name in _TERMS else arguments)[name] = value
         what += f" with {name}={shorten(value)}"
-    plans = rng.random() < 0.5
 
     def call() -> torch.Tensor:
-        drawn = draw_inputs(problem, rng)
-        inputs = drawn.x_TH, drawn.weights, drawn.routing
+        made = make_inputs(problem, case.inputs)
+        inputs = made.x_TH, made.weights, made.routing
         with tempfile.TemporaryDirectory() as folder:
             home = "modular_kernel.select.autotune"
             options = import_name(f"{home}:Terms")(folder=Path(folder), **terms)
             kernel = import_name(f"{home}:compose")(**({"terms": options} | arguments))
-            layer = kernel.plan() if plans else kernel
-            original = replace(drawn, x_TH=drawn.x_TH.clone())
+            layer = kernel.plan() if case.plans else kernel
+            original = replace(made, x_TH=made.x_TH.clone())
             oracles.append(Oracle(problem, original.x_TH, original.weights, original.routing))
             result: torch.Tensor = layer(*inputs)
             return result
@@ -63,7 +78,24 @@ def composed_call(rng: Random) -> FuzzOutcome:
     if isinstance(result, FuzzOutcome):
         was_started = result.kind == TYPED and bool(oracles)
         return FuzzOutcome(WRONG, f"{what}: a valid call was refused") if was_started else result
-    if has_junk:
+    if case.junk:
         return FuzzOutcome(ACCEPTED, what)
     fault = oracles[0].fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+
+
+_junk = st.tuples(
+    st.sampled_from((*_TERMS, "problem", "machine", "terms")),
+    st.sampled_from([v for v in JUNK if isinstance(v, _NEVER)]),
+)
+_CASES = st.builds(
+    ComposeCase,
+    fields=problem_fields(),
+    inputs=input_choices(),
+    # Measure nothing, or one or two pairings until the time is over.
+    budget=st.sampled_from((0.0, 0.0, 0.0, 0.0, 0.02)),
+    tokens=st.one_of(st.just(()), st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple)),
+    junk=st.one_of(st.none(), _junk),
+    plans=st.booleans(),
+)
+TARGETS: tuple[Target[Any], ...] = (Target("composed_call", 3, _CASES, composed_call),)

@@ -1,13 +1,16 @@
 """Third-party packages: entry points that raise, return junk, or provide invalid parts."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
-from random import Random
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from hypothesis import strategies as st
 
 from modular_kernel.catalog import Offer, build_catalog, load_catalog
 from modular_kernel.compatibility.rules import judge, unavailable
 from modular_kernel.machine import current_machine
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.junk import junk, shorten
 from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
     RIGHT,
@@ -15,8 +18,8 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     FuzzOutcome,
     run_or_outcome,
 )
-from modular_kernel.testing.stress.fuzz.random_problems import draw_problem
-from modular_kernel.testing.stress.fuzz.specs import JUNK, shorten
+from modular_kernel.testing.stress.fuzz.random_problems import problem_fields
+from modular_kernel.testing.stress.fuzz.target import Target
 
 _RAISED: tuple[Callable[[], BaseException], ...] = (
     lambda: ModuleNotFoundError("No module named 'moon'"),
@@ -30,18 +33,54 @@ _RAISED: tuple[Callable[[], BaseException], ...] = (
 _GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
 
 
-def entry_points(rng: Random) -> FuzzOutcome:
+@dataclass(frozen=True)
+class BrokenPackage:
+    """A package whose entry point raises or offers junk.
+
+    kind: what is wrong with it. value: junk, or the place of an exception in the list. role: of
+    the part that it offers.
+    """
+
+    kind: str
+    value: Any
+    role: str
+    field: str
+
+
+@st.composite
+def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
+    kind = draw(st.sampled_from(("raises", "offers", "requires", "field", "extra_rejections")))
+    role = draw(st.sampled_from(sorted(_BASES)))
+    names = sorted(each.name for each in fields(_base(role).requires))
+    value = st.integers(0, len(_RAISED) - 1) if kind == "raises" else junk
+    if kind == "offers":
+        given = draw(junk)
+        value = st.sampled_from((given, (given,), [given]))
+    return BrokenPackage(kind, draw(value), role, draw(st.sampled_from(names)))
+
+
+@dataclass(frozen=True)
+class PackagesCase:
+    """Broken packages, the place of the good one among them, and a problem to check."""
+
+    broken: list[BrokenPackage]
+    place: int
+    fields: dict[str, Any]
+
+
+def entry_points(case: PackagesCase) -> FuzzOutcome:
     """Load up to four broken packages beside a good one.
 
     The good one's parts must work, and each broken one must be listed as unusable or be checked
     without an error.
     """
     good = load_catalog()
-    broken_offers = [_offer(rng, place) for place in range(rng.randint(1, 4))]
+    broken_offers = [_offer(package, place) for place, package in enumerate(case.broken)]
     offers = [offer for offer, _, _ in broken_offers]
     what = ", ".join(description for _, description, _ in broken_offers)
     parts = tuple(part.cls for part in good.parts if part.name in _GOOD)
-    offers.insert(rng.randrange(len(offers) + 1), Offer("good", "good (good:PARTS)", lambda: parts))
+    place = case.place % (len(offers) + 1)
+    offers.insert(place, Offer("good", "good (good:PARTS)", lambda: parts))
 
     def call() -> str:
         catalog = build_catalog(offers)
@@ -53,7 +92,7 @@ def entry_points(rng: Random) -> FuzzOutcome:
             return f"usable: {sorted(unusable & set(names))}"
         if any(not text.isprintable() for b in catalog.broken for text in (b.name, b.error)):
             return "a text that is not printable"
-        return _judged(catalog, rng)
+        return _verdict_fault(catalog, case.fields)
 
     fault = run_or_outcome(what, call)
     if isinstance(fault, FuzzOutcome):
@@ -63,9 +102,9 @@ def entry_points(rng: Random) -> FuzzOutcome:
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _judged(catalog: Any, rng: Random) -> str:
+def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
     """Check all pairings; return what is wrong with a verdict, or "". None may raise."""
-    problem, machine = draw_problem(rng), current_machine()
+    problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
         unavailable(part.name, part.cls.requires, machine)
     for pf in catalog.names("prepare_finalize"):
@@ -79,36 +118,45 @@ def _judged(catalog: Any, rng: Random) -> str:
     return ""
 
 
-def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
+_BASES = {"experts": "TorchExperts", "prepare_finalize": "MoEPrepareAndFinalizeNoEP"}
+
+
+def _base(role: str) -> Any:
+    catalog = load_catalog()
+    return getattr(catalog, role)(_BASES[role])
+
+
+def _offer(package: BrokenPackage, place: int) -> tuple[Offer, str, tuple[str, ...]]:
     """Return an entry point, its description, and the names of its parts that must be unusable."""
-    kind = rng.randrange(5)
+    kind, value = package.kind, package.value
     name = f"theirs{place}"
     origin = f"{name} ({name}:PARTS)"
-    if kind == 0:
-        make_error = rng.choice(_RAISED)
+    if kind == "raises":
+        make_error = _RAISED[value]
 
         def load() -> object:
             raise make_error()
 
         return Offer(name, origin, load), f"raises {shorten(make_error())}", ()
-    if kind == 1:
-        junk = rng.choice(JUNK)
-        offered = rng.choice((junk, (junk,), [junk]))
-        return Offer(name, origin, lambda: offered), f"offers {shorten(offered)}", ()
-    base = load_catalog().experts("TorchExperts")
-    if rng.random() < 0.5:
-        base = load_catalog().prepare_finalize("MoEPrepareAndFinalizeNoEP")  # type: ignore[assignment]
-    label = f"Theirs{place}"
-    if kind == 2:  # junk instead of the whole declaration
-        junk = rng.choice(JUNK)
-        part = type(label, (base,), {"requires": junk})
-        return Offer(name, origin, lambda: (part,)), f"requires={shorten(junk)}", (label,)
-    if kind == 3:
-        field = rng.choice(fields(base.requires)).name
-        junk = rng.choice(JUNK)
-        requires = run_or_outcome("", lambda: replace(base.requires, **{field: junk}))
+    if kind == "offers":
+        return Offer(name, origin, lambda: value), f"offers {shorten(value)}", ()
+    base, label = _base(package.role), f"Theirs{place}"
+    if kind == "requires":  # junk instead of the whole declaration
+        part = type(label, (base,), {"requires": value})
+        return Offer(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
+    if kind == "field":
+        requires = run_or_outcome("", lambda: replace(base.requires, **{package.field: value}))
         part = type(label, (base,), {"requires": requires})
-        return Offer(name, origin, lambda: (part,)), f"requires.{field}={shorten(junk)}", ()
-    junk = rng.choice(JUNK)
-    part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: junk)})
-    return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(junk)}", ()
+        what = f"requires.{package.field}={shorten(value)}"
+        return Offer(name, origin, lambda: (part,)), what, ()
+    part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: value)})
+    return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(value)}", ()
+
+
+_CASES = st.builds(
+    PackagesCase,
+    broken=st.lists(_broken_packages(), min_size=1, max_size=4),
+    place=st.integers(0, 4),
+    fields=problem_fields(),
+)
+TARGETS: tuple[Target[Any], ...] = (Target("entry_points", 1, _CASES, entry_points),)

@@ -4,13 +4,15 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
+from hypothesis import strategies as st
+
 from modular_kernel.spec.problem import Problem
-from modular_kernel.testing.stress.fuzz.entry_functions import import_name
 from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name
 
 # Replacements for a JSON value.
 _VALUES: tuple[Any, ...] = (
@@ -21,60 +23,80 @@ _VALUES: tuple[Any, ...] = (
 _WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "", '"\\ud800"')
 
 
-def stored_files(rng: Random) -> FuzzOutcome:
+@dataclass(frozen=True)
+class FileCase:
+    """Text of a file. kind: its reader's name. is_original: nothing was changed."""
+
+    kind: str
+    text: str
+    is_original: bool
+
+
+def stored_files(case: FileCase) -> FuzzOutcome:
     """Read a file, unchanged or with up to four changes: correct, or a typed error."""
-    kind, value, read, check = rng.choice(_KINDS)
-    changes = rng.choice((0, 1, 1, 1, 2, 4))
-    value = json.loads(json.dumps(value))
-    for _ in range(changes):
-        value = changed(rng, value)
-    text = json.dumps(value)
-    is_damaged = changes > 0 and rng.random() < 0.3
-    if is_damaged:
-        text = damage_text(rng, text)
-    what = f"{kind}, {changes} changes{', then the text' if is_damaged else ''}: {text[:300]}"
-    result = run_or_outcome(what, lambda: read(text))
+    _, read, check = _KINDS[case.kind]
+    changes = "unchanged" if case.is_original else "changed"
+    what = f"{case.kind}, {changes}: {case.text[:300]}"
+    result = run_or_outcome(what, lambda: read(case.text))
     if isinstance(result, FuzzOutcome):
-        return FuzzOutcome(WRONG, f"{what}: refused") if changes == 0 else result
+        return FuzzOutcome(WRONG, f"{what}: refused") if case.is_original else result
     fault = run_or_outcome(what, lambda: check(result))
     if isinstance(fault, FuzzOutcome):
         return fault
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def changed(rng: Random, value: Any) -> Any:
-    """Return `value` with one element, at any depth, removed, renamed, duplicated or replaced."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        name = rng.choice(sorted(value))
-        kind = rng.randrange(6)
+@st.composite
+def _file_cases(draw: st.DrawFn) -> FileCase:
+    kind = draw(st.sampled_from(sorted(_KINDS)))
+    value, changes = _KINDS[kind][0], draw(st.sampled_from((0, 1, 1, 1, 2, 4)))
+    for _ in range(changes):
+        value = draw(changed_json(value))
+    text = json.dumps(value)
+    if changes and draw(chance(30)):
+        text = draw(damaged_text(text))
+    return FileCase(kind, text, is_original=changes == 0)
+
+
+@st.composite
+def changed_json(draw: st.DrawFn, value: Any) -> Any:
+    """Draw `value` with one element, at any depth, removed, renamed, repeated or replaced."""
+    if isinstance(value, dict) and value and draw(chance(85)):
+        name, kind = draw(st.sampled_from(sorted(value))), draw(st.integers(0, 5))
         if kind == 0:
             return {k: v for k, v in value.items() if k != name}
         if kind == 1:
-            other = rng.choice((name.upper(), name + "x", "0", "-1", str(2**40), "١٢"))
+            others = (name.upper(), name + "x", "0", "-1", str(2**40), "١٢")
+            other = draw(st.sampled_from(others))
             return {(other if k == name else k): v for k, v in value.items()}
-        return value | {name: changed(rng, value[name])}
-    if isinstance(value, list) and value and rng.random() < 0.85:
-        at = rng.randrange(len(value))
-        kind = rng.randrange(6)
+        return value | {name: draw(changed_json(value[name]))}
+    if isinstance(value, list) and value and draw(chance(85)):
+        at, kind = draw(st.integers(0, len(value) - 1)), draw(st.integers(0, 5))
         if kind == 0:
             return value[:at] + value[at + 1 :]
         if kind == 1:
             return [*value, value[at]]
-        return [*value[:at], changed(rng, value[at]), *value[at + 1 :]]
-    return rng.choice(_VALUES)
+        return [*value[:at], draw(changed_json(value[at])), *value[at + 1 :]]
+    return draw(_values)
 
 
-def damage_text(rng: Random, text: str) -> str:
-    """Return `text` truncated, with an inserted word or character, or with a part repeated."""
-    start, stop = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
-    kind = rng.randrange(4)
+@st.composite
+def damaged_text(draw: st.DrawFn, text: str) -> str:
+    """Draw `text` truncated, with an inserted word or character, or with a part repeated."""
+    places = st.integers(0, len(text))
+    start, stop = sorted((draw(places), draw(places)))
+    kind = draw(st.integers(0, 3))
     if kind == 0:
         return text[:start]
     if kind == 1:
-        return text[:start] + rng.choice(_WORDS) + text[start:]
+        return text[:start] + draw(st.sampled_from(_WORDS)) + text[start:]
     if kind == 2:
         return text[:stop] + text[start:]
-    return text[:start] + chr(rng.choice((0, 9, 27, 34, 44, 58, 0x7F, 0x2028))) + text[start + 1 :]
+    character = draw(st.sampled_from((0, 9, 27, 34, 44, 58, 0x7F, 0x2028)))
+    return text[:start] + chr(character) + text[start + 1 :]
+
+
+_values = st.sampled_from(_VALUES)
 
 
 def _launch(block_m: int) -> dict[str, int]:
@@ -188,11 +210,11 @@ def _model_fault(facts: dict[str, Any]) -> str:
     return "" if problem.scheme.name and problem.experts >= problem.top_k else "sizes"
 
 
-_Kind = tuple[str, Any, Callable[[str], Any], Callable[[Any], str]]
-_KINDS: tuple[_Kind, ...] = (
-    ("tiles", _OURS, _tiles, _tiles_fault),
-    ("tiles of others", _THEIRS, _tiles, _tiles_fault),
-    ("choices", _CHOICES, _choices, _choices_fault),
-    ("config.json", _MODEL, _model, _model_fault),
-    ("config.json inside", {"text_config": _MODEL}, _model, _model_fault),
-)
+_KINDS: dict[str, tuple[Any, Callable[[str], Any], Callable[[Any], str]]] = {
+    "tiles": (_OURS, _tiles, _tiles_fault),
+    "tiles of others": (_THEIRS, _tiles, _tiles_fault),
+    "choices": (_CHOICES, _choices, _choices_fault),
+    "config.json": (_MODEL, _model, _model_fault),
+    "config.json inside": ({"text_config": _MODEL}, _model, _model_fault),
+}
+TARGETS: tuple[Target[Any], ...] = (Target("stored_files", 4, _file_cases(), stored_files),)

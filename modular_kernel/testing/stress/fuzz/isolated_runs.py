@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from modular_kernel.settings import child_environment
 from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
@@ -20,12 +20,13 @@ _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 @dataclass(frozen=True)
 class FuzzFinding:
-    """A configuration with a bad outcome."""
+    """A configuration with a bad outcome. number: -1 for a saved failure or an explicit example."""
 
     number: int
     target: str
     kind: str
     what: str
+    smallest: str = ""  # the outcome of the smallest input that Hypothesis found
 
 
 @dataclass
@@ -51,6 +52,8 @@ class FuzzReport:
         for finding in self.findings:
             yield f"{finding.kind}: {finding.target}: {finding.what}"
             yield f"    {self.reproducer(finding)}"
+            if finding.smallest:
+                yield f"    smallest input: {finding.smallest}"
         mode = "interpreted" if self.interpreted else "plain"
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*GOOD, *BAD))
         yield f"seed {self.seed}, {mode}: {sum(self.counts.values())} configurations: {counts}"
@@ -64,7 +67,7 @@ def run(
     only: str = "",
     deadline_s: float = 60.0,
 ) -> FuzzReport:
-    """Run the configurations of `numbers`.
+    """Run the configurations of `numbers`. -1 stands for explicit examples and saved failures.
 
     only: the name of the only target; "" for all. deadline_s: timeout in seconds for each.
     """
@@ -92,7 +95,10 @@ def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
         while (line := lines.get(timeout=patience)) is not None:
             number, target, kind, what = json.loads(line)
             current, patience = number + 1, deadline_s
-            _note(report, FuzzFinding(number, target, kind, what))
+            if kind == "smaller":
+                report.findings[-1] = replace(report.findings[-1], smallest=what)
+            elif kind != "saved":
+                _note(report, FuzzFinding(number, target, kind, what))
     except queue.Empty:
         _note(report, FuzzFinding(current, "?", HANG, f"no answer in {patience:.0f} s"))
         return current + 1

@@ -46,7 +46,8 @@ def matrix(
     if scheme.weight == "float4_e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
         codes, factor = table[codes.long()], scale.double()
-        factor = torch.exp2(factor - 127) if whole is None else factor
+        if whole is None:  # E8M0: 255 is NaN
+            factor = torch.exp2(factor - 127).masked_fill(factor == 255, torch.nan)
     else:
         factor = scale.double()
     block_n, block_k = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
@@ -166,8 +167,8 @@ class Oracle:
             factor = problem.routed_scaling_factor * (1.0 if on_input else weight)
         return y * factor, norm * abs(factor)
 
-    def fault(self, found: torch.Tensor, *, rows: slice = slice(None)) -> str:
-        """Return what is wrong with the output `found`, or "". rows: the rows to check."""
+    def fault(self, found: torch.Tensor, *, rows: slice | torch.Tensor = slice(None)) -> str:
+        """Return what is wrong with the output `found`, or "". rows: a slice or mask to check."""
         if found.shape != self.expected.shape:
             return f"shape {tuple(found.shape)}, not {tuple(self.expected.shape)}"
         if found.dtype is not self.problem.dtype:

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
-from modular_kernel.testing.stress.fuzz.entry_functions import import_name
+from modular_kernel.testing.stress.fuzz.junk import junk, shorten
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, run_or_outcome
-from modular_kernel.testing.stress.fuzz.specs import JUNK, shorten
+from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
 _BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
 _TABLES = _BASE.tables()
@@ -51,26 +51,36 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 )
 
 
-def placements(rng: Random) -> FuzzOutcome:
+_CALL = {name: (call, count) for name, call, count in _CALLS}
+_SKIP_LOADS = ("rank_loads", "rebalance")  # the first argument, loads, may be floats
+
+
+@st.composite
+def _arguments(draw: st.DrawFn) -> Any:
+    """Draw junk, plausible numbers, or several in a list, tuple, map or list of lists."""
+    value = draw(st.one_of(st.integers(-1, 6), junk))
+    several = draw(st.lists(st.one_of(st.integers(0, 2), st.just(value)), max_size=3))
+    kinds = (value, value, several, tuple(several), [several], (tuple(several),))
+    return draw(st.sampled_from((*kinds, {draw(st.integers(0, 5)): several})))
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
+    name = draw(st.sampled_from(sorted(_CALL)))
+    return name, [draw(_arguments()) for _ in range(_CALL[name][1])]
+
+
+def placements(case: tuple[str, list[Any]]) -> FuzzOutcome:
     """Call everything that makes or reads a placement with junk, and lists and maps of it."""
-    name, call, num_arguments = rng.choice(_CALLS)
-    arguments = [_draw_argument(rng) for _ in range(num_arguments)]
+    name, arguments = case
+    call, _ = _CALL[name]
     what = f"{name}({', '.join(map(_words, arguments))})"
     result = run_or_outcome(what, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
-    skip = name in ("rank_loads", "rebalance")  # the first argument, loads, may be floats
-    if any(_has_no_number(given) for given in arguments[skip:]):
+    if any(_has_no_number(given) for given in arguments[name in _SKIP_LOADS :]):
         return FuzzOutcome(ACCEPTED, what)
     return FuzzOutcome(RIGHT, what)
-
-
-def _draw_argument(rng: Random) -> Any:
-    """Return junk, plausible numbers, or several in a list, tuple, map or list of lists."""
-    value = rng.choice((rng.choice(JUNK), rng.randrange(-1, 7)))
-    several = [rng.choice((rng.randrange(0, 3), value)) for _ in range(rng.randrange(4))]
-    kinds = (value, value, several, tuple(several), [several], (tuple(several),))
-    return rng.choice((*kinds, {rng.randrange(6): several}))
 
 
 def _words(given: Any) -> str:
@@ -86,3 +96,6 @@ def _has_no_number(given: Any) -> bool:
     if isinstance(given, list | tuple):
         return any(map(_has_no_number, given))
     return isinstance(given, bool | float | complex | str | bytes)
+
+
+TARGETS: tuple[Target[Any], ...] = (Target("placements", 1, _calls(), placements),)

@@ -1,14 +1,16 @@
-"""Random problems, most of them valid, and inputs for them."""
+"""Strategies for small problems, most of them valid, and for inputs of a call."""
 
 from dataclasses import dataclass, replace
-from random import Random
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from modular_kernel.machine import current_machine
 from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.stress.fuzz.target import chance, seeds
 
 # (prepare/finalize, torch experts, experts that need Triton)
 _PARTS = (
@@ -42,108 +44,157 @@ class CallInputs:
     out: torch.Tensor | None = None
 
 
-def draw_parts(rng: Random) -> tuple[str, str]:
-    """Return a PrepareAndFinalize and experts.
+@st.composite
+def pairings(draw: st.DrawFn) -> tuple[str, str]:
+    """Draw a PrepareAndFinalize and experts.
 
     They are almost always compatible with each other and with this machine.
     """
-    prepare, torch_experts, triton_experts = rng.choice(_PARTS)
-    if rng.random() < 0.05:
-        _, torch_experts, triton_experts = rng.choice(_PARTS)
-    is_interpreted = current_machine().interpreter
-    return prepare, rng.choice(triton_experts) if rng.random() < (
-        0.8 if is_interpreted else 0.05
-    ) else torch_experts
+    prepare, torch_experts, triton_experts = draw(_parts)
+    if draw(chance(5)):
+        _, torch_experts, triton_experts = draw(_parts)
+    uses_triton = draw(chance(80 if current_machine().interpreter else 5))
+    return prepare, draw(st.sampled_from(triton_experts)) if uses_triton else torch_experts
 
 
-def draw_problem(rng: Random) -> Problem:
-    """Return a small problem. Some are inconsistent, which raises InputError."""
-    experts = rng.choice((1, 2, 3, 4, 5, 8, 9))
-    mapped = rng.random() < 0.15
-    combine = rng.choice((*[Combine.SUM] * 6, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED))
-    return Problem(
-        tokens=rng.choice((0, 1, 1, 2, 3, 4, 5, 8, 9)),
-        hidden=rng.choice(_SIZES),
-        intermediate=rng.choice(_SIZES),
-        experts=experts,
-        top_k=rng.choice((1, 1, 2, 2, 3, 5)),
-        dtype=rng.choice((torch.float32, torch.float16, torch.bfloat16)),
-        quant=rng.choice(_QUANTS) if rng.random() < 0.4 else "none",
-        activation=rng.choice(_ACTIVATIONS) if rng.random() < 0.5 else "silu",
-        local_experts=rng.randint(1, experts) if mapped else None,
-        ids_dtype=rng.choice((None, None, torch.int32, torch.int64)),
-        bias=rng.random() < 0.25,
-        expert_map=mapped,
-        apply_router_weight_on_input=combine is Combine.SUM and rng.random() < 0.15,
-        routed_scaling_factor=rng.choice((1.0, 1.0, 2.5, -0.5)),
-        combine=combine,
-        inplace=rng.random() < 0.1,
-        chunk_tokens=rng.choice((None, None, None, 1, 2, 4)),
+_parts = st.sampled_from(_PARTS)
+_sizes = st.sampled_from(_SIZES)
+_quants = st.one_of(*[st.just("none")] * 3, st.sampled_from(_QUANTS), st.sampled_from(_QUANTS))
+_combines = st.sampled_from((*[Combine.SUM] * 6, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED))
+_fields = st.fixed_dictionaries(
+    {
+        "tokens": st.sampled_from((1, 0, 1, 2, 3, 4, 5, 8, 9)),
+        "hidden": _sizes,
+        "intermediate": _sizes,
+        "top_k": st.sampled_from((1, 1, 2, 2, 3, 5)),
+        "dtype": st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
+        "quant": _quants,
+        "activation": st.one_of(st.just("silu"), st.sampled_from(_ACTIVATIONS)),
+        "ids_dtype": st.sampled_from((None, None, torch.int32, torch.int64)),
+        "bias": chance(25),
+        "routed_scaling_factor": st.sampled_from((1.0, 1.0, 2.5, -0.5)),
+        "inplace": chance(10),
+        "chunk_tokens": st.sampled_from((None, None, None, 1, 2, 4)),
+    }
+)
+
+
+@st.composite
+def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the fields of a small problem. Some are inconsistent: Problem raises InputError."""
+    fields = dict(draw(_fields))
+    experts, combine = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 9))), draw(_combines)
+    is_mapped = draw(chance(15))
+    return fields | {
+        "experts": experts,
+        "combine": combine,
+        "apply_router_weight_on_input": draw(chance(15)) and combine is Combine.SUM,
+        "expert_map": is_mapped,
+        "local_experts": draw(st.integers(1, experts)) if is_mapped else None,
+    }
+
+
+@dataclass(frozen=True)
+class InputChoices:
+    """Choices from which `make_inputs` makes valid inputs of a problem.
+
+    seed: of the values. tokens: number of tokens, modulo the problem's plus one; None for the
+    problem's. invalid_id: place in the list of ids that are skipped, put into 40 % of the pairs.
+    """
+
+    seed: int = 0
+    tokens: int | None = None
+    column_major: bool = False
+    invalid_id: int | None = None
+    int32_ids: bool = False
+    signed_weights: bool = False
+    nan_beside_x: bool = False
+    zero_row: bool = False
+
+
+def input_choices() -> st.SearchStrategy[InputChoices]:
+    """Return a strategy for the choices of one call's inputs."""
+    return st.builds(
+        InputChoices,
+        seed=seeds,
+        tokens=st.one_of(st.none(), st.none(), st.integers(0, 9)),
+        column_major=chance(20),
+        invalid_id=st.one_of(st.none(), st.integers(0, 7)),
+        int32_ids=st.booleans(),
+        signed_weights=chance(30),
+        nan_beside_x=chance(10),
+        zero_row=chance(10),
     )
 
 
-def generator_of(rng: Random) -> torch.Generator:
-    """Return a tensor generator seeded from `rng`."""
-    return torch.Generator().manual_seed(rng.getrandbits(60))
-
-
-def draw_inputs(problem: Problem, rng: Random) -> CallInputs:
-    """Draw valid inputs for at most `problem.tokens` tokens."""
-    generator = generator_of(rng)
+def make_inputs(problem: Problem, choices: InputChoices) -> CallInputs:
+    """Return valid inputs for at most `problem.tokens` tokens."""
+    generator = torch.Generator().manual_seed(choices.seed)
 
     def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
+    tokens = problem.tokens if choices.tokens is None else choices.tokens % (problem.tokens + 1)
+    weights = _make_weights(problem, choices, generator)
+    shape = (tokens, problem.top_k)
+    ids = torch.randint(0, problem.experts, shape, generator=generator)
+    if choices.invalid_id is not None:  # skipped ids, and invalid ones, also beyond 32 bits
+        wide = problem.ids_dtype is not torch.int32
+        outside = (-1, -1, -2, problem.experts, problem.experts + 9)
+        values = (-1, *outside, *((2**31, -(2**40)) if wide else ()))
+        value = values[choices.invalid_id % len(values)]
+        ids[torch.rand(shape, generator=generator) < 0.4] = value
+    ids = ids.to(problem.ids_dtype or _ids_dtype(ids, choices))
+    router = torch.rand(shape, generator=generator) + 0.1
+    if choices.signed_weights:
+        router = router * torch.randn(shape, generator=generator)
+    x_TH = normal(tokens, problem.hidden)
+    if choices.nan_beside_x and not problem.inplace:
+        x_TH = torch.cat([x_TH, torch.full_like(x_TH, torch.nan)], 1)[:, : problem.hidden]
+    if choices.zero_row and tokens:
+        x_TH[0] = 0
+    return CallInputs(x_TH, weights, Routing(router, ids))
+
+
+def _make_weights(
+    problem: Problem, choices: InputChoices, generator: torch.Generator
+) -> ExpertWeights:
+    def normal(*shape: int, std: float = 1.0, dtype: torch.dtype) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * std).to(dtype)
+
     e, h, i = problem.e, problem.hidden, problem.intermediate
-    is_quantized = problem.scheme.quantized
+    is_quantized, has_bias = problem.scheme.quantized, problem.bias
     stored_dtype = torch.float32 if is_quantized else problem.dtype
     weights = ExpertWeights(
         w1=normal(e, problem.w1_rows, h, std=h**-0.5, dtype=stored_dtype),
         w2=normal(e, h, i, std=i**-0.5, dtype=stored_dtype),
-        b1=normal(e, problem.w1_rows, dtype=torch.float32) if problem.bias else None,
-        b2=normal(e, h) if problem.bias else None,
-        expert_map=_draw_expert_map(problem, rng) if problem.expert_map else None,
+        b1=normal(e, problem.w1_rows, dtype=torch.float32) if has_bias else None,
+        b2=normal(e, h, dtype=problem.dtype) if has_bias else None,
+        expert_map=_make_expert_map(problem, generator) if problem.expert_map else None,
     )
     if problem.scheme.static:
         scale = static_scale(problem, 28.0)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if is_quantized:
-        weights = quantize_weights(weights, problem)
-    elif rng.random() < 0.2:
-        weights = replace(weights, w1=_to_column_major(weights.w1), w2=_to_column_major(weights.w2))
-    tokens = rng.randint(0, problem.tokens) if rng.random() < 0.3 else problem.tokens
-    shape = (tokens, problem.top_k)
-    ids = torch.randint(0, problem.experts, shape, generator=generator)
-    if rng.random() < 0.4:  # skipped ids, and invalid ones, also beyond 32 bits
-        wide = problem.ids_dtype is not torch.int32
-        outside = (-1, -1, -2, problem.experts, problem.experts + 9)
-        kind = rng.choice((-1, *outside, *((2**31, -(2**40)) if wide else ())))
-        ids[torch.rand(shape, generator=generator) < 0.4] = kind
-    ids = ids.to(problem.ids_dtype or rng.choice(_id_dtypes(ids)))
-    router = torch.rand(shape, generator=generator) + 0.1
-    if rng.random() < 0.3:
-        router = router * torch.randn(shape, generator=generator)
-    x_TH = normal(tokens, h)
-    if rng.random() < 0.1 and not problem.inplace:
-        x_TH = torch.cat([x_TH, torch.full_like(x_TH, torch.nan)], 1)[:, :h]
-    if rng.random() < 0.1 and tokens:
-        x_TH[0] = 0
-    return CallInputs(x_TH, weights, Routing(router, ids))
+        return quantize_weights(weights, problem)
+    if choices.column_major:
+        return replace(weights, w1=_to_column_major(weights.w1), w2=_to_column_major(weights.w2))
+    return weights
 
 
-def _id_dtypes(ids: torch.Tensor) -> tuple[torch.dtype, ...]:
+def _ids_dtype(ids: torch.Tensor, choices: InputChoices) -> torch.dtype:
     fits = not ids.numel() or int(ids.abs().max()) < 2**31
-    return (torch.int32, torch.int64) if fits else (torch.int64,)
+    return torch.int32 if fits and choices.int32_ids else torch.int64
 
 
 def _to_column_major(w_eNK: torch.Tensor) -> torch.Tensor:
     return w_eNK.mT.contiguous().mT
 
 
-def _draw_expert_map(problem: Problem, rng: Random) -> torch.Tensor:
-    local_ids = rng.sample(range(problem.experts), problem.e)
+def _make_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor:
+    local_ids = torch.randperm(problem.experts, generator=generator)[: problem.e]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32)
-    expert_map[torch.tensor(local_ids)] = torch.arange(problem.e, dtype=torch.int32)
+    expert_map[local_ids] = torch.arange(problem.e, dtype=torch.int32)
     return expert_map
 
 

@@ -1,13 +1,12 @@
 """Tensor-free API: problems, activations, ranks and machines, and the compatibility checks."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from enum import Enum
-from math import inf, isfinite, nan
-from random import Random
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from modular_kernel.catalog import check, check_all, make_kernel
 from modular_kernel.spec.lora import AdapterSpec
@@ -21,27 +20,10 @@ from modular_kernel.spec.problem import (
     Problem,
 )
 from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.testing.stress.fuzz.junk import JUNK, junk, shorten
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, run_or_outcome
-from modular_kernel.testing.stress.fuzz.random_problems import describe, draw_parts, draw_problem
-
-
-class Other(Enum):
-    """Values that look like those of Combine."""
-
-    SUM = "sum"
-
-
-JUNK: tuple[Any, ...] = (
-    None, True, False, 0, 1, 2, -1, 3, 7, 2**31 - 1, 2**31, 2**63, 10**400, -(2**40), 0.0, -0.0,
-    1.0, 2.5, nan, inf, -inf, 1e308, 1j, "", " ", "silu", "none", "sum", "false", "true", "linear",
-    "ieee", "bf16", "fp8_w8a8_block:block=1x1", "fp8_w8a8_block:block=0x0",
-    "int4_w4a16_group:group=3",
-    "\x1b[31m", "x" * 5000, "é\u0000", b"none", [], [1], (), (1, 2), {}, {"a": 1}, set(), object(),
-    int, Combine.SUM, Other.SUM, torch.float32, torch.int64, torch.bfloat16, torch.float64,
-    torch.complex64, torch.strided, torch.tensor(3), torch.tensor([1, 2]), torch.device("cpu"),
-    torch.ones(2, 2), torch.zeros(0, 8, dtype=torch.int32), lambda: 1, Parallel(),
-    ActivationSpec(), range(3),
-)  # fmt: skip
+from modular_kernel.testing.stress.fuzz.random_problems import describe, pairings, problem_fields
+from modular_kernel.testing.stress.fuzz.target import Target, chance
 
 
 def _count(low: int) -> Callable[[Any], bool]:
@@ -108,46 +90,58 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 
 
-def shorten(value: Any) -> str:
-    """Format a value in a few characters."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an int of {value.bit_length()} bits"
-    short = isinstance(value, str | int | float | type(None))
-    return repr(value)[:40] if short else str(type(value))
+@dataclass(frozen=True)
+class ProblemCase:
+    """A problem with some fields replaced, and the pairing that it is checked with."""
+
+    fields: dict[str, Any]
+    replaced: dict[str, Any]
+    parts: tuple[str, str]
+    all_pairings: bool
 
 
-def _value(name: str, rng: Random) -> Any:
-    """Return junk, or an allowed value of the field."""
-    return rng.choice(list(filter(FIELDS[name], JUNK)) if rng.random() < 0.4 else JUNK)
+@st.composite
+def _replaced_fields(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw junk, or allowed values, for one to three fields."""
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=3, unique=True))
+    return {name: draw(_allowed[name] if draw(chance(40)) else junk) for name in names}
 
 
-def problem_fields(rng: Random) -> FuzzOutcome:
+_allowed = {name: st.sampled_from(list(filter(fits, JUNK))) for name, fits in FIELDS.items()}
+_PROBLEMS = st.builds(
+    ProblemCase,
+    fields=problem_fields(),
+    replaced=_replaced_fields(),
+    parts=pairings(),
+    all_pairings=chance(10),
+)
+
+
+def check_problem(case: ProblemCase) -> FuzzOutcome:
     """Check a valid problem with junk in one to three fields."""
-    base = run_or_outcome("a problem", lambda: draw_problem(rng))
+    base = run_or_outcome("a problem", lambda: Problem(**case.fields))
     if isinstance(base, FuzzOutcome):
         return base
-    names = rng.sample(sorted(FIELDS), rng.choice((1, 1, 2, 3)))
-    junk = {name: _value(name, rng) for name in names}
-    words = ", ".join(f"{name}={shorten(value)}" for name, value in junk.items())
+    words = ", ".join(f"{name}={shorten(value)}" for name, value in case.replaced.items())
     what = f"{describe(base)} with {words}"
-    problem = run_or_outcome(what, lambda: replace(base, **junk))
+    problem = run_or_outcome(what, lambda: replace(base, **case.replaced))
     if isinstance(problem, FuzzOutcome):
         return problem
-    if not all(FIELDS[name](value) for name, value in junk.items()):
+    if not all(FIELDS[name](value) for name, value in case.replaced.items()):
         return FuzzOutcome(ACCEPTED, what)
-    return _use_problem(problem, what, rng)
+    return _use_problem(problem, what, case)
 
 
-def _use_problem(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
+def _use_problem(problem: Problem, what: str, case: ProblemCase) -> FuzzOutcome:
     """Hash, print, check and compose an accepted problem."""
-    prepare, experts = draw_parts(rng)
+    prepare, experts = case.parts
 
     def use() -> object:
         hash(problem)
         str(problem)
         judged = check(prepare, experts, problem)
         str(judged)
-        if rng.random() < 0.1:
+        if case.all_pairings:
             return check_all(problem)
         # Only small ones: a valid problem may need all memory.
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
@@ -157,19 +151,28 @@ def _use_problem(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
 
 
-def small_facts(rng: Random) -> FuzzOutcome:
+_FACTS: dict[str, tuple[Callable[..., Any], int]] = {
+    "ActivationSpec": (ActivationSpec, 4),
+    "ActivationSpec.parse": (ActivationSpec.parse, 1),
+    "Parallel": (Parallel, 3),
+    "Machine": (Machine, 2),
+}
+
+
+@st.composite
+def _facts(draw: st.DrawFn) -> tuple[str, list[Any]]:
+    name = draw(st.sampled_from(sorted(_FACTS)))
+    arguments = draw(st.lists(junk, min_size=1, max_size=_FACTS[name][1]))
+    if name == "ActivationSpec" and draw(chance(70)):
+        arguments[0] = draw(st.sampled_from(GATED + UNGATED))
+    return name, arguments
+
+
+def small_facts(case: tuple[str, list[Any]]) -> FuzzOutcome:
     """Make ActivationSpec, Parallel and Machine from junk."""
-    calls: tuple[tuple[Callable[..., Any], int], ...] = (
-        (ActivationSpec, 4),
-        (ActivationSpec.parse, 1),
-        (Parallel, 3),
-        (Machine, 2),
-    )
-    call, max_arguments = rng.choice(calls)
-    arguments = [rng.choice(JUNK) for _ in range(rng.randint(1, max_arguments))]
-    if call is ActivationSpec and rng.random() < 0.7:
-        arguments[0] = rng.choice(GATED + UNGATED)
-    what = f"{call.__qualname__}({', '.join(map(shorten, arguments))})"
+    name, arguments = case
+    call, _ = _FACTS[name]
+    what = f"{name}({', '.join(map(shorten, arguments))})"
     result = run_or_outcome(what, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
@@ -184,23 +187,35 @@ def small_facts(rng: Random) -> FuzzOutcome:
     return run_or_outcome(what, lambda: FuzzOutcome(RIGHT, what + str(result)[:0]))
 
 
-def compatibility_checks(rng: Random) -> FuzzOutcome:
+def compatibility_checks(case: tuple[Any, ...]) -> FuzzOutcome:
     """Call check and make_kernel with junk in place of any argument."""
-    problem = run_or_outcome("a problem", lambda: draw_problem(rng))
+    fields, parts, place, value, call = case
+    problem = run_or_outcome("a problem", lambda: Problem(**fields))
     if isinstance(problem, FuzzOutcome):
         return problem
-    arguments: list[Any] = [*draw_parts(rng), problem]
+    arguments: list[Any] = [*parts, problem]
     options: dict[str, Any] = {}
-    place = rng.randrange(4)
-    value = rng.choice(JUNK)
-    if place < 3:
+    if place < len(arguments):
         arguments[place] = value
     else:
         options["machine"] = value
-    call = rng.choice((check, make_kernel))
     what = f"{call.__name__} with {shorten(value)} as argument {place}"
     result = run_or_outcome(what, lambda: call(*arguments, **options))
     if isinstance(result, FuzzOutcome):
         return result
     fits = value is None and place == 3
     return FuzzOutcome(RIGHT if fits else ACCEPTED, what)
+
+
+_CHECKS = st.tuples(
+    problem_fields(),
+    pairings(),
+    st.integers(0, 3),
+    junk,
+    st.sampled_from((check, make_kernel)),
+)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("problem_fields", 13, _PROBLEMS, check_problem),
+    Target("small_facts", 5, _facts(), small_facts),
+    Target("compatibility_checks", 7, _CHECKS, compatibility_checks),
+)

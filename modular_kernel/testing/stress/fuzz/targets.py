@@ -1,56 +1,93 @@
-"""Targets of fuzzing: draws a configuration from a seed and a number, and returns its outcome."""
+"""All targets, and the outcome of a configuration, which follows from a seed and a number."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from modular_kernel.testing.stress.fuzz import (
     calls,
     checkpoints,
+    command_line,
     compose_calls,
-    entry_functions,
+    concurrency,
     entry_points,
     files,
+    fused_experts,
+    layer_states,
+    layouts,
+    nan_values,
+    numbers,
+    packed_weights,
     placements,
+    public_functions,
+    routers,
     specs,
+    transforms,
 )
-from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome
+from modular_kernel.testing.stress.fuzz.properties import TargetProperty, directory_database
+from modular_kernel.testing.stress.fuzz.target import Target
 
-Target = Callable[[Random], FuzzOutcome]
-
-# Targets with their share in percent.
-TARGETS: tuple[tuple[Target, int], ...] = (
-    (calls.right_call, 18),
-    (calls.changed_call, 23),
-    (calls.nan_call, 5),
-    (specs.problem_fields, 13),
-    (specs.small_facts, 5),
-    (placements.placements, 1),
-    (specs.compatibility_checks, 7),
-    (entry_functions.fused_experts, 8),
-    (entry_functions.importers, 4),
-    (entry_functions.command_line, 6),
-    (compose_calls.composed_call, 3),
-    (files.stored_files, 4),
-    (checkpoints.checkpoints, 2),
-    (entry_points.entry_points, 1),
+TARGETS: tuple[Target[Any], ...] = (
+    *calls.TARGETS,
+    *specs.TARGETS,
+    *placements.TARGETS,
+    *fused_experts.TARGETS,
+    *packed_weights.TARGETS,
+    *command_line.TARGETS,
+    *compose_calls.TARGETS,
+    *files.TARGETS,
+    *checkpoints.TARGETS,
+    *entry_points.TARGETS,
+    *nan_values.TARGETS,
+    *layouts.TARGETS,
+    *public_functions.TARGETS,
+    *transforms.TARGETS,
+    *routers.TARGETS,
+    *concurrency.TARGETS,
+    *layer_states.TARGETS,
+    *numbers.TARGETS,
 )
-CALLS = (calls.right_call, calls.changed_call, calls.nan_call, entry_functions.fused_experts)
+NAMES = tuple(target.name for target in TARGETS)
 
 
-NAMES = tuple(target.__name__ for target, _ in TARGETS)
+def selected(*, calls_only: bool, only: str) -> list[Target[Any]]:
+    """Return the targets to draw from.
+
+    calls_only: use only targets that launch something, for interpreted kernels. only: the name of
+    the only target; "" for all.
+    """
+    return [
+        target
+        for target in TARGETS
+        if (target.launches or not calls_only) and only in ("", target.name)
+    ]
+
+
+@functools.cache
+def property_of(name: str) -> TargetProperty:
+    """Return the Hypothesis property of a target."""
+    return TargetProperty(TARGETS[NAMES.index(name)], directory_database())
 
 
 def outcome_of(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
 ) -> tuple[str, FuzzOutcome]:
-    """Return the target's name and the outcome of configuration `number`.
-
-    calls_only: use only targets that launch something, for interpreted kernels. only: the name of
-    the only target; "" for all.
-    """
+    """Return the target's name and the outcome of configuration `number`."""
     rng = Random(f"{seed}/{number}")
-    candidates = [(t, share) for t, share in TARGETS if t in CALLS or not calls_only]
-    candidates = [(t, share) for t, share in candidates if only in ("", t.__name__)]
-    (target,) = rng.choices([t for t, _ in candidates], [share for _, share in candidates])
-    name = target.__name__
-    return name, run_or_outcome(name, lambda: target(rng))
+    targets = selected(calls_only=calls_only, only=only)
+    (target,) = rng.choices(targets, [target.share for target in targets])
+    return target.name, property_of(target.name).run(rng)
+
+
+def saved_failures(
+    *, calls_only: bool = False, only: str = ""
+) -> Iterator[tuple[str, FuzzOutcome]]:
+    """Run explicit examples and saved failures of each target; yield its outcomes.
+
+    The outcome of a target without failures is None.
+    """
+    for target in selected(calls_only=calls_only, only=only):
+        for outcome in property_of(target.name).failures():
+            yield target.name, outcome

@@ -1,0 +1,120 @@
+"""The command line with random options, and with file names that no system accepts."""
+
+import contextlib
+import io
+import tempfile
+from typing import Any
+
+from hypothesis import strategies as st
+
+from modular_kernel.settings import preserve_environment
+from modular_kernel.testing.stress.fuzz.outcome import (
+    RAW,
+    RIGHT,
+    TYPED,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, import_name
+
+_FLAGS = (
+    "--tokens", "--hidden", "--intermediate", "--experts", "--top-k", "--dtype", "--quant",
+    "--activation", "--chunk-tokens", "--max-received", "--combine",
+    "--ids-dtype", "--routed-scaling-factor",
+    "--bias", "--inplace", "--json", "--pf-type", "--experts-type", "--machine", "--nonsense",
+    "--seed", "--routing", "--level", "--help",
+)  # fmt: skip
+_VALUES = (
+    "0", "1", "4", "-1", "2147483648", "1e3", "nan", "x", "", "silu", "swiglu_oai:limit=nan",
+    "bf16",
+    "fp64", "fp8_w8a8_block:block=0x0", "none", "sum", "int64", "\x1b[2J", "é", "/dev/null",
+    "TorchExperts", "MoEPrepareAndFinalizeNoEP", "cpu", "cuda:9", "h200",
+)  # fmt: skip
+
+
+def command_line(words: list[str]) -> FuzzOutcome:
+    """Run `mk list`, `check`, `plan` or `compose` with random options.
+
+    It must exit with 0, 1 or 2 and without a traceback. Nothing is launched: `compose` has no time
+    to measure.
+    """
+    what = f"mk {' '.join(map(repr, words))}"
+    status, printed = run_command(words, what)
+    if isinstance(status, FuzzOutcome):
+        return status
+    if "\x1b[2J" in printed:
+        return FuzzOutcome(WRONG, f"{what}: a control sequence is printed unescaped")
+    return FuzzOutcome(TYPED if status else RIGHT, what)
+
+
+def file_names(words: list[str]) -> FuzzOutcome:
+    """Run a command with a file argument that cannot be read or written: exit status 2."""
+    what = f"mk {' '.join(map(repr, words))}"
+    status, _ = run_command(words, what)
+    if isinstance(status, FuzzOutcome):
+        return status
+    # 1 means that a problem was refused, which says nothing about the file.
+    return FuzzOutcome(TYPED if status == 2 else WRONG, f"{what}: exit {status}")
+
+
+def run_command(words: list[str], what: str) -> tuple[int | FuzzOutcome, str]:
+    """Return the exit status of `mk`, or the outcome if it raises; and what it printed."""
+    printed = io.StringIO()
+
+    def call() -> int:
+        out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+        # The value of --json is a file name; such files are removed with the folder.
+        folder = tempfile.TemporaryDirectory()
+        with out, err, preserve_environment(), folder as folder_path, contextlib.chdir(folder_path):
+            try:
+                import_name("modular_kernel.cli.main:run")(words)
+            except SystemExit as ended:
+                return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        return 0
+
+    status = run_or_outcome(what, call)
+    if isinstance(status, FuzzOutcome):  # an uncaught error of any type
+        return FuzzOutcome(RAW, status.what), printed.getvalue()
+    if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
+        return FuzzOutcome(RAW, f"{what}: exit {status}"), printed.getvalue()
+    return status, printed.getvalue()
+
+
+@st.composite
+def _commands(draw: st.DrawFn) -> list[str]:
+    words = [draw(st.sampled_from(("list", "check", "check", "plan", "compose", "nothing")))]
+    for _ in range(draw(st.integers(0, 5))):
+        words.append(draw(st.sampled_from(_FLAGS)))
+        if draw(st.integers(0, 4)):
+            words.append(draw(st.sampled_from(_VALUES)))
+    return [*words, "--budget", "0"] if words[0] == "compose" else words
+
+
+_SIZES = "--tokens 1 --hidden 8 --intermediate 8 --experts 2 --top-k 1"
+# Commands that read or write a file; the file's name follows.
+_FILE_COMMANDS = (
+    ("list", "--json"),
+    ("models", "--json"),
+    ("check", *_SIZES.split(), "--json"),
+    ("check", "--model"),
+    ("plan", "--compare"),
+    ("report", "--html"),
+)
+_component = st.one_of(
+    st.integers(256, 5000).map(lambda length: "x" * length),
+    st.integers(128, 300).map(lambda length: "é" * length),
+    st.sampled_from(("\0", "/proc/x", "/dev/null/x", "/dev/null/no/such")),
+)
+
+
+@st.composite
+def _file_commands(draw: st.DrawFn) -> list[str]:
+    after = draw(st.lists(st.sampled_from(("a", ".", "é")), max_size=2))
+    return [*draw(st.sampled_from(_FILE_COMMANDS)), "/".join([draw(_component), *after])]
+
+
+TARGETS: tuple[Target[Any], ...] = (
+    Target("command_line", 6, _commands(), command_line),
+    Target("file_names", 1, _file_commands(), file_names),
+)

@@ -1,0 +1,151 @@
+"""Calls of `fused_experts`, with or without a junk argument."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
+from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
+from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.outcome import (
+    ACCEPTED,
+    RIGHT,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.random_problems import (
+    InputChoices,
+    describe,
+    input_choices,
+    make_inputs,
+    problem_fields,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, import_name
+
+_HOME = "modular_kernel.integrations.fused_moe"
+_WORDS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
+_CONFIG = (
+    "activation",
+    "apply_router_weight_on_input",
+    "inplace",
+    "no_combine",
+    "routed_scaling_factor",
+)
+_OPTIONS = ("b1", "w1_scale", "expert_map", "a1_scale", "block_shape")
+# Schemes without a `use_*` flag.
+_NO_FLAG = (
+    *("mxfp4_w4a16", "nvfp4_w4a16"),
+    *("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block"),
+)
+
+
+@dataclass(frozen=True)
+class FusedCase:
+    """A call of fused_experts. junk: (kind of argument, its name or place, value), or None."""
+
+    fields: dict[str, Any]
+    inputs: InputChoices
+    activation_as_text: bool
+    junk: tuple[str, Any, Any] | None
+
+
+@st.composite
+def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
+    values = [v for v in JUNK if v is not None and not isinstance(v, bool)]
+    kind = draw(st.sampled_from(("unknown", "config", "argument", "option")))
+    if kind == "unknown":
+        return kind, draw(st.sampled_from(_WORDS)), True
+    if kind == "config":
+        name = draw(st.sampled_from(_CONFIG))
+        # No number is valid for a flag or a text; every finite one is valid for the factor.
+        kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
+        fits = [v for v in values if not isinstance(v, kinds) and v != "silu"]
+        return kind, name, draw(st.sampled_from(fits))
+    if kind == "argument":
+        place = draw(st.integers(0, 3))
+        valid = (torch.Tensor,) if place == 0 else ()  # x may be as small as a tensor in JUNK
+        return kind, place, draw(st.sampled_from([v for v in values if not isinstance(v, valid)]))
+    # (1, 2) may be a valid block shape for a matrix of one row.
+    fits = [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
+    return kind, draw(st.sampled_from(_OPTIONS)), draw(st.sampled_from(fits))
+
+
+def fused_experts(case: FusedCase) -> FuzzOutcome:
+    """Call `fused_experts` on a random problem, with or without a junk argument."""
+    problem = run_or_outcome("a problem", lambda: _fused_problem(case.fields))
+    if isinstance(problem, FuzzOutcome):
+        return problem
+    inputs = make_inputs(problem, case.inputs)
+    config: dict[str, Any] = {
+        "activation": str(problem.activation) if case.activation_as_text else problem.act,
+        "apply_router_weight_on_input": problem.apply_router_weight_on_input,
+        "inplace": problem.inplace,
+        "no_combine": problem.combine is Combine.TOPK_WEIGHTED,
+        "routed_scaling_factor": problem.routed_scaling_factor,
+    }
+    options: dict[str, Any] = _options(problem)
+    names = {"w1_zero_point": "w1_zp", "w2_zero_point": "w2_zp"}
+    options |= {
+        names.get(name, name): tensor
+        for name, tensor in vars(inputs.weights).items()
+        if name not in ("w1", "w2") and tensor is not None
+    }
+    routing = (inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, None)
+    arguments: list[Any] = [inputs.x_TH, inputs.weights.w1, inputs.weights.w2, routing]
+    what = f"fused_experts of {describe(problem)}"
+    if case.junk:
+        kind, place, value = case.junk
+        target: Any = {"config": config, "argument": arguments}.get(kind, options)
+        target[place] = value
+        what += f" with {shorten(value)} as {kind} {place}"
+    oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
+
+    def call() -> torch.Tensor:
+        runner_config = import_name(f"{_HOME}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = import_name(f"{_HOME}:fused_experts")(
+            *arguments, runner_config, **options
+        )
+        return result
+
+    result = run_or_outcome(what, call)
+    if isinstance(result, FuzzOutcome):
+        return result
+    if case.junk:
+        return FuzzOutcome(ACCEPTED, what)
+    fault = oracle.fault(result)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+
+
+def _fused_problem(fields: dict[str, Any]) -> Problem:
+    """Return a problem that fused_experts can express."""
+    problem = Problem(**fields)
+    if problem.scheme.name in _NO_FLAG or problem.combine is Combine.TOPK_UNWEIGHTED:
+        problem = replace(problem, quant="none", combine=Combine.SUM)
+    return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    scheme = problem.scheme
+    if not scheme.quantized:
+        return {}
+    options: dict[str, Any] = {f"use_{scheme.name.rsplit('_', 1)[0]}": True}
+    if scheme.granularity == "channel":
+        options["per_channel_quant"] = True
+    elif scheme.granularity in ("block", "group"):
+        options["block_shape"] = [0, *scheme.group][-2:]
+    return options
+
+
+_CASES = st.builds(
+    FusedCase,
+    fields=problem_fields(),
+    inputs=input_choices(),
+    activation_as_text=st.booleans(),
+    junk=st.one_of(st.none(), _junk_arguments()),
+)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("fused_experts", 8, _CASES, fused_experts, launches=True),
+)

@@ -1,0 +1,360 @@
+"""Copies of objects, edited state dicts, and junk in environment variables and cache folders."""
+
+import copy
+import io
+import json
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.settings import VARIABLES, preserve_environment, read_settings, use_variables
+from modular_kernel.testing.stress.fuzz import samples
+from modular_kernel.testing.stress.fuzz.files import changed_json, damaged_text
+from modular_kernel.testing.stress.fuzz.outcome import (
+    RIGHT,
+    TYPED,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.samples import PROBLEM
+from modular_kernel.testing.stress.fuzz.target import Target, import_name
+
+_HOME = "modular_kernel.select.autotune"
+
+
+# ------------------------------------------------------------------------------------------ copies
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _pickled(protocol: int, value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value, protocol))
+
+
+_COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": _saved,
+    **{f"pickle {n}": partial(_pickled, n) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)},
+}
+
+
+@dataclass(frozen=True)
+class CopyCase:
+    """An object, what is done with it first, and how it is copied, one way after the other."""
+
+    name: str
+    parts: tuple[str, str]
+    before: list[str]
+    copies: list[str]
+
+
+def copies(case: CopyCase) -> FuzzOutcome:
+    """Copy an object in a random state: the copy gives the same output, alone."""
+    given = samples.inputs()
+    what = f"{case.copies} of {case.name}, {' x '.join(case.parts)}, after {case.before}"
+    kernel = samples.kernel(PROBLEM, case.parts)
+    arguments = (given.x_TH, given.weights, given.routing)
+    expected = kernel(*arguments).clone()
+    makers: dict[str, Callable[[], Any]] = {
+        "kernel": lambda: samples.kernel(PROBLEM, case.parts),
+        "plan": lambda: samples.kernel(PROBLEM, case.parts).plan(),
+        "layer": lambda: samples.loaded_layer(given.weights),
+        "weights": lambda: given.weights,
+        "problem": lambda: PROBLEM,
+    }
+    original = makers[case.name]()
+
+    def call(value: Any) -> torch.Tensor:
+        if case.name == "layer":
+            found: torch.Tensor = value(given.x_TH, given.routing)
+        elif case.name == "weights":
+            found = kernel(given.x_TH, value, given.routing)
+        elif case.name == "problem":
+            found = samples.kernel(value, case.parts)(*arguments)
+        else:
+            found = value(*arguments)
+        return found
+
+    def use() -> torch.Tensor:
+        for step in case.before:
+            _prepare(original, step, lambda: call(original), kernel)
+        value = original
+        for name in case.copies:
+            value = _COPIES[name](value)
+        found = call(value)
+        # Writing the copy's output must not change the original's.
+        found = found.clone()
+        call(original)
+        return found
+
+    result = run_or_outcome(what, use)
+    if isinstance(result, FuzzOutcome):
+        return replace(result, kind=WRONG) if result.kind == TYPED else result
+    same = torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
+    return FuzzOutcome(RIGHT if same else WRONG, what)
+
+
+def _prepare(value: Any, step: str, call: Callable[[], object], kernel: Any) -> None:
+    if step == "call":
+        call()
+    elif step == "inference":
+        with torch.inference_mode():
+            call()
+    elif step == "reserve" and hasattr(value, "reserve_workspace"):
+        value.reserve_workspace(3)
+    elif step == "warm up" and hasattr(value, "warm_up"):
+        value.warm_up(1, 2)
+    elif step == "count" and hasattr(value, "invalid_ids"):
+        _ = value.invalid_ids
+    elif step == "prepare" and isinstance(value, torch.nn.Module):
+        value.prepare_weights()  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------- state dicts
+
+_DTYPES = (torch.float64, torch.float16, torch.int8, torch.bool)
+_EDITS = (
+    "remove",
+    "rename",
+    "add",
+    "dtype",
+    "longer",
+    "0-d",
+    "nan",
+    "meta",
+    "transposed",
+    "expanded",
+)
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """Edits of a state dict: (edit, place of the entry). assign, strict: of load_state_dict."""
+
+    edits: list[tuple[str, int]]
+    assign: bool
+    strict: bool
+    bias: bool
+
+
+def state_dicts(case: StateCase) -> FuzzOutcome:
+    """Load an edited state dict: refused, or a layer that computes with what it then holds."""
+    problem = replace(PROBLEM, bias=case.bias)
+    given = samples.inputs(0, problem)
+    layer = samples.loaded_layer(given.weights, bias=case.bias)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for edit, place in case.edits:
+        names = sorted(state)
+        try:
+            _edit(state, edit, names[place % len(names)], place)
+        except (RuntimeError, IndexError, ZeroDivisionError):
+            continue  # no such tensor can be made
+    what = f"load_state_dict with {case}"
+
+    def load() -> FuzzOutcome | None:
+        try:
+            layer.load_state_dict(state, strict=case.strict, assign=case.assign)
+        except RuntimeError as error:  # torch's own, which lists the entries
+            if "state_dict" not in str(error):
+                raise
+            return FuzzOutcome(TYPED, what)
+        return None
+
+    refused = run_or_outcome(what, load)
+    if refused is not None:
+        return refused
+
+    def call() -> str:
+        found = layer(given.x_TH, given.routing)
+        weights = layer.weights()
+        return samples.fault_of(found, replace(given, weights=weights), problem)
+
+    fault = run_or_outcome(what, call)
+    if isinstance(fault, FuzzOutcome):
+        return fault
+    has_nan = any(edit == "nan" for edit, _ in case.edits)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault and not has_nan else FuzzOutcome(RIGHT)
+
+
+def _edit(state: dict[str, Any], edit: str, name: str, place: int) -> None:
+    tensor = state[name]
+    if edit == "remove":
+        del state[name]
+    elif edit == "rename":
+        state[name + "x"] = state.pop(name)
+    elif edit == "add":
+        state["other"] = tensor
+    else:
+        edits: dict[str, Callable[[], torch.Tensor]] = {
+            "dtype": lambda: tensor.to(_DTYPES[place % len(_DTYPES)]),
+            "longer": lambda: torch.cat([tensor, tensor]),
+            "0-d": lambda: tensor.new_zeros(()),
+            "nan": lambda: torch.full_like(tensor, torch.nan),
+            "meta": lambda: tensor.to("meta"),
+            "transposed": lambda: tensor.mT.contiguous().mT,
+            "expanded": lambda: tensor[:1].expand(tensor.shape),
+        }
+        state[name] = edits[edit]()
+
+
+# ------------------------------------------------------------------------------- the environment
+
+_TEXTS = st.one_of(
+    st.sampled_from((
+        "", " ", "0", "1", "-1", "nan", "inf", "1e309", "1e-400", "0x10", "١٢", "true", "10s", "/",
+        "/dev/null", "/proc/x", ".", "~", "~nobody/x", "x" * 5000, "\x1b[2J", "é" * 300, "a\nb",
+    )),
+    st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=9),
+)  # fmt: skip
+_NAMES = (
+    *VARIABLES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOME", "RANK", "WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CC", "MK_CACHEDIR", "TRITON_INTERPRET",
+    "NVSHMEM_IB_ENABLE_IBGDA", "EP_DISABLE_GIN",
+)  # fmt: skip
+_USES: dict[str, Callable[[], object]] = {
+    "settings": read_settings,
+    "launcher": lambda: import_name("modular_kernel.settings:read_launcher")(),
+    "unknown": lambda: import_name("modular_kernel.settings:unknown_variables")(),
+    "kernel": lambda: samples.kernel()(*_arguments()),
+    "compose": lambda: import_name(f"{_HOME}:compose")(
+        PROBLEM, terms=import_name(f"{_HOME}:Terms")(budget=0.0)
+    )(*_arguments()),
+}
+
+
+def _arguments() -> tuple[Any, ...]:
+    given = samples.inputs()
+    return given.x_TH, given.weights, given.routing
+
+
+def environments(case: tuple[dict[str, str], str]) -> FuzzOutcome:
+    """Use the package with junk in environment variables: right, or a typed error."""
+    values, use = case
+    what = f"{use} with {values}"
+    if use == "compose" and any(name in values for name in ("HOME", "MK_CACHE_DIR")):
+        use = "settings"  # a valid folder would be created
+
+    def run() -> object:
+        with preserve_environment(), use_variables(values):
+            return _USES[use]()
+
+    result = run_or_outcome(what, run)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+
+
+# --------------------------------------------------------------------------------- cache folders
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """What lies in place of the files that `compose` keeps.
+
+    kind: what is put there. text: of a file.
+    """
+
+    kind: str
+    data: st.DataObject
+
+
+def cache_folders(case: CacheCase) -> FuzzOutcome:
+    """Compose with damaged files in the cache folder: the output is right nevertheless."""
+    what = f"compose with a cache folder: {case.kind}"
+    given = samples.inputs()
+    terms = import_name(f"{_HOME}:Terms")
+    compose = import_name(f"{_HOME}:compose")
+
+    def call() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            for budget in (0.02, 0.0):
+                made = compose(PROBLEM, terms=terms(folder=Path(folder), budget=budget))
+                found = made(given.x_TH, given.weights, given.routing)
+                fault = samples.fault_of(found, given)
+                if fault:
+                    return fault
+                for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+                    _damage(path, case)
+        return ""
+
+    fault = run_or_outcome(what, call)
+    if isinstance(fault, FuzzOutcome):
+        return replace(fault, kind=WRONG) if fault.kind == TYPED else fault
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+
+
+def _damage(path: Path, case: CacheCase) -> None:
+    draw, content = case.data.draw, path.read_bytes()
+    if case.kind == "json":
+        try:
+            value = json.loads(content)
+        except ValueError:
+            return
+        for _ in range(draw(st.integers(1, 4))):
+            value = draw(changed_json(value))
+        path.write_text(json.dumps(value))
+    elif case.kind == "text":
+        text = draw(damaged_text(content.decode("utf-8", "replace")))
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    elif case.kind == "bytes":
+        path.write_bytes(draw(st.binary(max_size=50)))
+    elif case.kind == "deep":
+        path.write_text("[" * 100_000)
+    elif case.kind == "folder":
+        path.unlink()
+        path.mkdir()
+    elif case.kind == "loop":
+        path.unlink()
+        path.symlink_to(path)
+    elif case.kind == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content * 50)
+
+
+_PARTS = st.sampled_from((samples.PAIR, samples.BATCHED))
+_COPY_CASES = st.builds(
+    CopyCase,
+    name=st.sampled_from(("kernel", "plan", "layer", "weights", "problem")),
+    parts=_PARTS,
+    before=st.lists(
+        st.sampled_from(("call", "inference", "reserve", "warm up", "count", "prepare")), max_size=3
+    ),
+    copies=st.lists(st.sampled_from(sorted(_COPIES)), min_size=1, max_size=3),
+)
+_STATE_CASES = st.builds(
+    StateCase,
+    edits=st.lists(st.tuples(st.sampled_from(_EDITS), st.integers(0, 59)), min_size=1, max_size=3),
+    assign=st.booleans(),
+    strict=st.booleans(),
+    bias=st.booleans(),
+)
+_ENVIRONMENTS = st.tuples(
+    st.dictionaries(st.sampled_from(_NAMES), _TEXTS, min_size=1, max_size=4),
+    st.sampled_from(sorted(_USES)),
+)
+_CACHES = st.builds(
+    CacheCase,
+    kind=st.sampled_from(
+        ("json", "json", "json", "text", "bytes", "deep", "folder", "loop", "gone", "repeated")
+    ),
+    data=st.data(),
+)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("copies", 2, _COPY_CASES, copies),
+    Target("state_dicts", 2, _STATE_CASES, state_dicts),
+    Target("environments", 2, _ENVIRONMENTS, environments),
+    Target("cache_folders", 0.5, _CACHES, cache_folders),
+)

@@ -1,0 +1,239 @@
+"""Tensors in unusual memory: freed, resized, overlapping, misaligned, expanded, transposed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.testing.stress.fuzz.calls import (
+    CallCase,
+    build_call,
+    call_cases,
+    check_call,
+)
+from modular_kernel.testing.stress.fuzz.outcome import (
+    ACCEPTED,
+    TYPED,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
+from modular_kernel.testing.stress.fuzz.target import Target
+
+_One = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _freed(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def _shrunk(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a copy whose storage was resized to hold fewer values than its shape needs."""
+    copy = tensor.clone()
+    storage = copy.untyped_storage()
+    storage.resize_(amount % storage.nbytes())
+    return copy
+
+
+def _shrunk_behind_offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a view whose storage ends before the view begins, or within it."""
+    offset = 1 + amount % 7
+    flat = torch.cat([tensor.new_zeros(offset), tensor.flatten()])
+    view = flat[offset:].view(tensor.shape)
+    flat.untyped_storage().resize_(offset * tensor.itemsize)
+    return view
+
+
+def _offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a view that starts at a misaligned address, beside NaN."""
+    offset = 1 + amount % 17
+    flat = _surrounded(tensor.flatten(), offset)
+    return flat[offset : offset + tensor.numel()].view(tensor.shape)
+
+
+def _surrounded(flat: torch.Tensor, offset: int) -> torch.Tensor:
+    around = flat.new_zeros(offset)
+    around = around.fill_(torch.nan) if around.is_floating_point() else around.fill_(7)
+    return torch.cat([around, flat, around])
+
+
+def _transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+def _permuted(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a tensor with equal values whose dimensions are stored in another order."""
+    order = torch.randperm(tensor.dim(), generator=torch.Generator().manual_seed(amount)).tolist()
+    inverse = [order.index(d) for d in range(tensor.dim())]
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def _wide_rows(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return rows that are part of longer ones, which hold NaN."""
+    extra = 1 + amount % 5
+    beside = tensor.new_zeros(*tensor.shape[:-1], extra)
+    beside = beside.fill_(torch.nan) if beside.is_floating_point() else beside.fill_(7)
+    return torch.cat([tensor, beside], -1)[..., : tensor.shape[-1]]
+
+
+def _expanded(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Return the first entry in place of each, with stride 0."""
+    return tensor[:1].expand(tensor.shape) if len(tensor) else tensor
+
+
+def _spaced(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    step = 2 + amount % 3
+    return torch.stack([tensor] * step, -1)[..., amount % step]
+
+
+def _flipped(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    return tensor.flip(0)
+
+
+def _odd_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+    """Return a tensor whose dimensions of size 1 have arbitrary strides."""
+    strides = [
+        [0, 1, 3, 10**6, 2**40][amount % 5] if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+
+
+_BAD: dict[str, _One] = {
+    "freed": _freed, "storage too small": _shrunk, "storage ends before it": _shrunk_behind_offset,
+}  # fmt: skip
+_ODD: dict[str, _One] = {
+    "misaligned": _offset, "transposed": _transposed, "permuted": _permuted,
+    "in wide rows": _wide_rows, "expanded": _expanded, "spaced": _spaced, "flipped": _flipped,
+    "odd strides": _odd_strides,
+}  # fmt: skip
+_ALL = _BAD | _ODD
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A call with tensors in other memory: (place of the tensor, layout, amount)."""
+
+    call: CallCase
+    changes: list[tuple[int, str, int]]
+
+
+def layouts(case: LayoutCase) -> FuzzOutcome:
+    """Call with tensors in unusual memory: the right output, or a typed error."""
+    built = build_call(case.call)
+    if isinstance(built, FuzzOutcome):
+        return built
+    kernel, what, inputs = built
+    tensors, must_refuse = _tensors(inputs), False
+    for place, layout, amount in case.changes:
+        name = sorted(tensors)[place % len(tensors)]
+        if layout in _BAD and not tensors[name].numel():
+            continue
+        tensors[name] = _ALL[layout](tensors[name], amount)
+        must_refuse |= layout in _BAD
+        what += f", {name} {layout} ({amount})"
+        if layout in _BAD:
+            break
+    changed = _with_tensors(inputs, tensors)
+    if not must_refuse:
+        return check_call(kernel, changed, case.call.mode, what, refusable=True)
+    run = kernel.plan() if case.call.mode == "plan" else kernel
+    result = run_or_outcome(what, lambda: run(changed.x_TH, changed.weights, changed.routing))
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, what)
+
+
+def _tensors(inputs: CallInputs) -> dict[str, torch.Tensor]:
+    routing = inputs.routing
+    tensors = {name: tensor for name, tensor in vars(inputs.weights).items() if tensor is not None}
+    own = {"x": inputs.x_TH, "ids": routing.topk_ids_TK, "topk_weights": routing.topk_weights_TK}
+    return tensors | own
+
+
+def _with_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallInputs:
+    names = vars(inputs.weights).keys() & tensors.keys()
+    return replace(
+        inputs,
+        x_TH=tensors["x"],
+        weights=replace(inputs.weights, **{name: tensors[name] for name in names}),
+        routing=replace(
+            inputs.routing, topk_ids_TK=tensors["ids"], topk_weights_TK=tensors["topk_weights"]
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class OverlapCase:
+    """A call whose output overlaps something. kind: what, and amount: by how much."""
+
+    call: CallCase
+    kind: str
+    amount: int
+
+
+def overlapping_outputs(case: OverlapCase) -> FuzzOutcome:
+    """Pass an output that shares memory with itself or an argument: it must be refused."""
+    built = build_call(case.call)
+    if isinstance(built, FuzzOutcome):
+        return built
+    kernel, what, inputs = built
+    problem = kernel.problem
+    shape = (len(inputs.x_TH), *problem.output_shape[1:])
+    out = torch.empty(shape, dtype=problem.dtype)
+    if out.numel() < 2 or problem.inplace:
+        return FuzzOutcome(TYPED, what)
+    what = f"{what}, out overlaps {case.kind} ({case.amount})"
+    if case.kind == "itself":
+        dims = [d for d, size in enumerate(shape) if size > 1]
+        strides = list(out.stride())
+        strides[dims[case.amount % len(dims)]] = 0
+        out = out.as_strided(shape, strides)
+    else:
+        tensors = _tensors(inputs)
+        name = sorted(tensors)[case.amount % len(tensors)]
+        tensor = tensors[name]
+        if not tensor.numel():
+            return FuzzOutcome(TYPED, what)
+        # Put both into one block of memory, so that they share the tensor's first or last bytes.
+        size = tensor.numel() * tensor.itemsize
+        behind = case.amount % 2 and size > 64
+        start = (size - 1) // 64 * 64 if behind else 0
+        memory = torch.zeros(start + size + out.numel() * out.itemsize + 64, dtype=torch.uint8)
+        view = memory[:size].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        tensors[name] = view
+        out = memory[start : start + out.numel() * out.itemsize].view(out.dtype).view(shape)
+        inputs = _with_tensors(inputs, tensors)
+        what = f"{what}: {name}, from byte {start}"
+    run = kernel.plan() if case.call.mode == "plan" else kernel
+    result = run_or_outcome(what, lambda: run(inputs.x_TH, inputs.weights, inputs.routing, out=out))
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(ACCEPTED, what)
+
+
+_MODES = ("call", "plan")
+_LAYOUTS = st.builds(
+    LayoutCase,
+    call=call_cases(("call", "plan", "twice", "start")),
+    changes=st.lists(
+        st.tuples(
+            st.integers(0, 59),
+            st.one_of(st.sampled_from(sorted(_ODD)), st.sampled_from(sorted(_ALL))),
+            st.integers(0, 10**6),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+_OVERLAPS = st.builds(
+    OverlapCase,
+    call=call_cases(_MODES),
+    kind=st.sampled_from(("itself", "an argument", "an argument")),
+    amount=st.integers(0, 10**6),
+)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("layouts", 4, _LAYOUTS, layouts, launches=True),
+    Target("overlapping_outputs", 1, _OVERLAPS, overlapping_outputs, launches=True),
+)

@@ -1,0 +1,141 @@
+"""Importers of packed weights: random GPTQ and AWQ matrices, and junk."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
+from modular_kernel.testing.stress.fuzz.oracle import matrix
+from modular_kernel.testing.stress.fuzz.outcome import (
+    ACCEPTED,
+    RIGHT,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """A packed matrix, (groups * group) x (rows) values of `bits` bits.
+
+    awq: AWQ's packing, else GPTQ's. one_group: whether a single group is written as -1.
+    default_zeros: AWQ's zero points are 8, so that they may be omitted, and are if `omit_zeros`.
+    junk: (name, value), or None.
+    """
+
+    awq: bool
+    bits: int
+    group: int
+    groups: int
+    words: int
+    seed: int
+    one_group: bool
+    default_zeros: bool
+    omit_zeros: bool
+    junk: tuple[str, Any] | None
+
+
+@st.composite
+def _packed_cases(draw: st.DrawFn) -> PackedCase:
+    awq = draw(chance(40))
+    group = draw(st.sampled_from((32, 64)))
+    name = draw(
+        st.sampled_from(("qweight", "scales", "qzeros", "group", *(() if awq else ("bits",))))
+    )
+    fits = {"bits": (4, 8), "group": (-1, group)}.get(name, ())
+    values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in fits)]
+    return PackedCase(
+        awq=awq,
+        bits=4 if awq else draw(st.sampled_from((4, 8))),
+        group=group,
+        groups=draw(st.sampled_from((1, 1, 2, 3))),
+        words=draw(st.sampled_from((2, 4, 8))),
+        seed=draw(seeds),
+        one_group=draw(st.booleans()),
+        default_zeros=draw(chance(30)),
+        omit_zeros=draw(st.booleans()),
+        junk=(name, draw(st.sampled_from(values))) if draw(chance(60)) else None,
+    )
+
+
+def importers(case: PackedCase) -> FuzzOutcome:
+    """Import a random GPTQ or AWQ matrix: correct values, or a typed error for junk."""
+    codes, zeros, arguments = _packed(case)
+    depth, rows = codes.shape
+    name = "from_awq" if case.awq else "from_gptq"
+    what = f"{name} of {depth} x {rows}, {case.bits} bits, groups of {arguments['group']}"
+    scales = arguments["scales"]
+    if case.junk:
+        junk_name, value = case.junk
+        arguments[junk_name] = value
+        what += f" with {junk_name}={shorten(value)}"
+    result = run_or_outcome(
+        what, lambda: import_name(f"modular_kernel.checkpoints:{name}")(**arguments)
+    )
+    if isinstance(result, FuzzOutcome):
+        return result if case.junk else FuzzOutcome(WRONG, f"{what}: refused")
+    if case.junk:
+        return FuzzOutcome(ACCEPTED, what)
+    has_zeros = result.zero_point is not None
+    quant = (
+        f"int{case.bits}_w{case.bits}a16_group:group={case.group}"
+        f",zero_points={str(has_zeros).lower()}"
+    )
+    problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
+    zero = result.zero_point[None] if has_zeros else None
+    numbers = matrix(result.w[None], result.scale[None], zero, problem)[0]
+    expected = (codes - zeros.repeat_interleave(case.group, 0)) * scales.repeat_interleave(
+        case.group, 0
+    )
+    close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
+    return FuzzOutcome(RIGHT, what) if close else FuzzOutcome(WRONG, what)
+
+
+def _packed(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return codes, zero points, and the importer's arguments."""
+    generator, bits = torch.Generator().manual_seed(case.seed), case.bits
+    depth, rows = case.group * case.groups, 32 // bits * case.words
+    codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
+    zeros = torch.randint(1, 2**bits, (case.groups, rows), generator=generator)
+    if case.awq and case.default_zeros:
+        zeros = torch.full_like(zeros, 8)
+    arguments: dict[str, Any] = {
+        "scales": torch.rand(case.groups, rows, generator=generator) + 0.1,
+        "group": -1 if case.groups == 1 and case.one_group else case.group,
+    }
+    if case.awq:
+        arguments |= {"qweight": _pack_awq(codes), "qzeros": _pack_awq(zeros)}
+        if case.default_zeros and case.omit_zeros:
+            arguments["qzeros"] = None
+    else:
+        arguments |= {
+            "qweight": _pack_words(codes, 0, bits),
+            "qzeros": _pack_words(zeros - 1, 1, bits),
+            "bits": bits,
+        }
+    return codes, zeros, arguments
+
+
+def _pack_awq(values: torch.Tensor) -> torch.Tensor:
+    """Pack AWQ int32 words along the columns: even ones of eight in the low half, then odd ones."""
+    eights = values.reshape(len(values), -1, 8)
+    order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
+    return _pack_words(order.reshape(len(values), -1), 1, 4)
+
+
+def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """Pack 32 / bits values per int32 word along `dim`, the first value in the lowest bits."""
+    parts = 32 // bits
+    moved = values.movedim(dim, -1)
+    groups = moved.reshape(*moved.shape[:-1], -1, parts).long()
+    words = (groups << (torch.arange(parts) * bits)).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, dim)
+
+
+TARGETS: tuple[Target[Any], ...] = (Target("importers", 4, _packed_cases(), importers),)

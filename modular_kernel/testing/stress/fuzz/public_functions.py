@@ -1,0 +1,284 @@
+"""Public functions with junk in place of any argument, or of any tensor inside an argument."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.catalog import check, check_all, make_kernel
+from modular_kernel.spec.lora import AdapterSpec, slots_from_sequences
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel
+from modular_kernel.testing.stress.fuzz import samples
+from modular_kernel.testing.stress.fuzz.junk import junk, shorten
+from modular_kernel.testing.stress.fuzz.outcome import RIGHT, FuzzOutcome, run_or_outcome
+from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, H, I, K, T, floats
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def _named(place: str, /, **arguments: Any) -> Callable[[], Call]:
+    return lambda: (import_name(place), {name: _made(v) for name, v in arguments.items()})
+
+
+def _made(value: Any) -> Any:
+    """Return the value, or what a lambda without parameters makes."""
+    return value() if callable(value) and getattr(value, "__name__", "") == "<lambda>" else value
+
+
+def _weights() -> Any:
+    return samples.inputs().weights
+
+
+def _quantized_call() -> Call:
+    problem = replace(PROBLEM, quant="int8_w8a16_group:group=8")
+    from_module = "modular_kernel.quant.quantized_weights"
+    return import_name(f"{from_module}:quantize_weights"), {
+        "weights": _weights(),
+        "problem": problem,
+    }
+
+
+def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
+    def made() -> Call:
+        given, kernel = samples.inputs(), samples.kernel()
+        arguments = {"x_TH": given.x_TH, "weights": given.weights, "routing": given.routing}
+        if name == "prepare_weights":
+            arguments = {"weights": given.weights}
+        elif name in ("start", "__call__"):
+            arguments["out"] = torch.empty(T, H)
+        return getattr(kernel.plan() if plan else kernel, name), arguments
+
+    return made
+
+
+def _method(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
+    return lambda: (getattr(make(), method), {n: _made(v) for n, v in arguments.items()})
+
+
+def _pool() -> Any:
+    problem = replace(PROBLEM, lora=samples.LORA)
+    return import_name("modular_kernel.layers.adapter_pool:AdapterPool")(problem)
+
+
+def _manager() -> Any:
+    return import_name("modular_kernel.layers.lora:LoRAManager")(PROBLEM, samples.LORA, [3])
+
+
+def _lora_layers() -> Any:
+    layer = import_name("modular_kernel.layers.lora:MoELoRALayer")
+    return {3: layer(samples.adapter(2, 0), 0.5)}
+
+
+def _router() -> Any:
+    make = import_name("modular_kernel.layers.router:Router")
+    router = make(samples.router_spec(), H, E)
+    router.weight.data.copy_(floats(E, H))
+    return router
+
+
+_LAYER: dict[str, Any] = {
+    "num_experts": E, "hidden_size": H, "intermediate_size": I, "layer_id": 3, "top_k": K,
+    "quant_config": None, "params_dtype": torch.float32, "activation": "silu", "bias": False,
+    "apply_router_weight_on_input": False, "routed_scaling_factor": 1.0, "router": None,
+    "selection_bias": None, "shared_experts": None, "shared_partial": False, "parallel": None,
+    "reduce_results": False, "prepare_finalize": None, "experts": None, "placement": None,
+    "max_tokens": 4, "chunk_tokens": None, "device": "cpu", "prefix": "",
+}  # fmt: skip
+_PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
+_CALLS: dict[str, Callable[[], Call]] = {
+    "check": lambda: (check, {"prepare_finalize": samples.PAIR[0], "experts": samples.PAIR[1],
+                                  "problem": PROBLEM, "machine": Machine("cpu")}),
+    "check_all": lambda: (check_all, {"problem": PROBLEM, "machine": Machine("cpu")}),
+    "make_kernel": lambda: (make_kernel, {
+        "prepare_finalize": samples.PAIR[0], "experts": samples.PAIR[1], "problem": PROBLEM,
+        "group": None,
+        "machine": Machine("cpu"), "checked": False, "poison": False}),
+    "kernel": _kernel_call("__call__"),
+    "kernel.start": _kernel_call("start"),
+    "kernel.prepare_weights": _kernel_call("prepare_weights"),
+    "kernel.workspace_specs": _method(samples.kernel, "workspace_specs", tokens=3),
+    "kernel.reserve_workspace": _method(samples.kernel, "reserve_workspace", tokens=3),
+    "kernel.plan": _method(samples.kernel, "plan", problem=PROBLEM),
+    "kernel.count_invalid_ids_on": _method(samples.kernel, "count_invalid_ids_on",
+                                           device=torch.device("cpu")),
+    "plan": _kernel_call("__call__", plan=True),
+    "Problem": lambda: (type(PROBLEM), {f.name: getattr(PROBLEM, f.name) for f in fields(PROBLEM)}),
+    "Problem.with_tokens": lambda: (PROBLEM.with_tokens, {"tokens": 3}),
+    "ActivationSpec": lambda: (ActivationSpec, {"kind": "swiglu_oai", "alpha": 1.7, "limit": 7.0,
+                                                    "interleaved": False, "up_first": False}),
+    "Parallel": lambda: (Parallel, {"world_size": 2, "placement": Placement.linear(4, 2), "rank": 0,
+                                        "ranks_per_host": 2}),
+    "Parallel.place": lambda: (Parallel(2).place, {"experts": 4}),
+    "Machine": lambda: (Machine, {"device": "cpu", "arch": None, "packages": frozenset(),
+                                      "interpreter": False,
+                                      "name": ""}),
+    "AdapterSpec": lambda: (AdapterSpec, {"adapters": 2, "rank": 4, "a13_shared": False,
+                                              "outer_shared": False}),
+    "AdapterSpec.parse": lambda: (AdapterSpec.parse, {"text": "adapters=2,rank=4"}),
+    "slots_from_sequences": lambda: (slots_from_sequences, {
+        "starts_S1": torch.tensor([0, 2, T]), "slots_S": torch.tensor([0, -1], dtype=torch.int32),
+        "tokens": T}),
+    "Placement": lambda: (Placement, {"slots": ((0, 1), (2, 3))}),
+    "Placement.linear": lambda: (Placement.linear, {"experts": 4, "world_size": 2}),
+    "Placement.of_table": lambda: (Placement.of_table, {"table": _PLACES, "world_size": 2}),
+    "Placement.expert_map": lambda: (Placement.linear(4, 2).expert_map,
+                                     {"rank": 0, "device": "cpu"}),
+    "quantize_weights": _quantized_call,
+    "weight_specs": _named("modular_kernel.quant.quantized_weights:weight_specs",
+                           problem=replace(PROBLEM, quant="int8_w8a8_channel")),
+    "from_e8m0": _named("modular_kernel.quant.scale_tiles:from_e8m0",
+                        scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8)),
+    "route": _named("modular_kernel.ops.route:route", logits_TE=lambda: floats(T, E),
+                    spec=samples.router_spec(), tensors=None, token_ids_T=None,
+                    ids_dtype=torch.int32),
+    "RouterSpec": _named("modular_kernel.spec.router:RouterSpec", top_k=2, score="sigmoid",
+                         order="score_first", groups=4, topk_groups=2, group_score="top2",
+                         selection_bias=False, renormalize=True, eps=1e-20, floor=0.0,
+                         table=False, zero_experts=0),
+    "RouterSpec.columns": _method(samples.router_spec, "columns", experts=8),
+    "Router": _named("modular_kernel.layers.router:Router", spec=samples.router_spec(),
+                     hidden_size=H, num_experts=E, bias=True, vocabulary=None,
+                     dtype=torch.float32, device="cpu"),
+    "Router.forward": _method(_router, "forward", x_TH=lambda: floats(T, H)),
+    "FusedMoE": _named("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
+    "FusedMoE.forward": _method(samples.loaded_layer, "forward", hidden_states=lambda: floats(T, H),
+                                routing=lambda: samples.inputs().routing, token_ids=None),
+    "FusedMoE.set_weights": _method(samples.fused_moe, "set_weights", weights=lambda: _weights()),
+    "FusedMoE.local_expert": _method(samples.fused_moe, "local_expert", expert_id=1),
+    "FusedMoE.load": _method(samples.fused_moe, "load", checkpoint="/dev/null/none", layer=3),
+    "FusedMoE.from_config": _named("modular_kernel.layers.fused_moe:FusedMoE.from_config",
+                                   checkpoint="/dev/null/none", layer=0),
+    "LayerParallel": _named("modular_kernel.layers.parallel:LayerParallel", ep=(0, 2), tp=(0, 1),
+                            ep_group=None, tp_group=None),
+    "load_experts": _named("modular_kernel.checkpoints.loading:load_experts",
+                           checkpoint="/dev/null/none", layer=0, ep=(0, 1), tp=(0, 1), dtype=None,
+                           device="cpu", placement="linear", prefix=None, config=None,
+                           quantize_inputs=False),
+    "AdapterPool": _named("modular_kernel.layers.adapter_pool:AdapterPool",
+                          problem=replace(PROBLEM, lora=samples.LORA), device="cpu"),
+    "AdapterPool.load": _method(_pool, "load", name="mine", adapter=lambda: samples.adapter(2, 0)),
+    "AdapterPool.evict": _method(_pool, "evict", name="mine"),
+    "AdapterPool.weights": _method(_pool, "weights", base=lambda: _weights()),
+    "LoRAManager": _named("modular_kernel.layers.lora:LoRAManager", problem=PROBLEM,
+                          lora=samples.LORA, layers=(3,), device="cpu", mode="merged"),
+    "LoRAManager.load": _method(_manager, "load", name="mine", layers=lambda: _lora_layers()),
+    "ForwardBatch": _named("modular_kernel.layers.lora:ForwardBatch", lora_ids=("mine", None),
+                           seg_indptr=lambda: torch.tensor([0, 3, T])),
+    "rebalance": _named("modular_kernel.layers.balance:rebalance", load=[3.0, 2.0, 1.0, 1.0],
+                        slots=[2, 2], old=Placement.linear(4, 2), hosts=1, groups=1),
+    "MoeRunnerConfig": _named("modular_kernel.integrations.fused_moe:MoeRunnerConfig",
+                              activation="silu", inplace=False, no_combine=False),
+    "Share": _named("modular_kernel.layers.rank_share:Share", experts=E, hidden=H, intermediate=I,
+                    ep=(0, 1), tp=(0, 1), placement="linear", gated=True, interleaved=False),
+    "moe_align_block_size": _named("modular_kernel.ops.align:moe_align_block_size",
+                                   topk_ids_TK=lambda: samples.inputs().routing.topk_ids_TK,
+                                   block_size=16, num_experts=E),
+}  # fmt: skip
+
+
+def _spoiled(tensor: torch.Tensor, kind: str) -> Any:
+    if not tensor.untyped_storage().nbytes():
+        return tensor  # freed before, or empty
+    if kind == "freed":
+        tensor = tensor.clone()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+    made: dict[str, Callable[[], Any]] = {
+        "meta": lambda: tensor.to("meta"),
+        "0-d": lambda: tensor.new_zeros(()),
+        "empty": lambda: tensor[:0],
+        "longer": lambda: torch.cat([tensor, tensor]),
+        "unsqueezed": lambda: tensor[None],
+        "complex": lambda: tensor.to(torch.complex64),
+        "bool": lambda: tensor.bool(),
+        "float64": lambda: tensor.double(),
+        "sparse": lambda: tensor.to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+        "list": tensor.tolist,
+        "numpy": tensor.numpy,
+        "grad": lambda: tensor.float().requires_grad_(),
+        "mkldnn": lambda: tensor.float().to_mkldnn(),
+    }
+    return made[kind]()
+
+
+_SPOILED = (
+    "freed", "meta", "0-d", "empty", "longer", "unsqueezed", "complex", "bool", "float64",
+    "sparse", "quantized", "list", "numpy", "grad", "mkldnn",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JunkCall:
+    """A call of a public function. spoiled: (place of the argument, junk or a kind of spoiling)."""
+
+    name: str
+    spoiled: list[tuple[int, Any]]
+
+
+def public_functions(case: JunkCall) -> FuzzOutcome:
+    """Call a public function with junk in one or two arguments: no exception but a typed one."""
+    function, arguments = _CALLS[case.name]()
+    what = case.name
+    for place, value in case.spoiled:
+        leaves = _leaves(arguments)
+        path, old = leaves[place % len(leaves)]
+        new = value
+        if isinstance(value, str) and value in _SPOILED:
+            if not isinstance(old, torch.Tensor):
+                continue
+            try:
+                new = _spoiled(old, value)
+            except (RuntimeError, NotImplementedError, TypeError):
+                continue
+            what += f", {'.'.join(path)} {value}"
+        else:
+            what += f", {'.'.join(path)}={shorten(value)}"
+        arguments = _replaced(arguments, path, new)
+    if case.name in _MAY_ALLOCATE and any(map(_is_huge, arguments.values())):
+        return FuzzOutcome(RIGHT, what)  # valid, but the result takes all memory
+    result = run_or_outcome(what, lambda: function(**arguments))
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+
+
+_MAY_ALLOCATE = ("moe_align_block_size", "Router")
+
+
+def _is_huge(count: Any) -> bool:
+    return isinstance(count, int) and count > 2**20
+
+
+def _leaves(arguments: dict[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """Return every argument, and every tensor in a record, by its path."""
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for name, value in arguments.items():
+        found.append(((name,), value))
+        if is_dataclass(value) and not isinstance(value, type):
+            found += [
+                ((name, field.name), getattr(value, field.name))
+                for field in fields(value)
+                if isinstance(getattr(value, field.name), torch.Tensor)
+            ]
+    return found
+
+
+def _replaced(arguments: dict[str, Any], path: tuple[str, ...], new: Any) -> dict[str, Any]:
+    name, *inner = path
+    if not inner:
+        return arguments | {name: new}
+    return arguments | {name: replace(arguments[name], **{inner[0]: new})}
+
+
+@st.composite
+def _junk_calls(draw: st.DrawFn) -> JunkCall:
+    value = st.sampled_from(_SPOILED) if draw(chance(50)) else junk
+    count = 2 if draw(chance(20)) else 1
+    places = [(draw(st.integers(0, 119)), draw(value)) for _ in range(count)]
+    return JunkCall(draw(st.sampled_from(sorted(_CALLS))), places)
+
+
+TARGETS: tuple[Target[Any], ...] = (Target("public_functions", 8, _junk_calls(), public_functions),)

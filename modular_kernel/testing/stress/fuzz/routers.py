@@ -1,0 +1,265 @@
+"""Random router specs and logits against a router in float64."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.testing.stress.fuzz.outcome import (
+    RIGHT,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
+
+_MAX = float(torch.finfo(torch.float32).max)
+_SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1e38, -1e38, 3.0, 88.8, -104.0)
+# Scores in float32 have about 24 bits; exponentials lose a few, and small ones underflow.
+_TOLERANCE, _FAINT = 2e-5, 1e-18
+
+
+@dataclass(frozen=True)
+class RouterCase:
+    """A spec by its fields, and logits. kind: how they are made; special: values put among them."""
+
+    fields: dict[str, Any]
+    experts: int
+    tokens: int
+    dtype: torch.dtype
+    kind: str
+    special: list[tuple[int, float]]
+    seed: int
+    wide_ids: bool
+    wide_rows: bool
+
+
+@st.composite
+def _router_cases(draw: st.DrawFn) -> RouterCase:
+    groups = draw(st.sampled_from((1, 1, 1, 2, 3, 4, 8)))
+    renormalize, table = draw(st.booleans()), draw(chance(10))
+    fields = {
+        "top_k": draw(st.integers(1, 9)),
+        "score": draw(st.sampled_from(("softmax", "sigmoid", "sqrtsoftplus"))),
+        "order": draw(st.sampled_from(("score_first", "score_first", "topk_first"))),
+        "groups": groups,
+        "topk_groups": draw(st.integers(1, groups)),
+        "group_score": draw(st.sampled_from(("max", "top2"))),
+        "selection_bias": draw(st.booleans()) and not table,
+        "renormalize": renormalize,
+        "eps": draw(st.sampled_from((0.0, 1e-20, 1e-6, 1.0))) if renormalize else 0.0,
+        "floor": draw(st.sampled_from((0.0, 1e-9, 0.5))) if renormalize else 0.0,
+        "table": table and groups == 1,
+        "zero_experts": draw(st.sampled_from((0, 0, 0, 1, 5))) if groups == 1 else 0,
+    }
+    return RouterCase(
+        fields=fields,
+        experts=groups * draw(st.sampled_from((1, 2, 3, 5, 8, 16))),
+        tokens=draw(st.sampled_from((0, 1, 2, 5, 33))),
+        dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
+        kind=draw(st.sampled_from(("normal", "normal", "large", "tiny", "ties", "equal", "huge"))),
+        special=draw(
+            st.lists(st.tuples(st.integers(0, 10**4), st.sampled_from(_SPECIAL)), max_size=6)
+        ),
+        seed=draw(seeds),
+        wide_ids=draw(st.booleans()),
+        wide_rows=draw(chance(20)),
+    )
+
+
+def routers(case: RouterCase) -> FuzzOutcome:
+    """Route random logits: each chosen expert and weight as in float64."""
+    what = f"route of {case}"
+    make = import_name("modular_kernel.spec.router:RouterSpec")
+    spec = run_or_outcome(what, lambda: make(**case.fields))
+    if isinstance(spec, FuzzOutcome):
+        return spec
+    logits, bias, table, words = _tensors(case)
+    tensors = import_name("modular_kernel.ops.route:RouterTensors")(bias, table)
+    ids_dtype = torch.int64 if case.wide_ids else torch.int32
+    result = run_or_outcome(
+        what,
+        lambda: import_name("modular_kernel.ops.route:route")(
+            logits, spec, tensors, token_ids_T=words, ids_dtype=ids_dtype
+        ),
+    )
+    if isinstance(result, FuzzOutcome):
+        return result
+    ids, weights = result.routing.topk_ids_TK, result.routing.topk_weights_TK
+    if ids.dtype is not ids_dtype or ids.shape != (case.tokens, spec.top_k):
+        return FuzzOutcome(WRONG, f"{what}: ids {ids.dtype} {tuple(ids.shape)}")
+    spare = result.identity_T
+    for t in range(case.tokens):
+        named = None
+        if table is not None and words is not None:
+            word = int(words[t])
+            named = table[word].tolist() if 0 <= word < len(table) else [-2] * spec.top_k
+        row = _Row(logits[t].double().tolist(), bias, spec, named)
+        identity = 0.0 if spare is None else float(spare[t])
+        fault = row.fault(ids[t].tolist(), weights[t].tolist(), identity)
+        if fault:
+            return FuzzOutcome(WRONG, f"{what}: token {t}: {fault}")
+    return FuzzOutcome(RIGHT, what)
+
+
+def _tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
+    """Return logits, selection bias, table and token ids; the last three may be None."""
+    generator = torch.Generator().manual_seed(case.seed)
+    columns = case.experts + case.fields["zero_experts"]
+    logits = torch.randn(case.tokens, columns, generator=generator)
+    scale = {"large": 30.0, "tiny": 1e-30, "huge": 1e37}.get(case.kind, 1.0)
+    logits = logits.round() if case.kind == "ties" else logits * scale
+    if case.kind == "equal":
+        logits = torch.ones_like(logits)
+    for place, value in case.special:
+        if logits.numel():
+            logits.view(-1)[place % logits.numel()] = value
+    logits = logits.to(case.dtype)
+    if case.wide_rows:
+        logits = torch.cat([logits, torch.full_like(logits, torch.nan)], 1)[:, :columns]
+    bias = table = words = None
+    if case.fields["selection_bias"]:
+        bias = torch.randn(columns, generator=generator)
+        if case.special and case.special[0][0] % 3 == 0:
+            bias[case.special[0][0] % columns] = case.special[0][1]
+    if case.fields["table"]:
+        top_k = case.fields["top_k"]
+        table = torch.randint(-2, columns + 1, (7, top_k), generator=generator)
+        words = torch.randint(-1, 8, (case.tokens,), generator=generator)
+    return logits, bias, table, words
+
+
+class _Row:
+    """One token's scores in float64."""
+
+    def __init__(
+        self, logits: list[float], bias: torch.Tensor | None, spec: Any, named: list[int] | None
+    ) -> None:
+        self.spec, self.named = spec, named
+        self.known = [not math.isnan(v) for v in logits]
+        self.logits = [0.0 if math.isnan(v) else min(max(v, -_MAX), _MAX) for v in logits]
+        self.scores = self._scores(self.logits, self.known)
+        # Without a bias or a sum over groups, the order of logits is that of scores.
+        grouped = spec.topk_groups < spec.groups and spec.group_score == "top2"
+        by_score = spec.order == "score_first" and (bias is not None or grouped)
+        base = self.scores if by_score else self.logits
+        added = [0.0] * len(base) if bias is None else bias.double().tolist()
+        # An infinite biased score is never chosen; float32 overflows beyond its largest number.
+        self.choice = [
+            b + a if k and not math.isnan(b + a) else -math.inf
+            for b, a, k in zip(base, added, self.known, strict=True)
+        ]
+        self.scale = max([abs(c) for c in self.choice if math.isfinite(c)], default=0.0)
+
+    def _scores(self, logits: list[float], known: list[bool]) -> list[float]:
+        if self.spec.score == "softmax":
+            peak = max((v for v, k in zip(logits, known, strict=True) if k), default=0.0)
+            exps = [math.exp(v - peak) if k else 0.0 for v, k in zip(logits, known, strict=True)]
+            total = sum(exps)
+            return [value / total if total else 0.0 for value in exps]
+        if self.spec.score == "sigmoid":
+            return [1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in logits]
+        return [math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in logits]
+
+    def fault(self, ids: list[int], weights: list[float], identity: float) -> str:
+        """Return what is wrong with a token's routing, or ""."""
+        experts = len(self.logits) - self.spec.zero_experts
+        expected = self._best() if self.named is None else self._named_ids()
+        chosen: list[int] = []
+        for k, (want, got) in enumerate(zip(expected, ids, strict=True)):
+            shown = want if want < experts else -1
+            if got != shown:
+                if self.named is not None or not self._as_good(want, got, chosen):
+                    return f"pair {k}: expert {got}, not {shown}; scores {self.choice}"
+                want = got if got >= 0 else want
+            chosen.append(want)
+        total = sum(self.scores[i] for i in chosen if i >= 0)
+        if self.spec.renormalize and self.spec.order == "score_first" and total < _FAINT:
+            return ""  # the scores vanish in float32, in which route computes
+        exact = self._weights(chosen)
+        spare = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
+        pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
+        for got_w, want_w in [*zip(weights, pairs, strict=True), (identity, spare)]:
+            if not abs(got_w - want_w) <= _TOLERANCE * abs(want_w) * self._reach() + _FAINT:
+                return f"weights {weights}, identity {identity}; not {pairs}, {spare}"
+        return ""
+
+    def _reach(self) -> float:
+        """Return how much rounding of the argument of an exponential grows the error."""
+        return 1.0 + min(max((abs(v) for v in self.logits), default=0.0), 100.0) / 4
+
+    def _named_ids(self) -> list[int]:
+        assert self.named is not None
+        valid = [i if -1 <= i < len(self.logits) else -2 for i in self.named]
+        return [-1 if i >= 0 and not self.known[i] else i for i in valid]
+
+    def _best(self) -> list[int]:
+        choice, spec = list(self.choice), self.spec
+        if spec.topk_groups < spec.groups:
+            size = len(choice) // spec.groups
+            values = []
+            for g in range(spec.groups):
+                best = sorted(choice[g * size : (g + 1) * size], reverse=True)
+                second = best[1] if spec.group_score == "top2" and best[1] > -math.inf else 0.0
+                values.append(best[0] + second)
+            kept = _largest(values, spec.topk_groups)
+            choice = [c if n // size in kept else -math.inf for n, c in enumerate(choice)]
+        return _largest(choice, spec.top_k)
+
+    def _as_good(self, want: int, got: int, chosen: list[int]) -> bool:
+        """Return whether float32 cannot tell the two apart. Groups are told apart by sums."""
+        spec = self.spec
+        if spec.topk_groups < spec.groups:
+            return self.scale == 0 or self._near_groups()
+        if not 0 <= got < len(self.choice):
+            return got == -1 and want >= 0 and spec.zero_experts > 0 and self._near_any(want)
+        if got in chosen or want < 0:
+            return False
+        return self._near(self.choice[want], self.choice[got])
+
+    def _near(self, a: float, b: float) -> bool:
+        return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-30) * self._reach() + 1e-37
+
+    def _near_any(self, want: int) -> bool:
+        return any(
+            self._near(self.choice[want], value)
+            for n, value in enumerate(self.choice)
+            if n != want and math.isfinite(value)
+        )
+
+    def _near_groups(self) -> bool:
+        finite = sorted(c for c in self.choice if math.isfinite(c))
+        size = len(self.choice) // self.spec.groups
+        sums = sorted(
+            sum(sorted(self.choice[g * size : (g + 1) * size])[-2:])
+            for g in range(self.spec.groups)
+        )
+        return any(self._near(a, b) for a, b in pairwise(finite)) or any(
+            self._near(a, b) for a, b in pairwise(sums) if math.isfinite(a)
+        )
+
+    def _weights(self, chosen: list[int]) -> list[float]:
+        spec = self.spec
+        valid = [i >= 0 and self.known[i] for i in chosen]
+        if spec.order == "topk_first":
+            some = [self.logits[i] if v else 0.0 for i, v in zip(chosen, valid, strict=True)]
+            weights = self._scores(some, valid)
+        else:
+            weights = [self.scores[i] if v else 0.0 for i, v in zip(chosen, valid, strict=True)]
+        weights = [w if v else 0.0 for w, v in zip(weights, valid, strict=True)]
+        if spec.renormalize:
+            divisor = max(sum(weights) + spec.eps, spec.floor)
+            weights = [w / divisor if divisor > 0 else w for w in weights]
+        return weights
+
+
+def _largest(values: list[float], count: int) -> list[int]:
+    order = sorted(range(len(values)), key=lambda n: (-values[n], n))
+    best = [n if values[n] > -math.inf else -1 for n in order[:count]]
+    return best + [-1] * (count - len(best))
+
+
+TARGETS: tuple[Target[Any], ...] = (Target("routers", 4, _router_cases(), routers, launches=True),)

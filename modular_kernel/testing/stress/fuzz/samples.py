@@ -1,0 +1,71 @@
+"""Small valid arguments of public functions, with the expected output of a layer."""
+
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.random_problems import (
+    CallInputs,
+    InputChoices,
+    make_inputs,
+)
+from modular_kernel.testing.stress.fuzz.target import import_name
+
+E, H, I, K, T = 4, 32, 24, 2, 5  # noqa: E741 (the shape legend's names)
+PROBLEM = Problem(T, H, I, E, K, dtype=torch.float32)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+LORA = "adapters=3,rank=4"
+
+
+def floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return random float32 values."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 4
+
+
+def inputs(seed: int = 0, problem: Problem = PROBLEM) -> CallInputs:
+    """Return inputs of a call."""
+    return make_inputs(problem, InputChoices(seed=seed))
+
+
+def kernel(problem: Problem = PROBLEM, pair: tuple[str, str] = PAIR) -> FusedMoEModularKernel:
+    """Return a kernel of torch parts."""
+    return make_kernel(*pair, problem)
+
+
+def fault_of(result: Any, given: CallInputs, problem: Problem = PROBLEM) -> str:
+    """Return what is wrong with an output, or ""."""
+    if not isinstance(result, torch.Tensor):
+        return f"a {type(result).__name__}"
+    return Oracle(problem, given.x_TH, given.weights, given.routing).fault(result)
+
+
+def router_spec(top_k: int = K, **options: Any) -> Any:
+    """Return a RouterSpec."""
+    return import_name("modular_kernel.spec.router:RouterSpec")(top_k, **options)
+
+
+def fused_moe(**options: Any) -> Any:
+    """Return a FusedMoE without weights; by default it takes a routing."""
+    defaults: dict[str, Any] = {"top_k": K, "params_dtype": torch.float32}
+    make = import_name("modular_kernel.layers.fused_moe:FusedMoE")
+    return make(E, H, I, 3, **(defaults | options))
+
+
+def loaded_layer(weights: ExpertWeights | None = None, **options: Any) -> Any:
+    """Return a FusedMoE with weights."""
+    layer = fused_moe(**options)
+    layer.set_weights(inputs().weights if weights is None else weights)
+    return layer
+
+
+def adapter(rank: int, seed: int) -> Any:
+    """Return a LoRA adapter whose gate and up have separate matrices."""
+    shapes = (E, 2 * rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank)
+    make = import_name("modular_kernel.spec.lora:Adapter")
+    return make(*(floats(*shape, seed=seed + n) for n, shape in enumerate(shapes)))

@@ -1,0 +1,47 @@
+"""Target of fuzzing: a Hypothesis strategy for inputs, and the check that classifies the result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+from hypothesis import strategies as st
+
+from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Target(Generic[Case]):
+    """One kind of call with random input.
+
+    share: relative number of configurations. cases: strategy for the input. check: makes the call;
+    deterministic for a given input. launches: whether kernels may be launched, so that the target
+    also runs with interpreted kernels. examples: inputs to run first, each of which once failed.
+    """
+
+    name: str
+    share: float
+    cases: st.SearchStrategy[Case]
+    check: Callable[[Case], FuzzOutcome]
+    launches: bool = False
+    examples: tuple[Case, ...] = ()
+
+
+def chance(percent: int) -> st.SearchStrategy[bool]:
+    """Return a strategy for True in about `percent` of 100 draws; shrinks to False."""
+    return st.integers(0, 99).map(lambda number: number >= 100 - percent)
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def import_name(place: str) -> Any:
+    """Return the object at "module:name" or "module:class.name".
+
+    Higher-level packages, which testing must not import, are looked up by name, as users do.
+    """
+    module, _, names = place.partition(":")
+    return reduce(getattr, names.split("."), import_module(module))

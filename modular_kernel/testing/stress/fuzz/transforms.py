@@ -1,0 +1,294 @@
+"""Function transforms and tensor subclasses around calls: right, or a typed error."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from modular_kernel.testing.stress.fuzz import samples
+from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.outcome import (
+    ACCEPTED,
+    RIGHT,
+    WRONG,
+    FuzzOutcome,
+    run_or_outcome,
+)
+from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
+from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, T, floats
+from modular_kernel.testing.stress.fuzz.target import Target, import_name, seeds
+
+# PyTorch's transforms are not typed.
+forward_ad: Any = torch.autograd.forward_ad
+func: Any = torch.func
+
+# (x, w1, topk_weights) -> output; router functions take logits as x.
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_FUNCTIONS = (
+    "kernel",
+    "plan",
+    "start",
+    "batched",
+    "layer",
+    "routed layer",
+    "route",
+    "fused_experts",
+)
+
+
+def _function(name: str, given: CallInputs) -> Function:
+    """Return a call as a function of its floating-point tensors."""
+    weights, routing = given.weights, given.routing
+    if name == "route":
+        route = import_name("modular_kernel.ops.route:route")
+        spec = samples.router_spec(renormalize=True)
+        return lambda x, _w1, _scores: route(x[:, :E], spec).routing.topk_weights_TK
+    if name == "routed layer":
+        spec = samples.router_spec(renormalize=True)
+        layer = samples.loaded_layer(weights, router=spec)
+        return lambda x, _w1, _scores: layer(x.detach(), x[:, :E])
+    if name == "layer":
+        layer = samples.loaded_layer(weights)
+        return lambda x, _w1, scores: layer(x, replace(routing, topk_weights_TK=scores))
+    if name == "fused_experts":
+        fused = import_name("modular_kernel.integrations.fused_moe:fused_experts")
+        return lambda x, w1, scores: fused(x, w1, weights.w2, (scores, routing.topk_ids_TK, None))
+    kernel = samples.kernel(PROBLEM, samples.BATCHED if name == "batched" else samples.PAIR)
+    run: Any = {"plan": kernel.plan, "start": lambda: _started(kernel)}.get(name, lambda: kernel)()
+    return lambda x, w1, scores: run(
+        x, replace(weights, w1=w1), replace(routing, topk_weights_TK=scores)
+    )
+
+
+def _started(kernel: Any) -> Callable[..., torch.Tensor]:
+    return lambda *arguments: kernel.start(*arguments).finish()
+
+
+_TRANSFORMS = (
+    "dual", "jvp", "vmap", "vmap of one", "grad", "vjp", "jacrev", "functionalize", "fake",
+    "inference", "requires grad", "checkpoint", "hessian", "no grad",
+)  # fmt: skip
+
+
+def transforms(case: tuple[str, str, int, int]) -> FuzzOutcome:
+    """Call within a function transform: a lost gradient or a wrong number is a finding."""
+    name, transform, argument, seed = case
+    given = samples.inputs(seed)
+    function = _function(name, given)
+    arguments = [given.x_TH, given.weights.w1, given.routing.topk_weights_TK]
+    used = 0 if name in ("route", "routed layer") else argument
+    if name == "layer" and used == 1:
+        used = 2
+    what = f"{transform} of {name} in argument {used}"
+
+    def of_one(tensor: torch.Tensor) -> torch.Tensor:
+        given = [*arguments[:used], tensor, *arguments[used + 1 :]]
+        return function(given[0], given[1], given[2])
+
+    expected = of_one(arguments[used].clone()).clone()
+    result = run_or_outcome(what, lambda: _transformed(transform, of_one, arguments[used]))
+    if isinstance(result, FuzzOutcome):
+        return result
+    if result == "lost":
+        return FuzzOutcome(ACCEPTED, f"{what}: the gradient is lost")
+    if isinstance(result, torch.Tensor) and not torch.equal(result.detach(), expected):
+        return FuzzOutcome(WRONG, what)
+    return FuzzOutcome(RIGHT, what)
+
+
+def _transformed(  # noqa: C901 (one case for each transform)
+    transform: str, function: Callable[[torch.Tensor], torch.Tensor], tensor: Any
+) -> Any:
+    """Return the output; "lost" if a derivative of it was lost; None if there is no output."""
+    if transform == "dual":
+        with forward_ad.dual_level():
+            output = function(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+            return output if forward_ad.unpack_dual(output).tangent is not None else "lost"
+    if transform == "jvp":
+        output, tangent = func.jvp(function, (tensor,), (torch.ones_like(tensor),))
+        return "lost" if not tangent.any() else output
+    if transform in ("vmap", "vmap of one"):
+        stacked = torch.stack([tensor] * (1 if transform == "vmap of one" else 2))
+        return func.vmap(function)(stacked)[0]
+    if transform == "functionalize":
+        return func.functionalize(function)(tensor)
+    if transform == "fake":
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            function(mode.from_tensor(tensor))
+        return None
+    if transform in ("inference", "no grad"):
+        with torch.inference_mode() if transform == "inference" else torch.no_grad():
+            return function(tensor.clone().requires_grad_() if transform == "no grad" else tensor)
+    if transform == "requires grad":
+        output = function(tensor.clone().requires_grad_())
+        return output if output.requires_grad else "lost"
+    if transform == "checkpoint":
+        from torch.utils.checkpoint import checkpoint
+
+        leaf = tensor.clone().requires_grad_()
+        checkpoint(function, leaf, use_reentrant=False).sum().backward()
+        return None if leaf.grad is not None and leaf.grad.any() else "lost"
+
+    def scalar(value: torch.Tensor) -> torch.Tensor:
+        return function(value).float().square().sum()
+
+    derivative = {"grad": func.grad, "jacrev": func.jacrev, "hessian": func.hessian}
+    if transform == "vjp":
+        _, pull = func.vjp(scalar, tensor)
+        gradient = pull(torch.ones(()))[0]
+    else:
+        gradient = derivative[transform](scalar)(tensor)
+    return None if gradient.any() else "lost"
+
+
+class _Watched(torch.Tensor):
+    """A subclass without any behavior of its own."""
+
+
+class _Overriding(torch.Tensor):
+    """A subclass with its own `__torch_function__`, as parameters of serving engines have."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class _Wrapped(torch.Tensor):
+    """A wrapper without memory of its own, as those of torchao and DTensor."""
+
+    held: torch.Tensor
+
+    def detach(self) -> "_Wrapped":
+        """Return an alias, as Parameter requires."""
+        return _Wrapped(self.held)
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> "_Wrapped":
+        made: _Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
+        )
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            return value.held if isinstance(value, _Wrapped) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Duck:
+    """Not a tensor, but with a tensor's attributes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [a._tensor if isinstance(a, _Duck) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+_SUBCLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "subclass": lambda tensor: tensor.as_subclass(_Watched),
+    "overriding": lambda tensor: tensor.as_subclass(_Overriding),
+    "wrapper": _Wrapped,
+    "duck": _Duck,
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "buffer": lambda tensor: torch.nn.Buffer(tensor),
+    "wrapped parameter": lambda tensor: torch.nn.Parameter(_Wrapped(tensor), requires_grad=False),
+    "uninitialized": lambda tensor: torch.nn.UninitializedParameter(requires_grad=False),
+    "numpy": lambda tensor: tensor.numpy(),
+    "memoryview": lambda tensor: memoryview(bytes(tensor.numel())),
+}
+
+
+@dataclass(frozen=True)
+class SubclassCase:
+    """A call with arguments (places) of another class."""
+
+    function: str
+    kind: str
+    places: list[int]
+    seed: int
+
+
+def tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
+    """Call with tensors of other classes: the right output, or a typed error."""
+    given = samples.inputs(case.seed)
+    router = samples.router_spec(renormalize=True)
+    route = import_name("modular_kernel.ops.route:route")
+    logits = floats(T, E, seed=case.seed)
+    tensors: dict[str, Any] = {
+        "x": given.x_TH, "w1": given.weights.w1, "w2": given.weights.w2,
+        "topk_weights": given.routing.topk_weights_TK, "topk_ids": given.routing.topk_ids_TK,
+        "out": torch.empty(given.x_TH.shape),
+    }  # fmt: skip
+    if case.function in ("route", "routed layer"):
+        tensors = {"logits": logits, "x": given.x_TH}
+        given = replace(given, routing=route(logits, router).routing)
+    oracle = Oracle(PROBLEM, given.x_TH.clone(), given.weights, given.routing)
+    scores = given.routing.topk_weights_TK
+    what = case.function
+    changed = dict(tensors)
+    for place in case.places:
+        name = sorted(tensors)[place % len(tensors)]
+        changed[name] = _SUBCLASSES[case.kind](tensors[name])
+        what += f", {name}: {case.kind}"
+
+    def call() -> Any:
+        if case.function == "route":
+            return route(changed["logits"], router).routing.topk_weights_TK
+        if case.function == "routed layer":
+            return samples.loaded_layer(given.weights, router=router)(
+                changed["x"], changed["logits"]
+            )
+        weights = replace(given.weights, w1=changed["w1"], w2=changed["w2"])
+        routing = replace(
+            given.routing,
+            topk_weights_TK=changed["topk_weights"],
+            topk_ids_TK=changed["topk_ids"],
+        )
+        if case.function == "layer":
+            return samples.loaded_layer(weights)(changed["x"], routing)
+        kernel = samples.kernel(
+            PROBLEM, samples.BATCHED if case.function == "batched" else samples.PAIR
+        )
+        run: Any = kernel.plan() if case.function == "plan" else kernel
+        return run(changed["x"], weights, routing, out=changed["out"])
+
+    result = run_or_outcome(what, call)
+    if isinstance(result, FuzzOutcome):
+        return result
+    if case.function == "route":
+        same = torch.equal(torch.as_tensor(result), scores)
+        return FuzzOutcome(RIGHT if same else WRONG, what)
+    fault = oracle.fault(result.as_subclass(torch.Tensor))
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+
+
+_SUBCLASS_CASES = st.builds(
+    SubclassCase,
+    function=st.sampled_from(("kernel", "plan", "batched", "layer", "route", "routed layer")),
+    kind=st.sampled_from(sorted(_SUBCLASSES)),
+    places=st.lists(st.integers(0, 59), min_size=1, max_size=3),
+    seed=seeds,
+)
+_TRANSFORM_CASES = st.tuples(
+    st.sampled_from(_FUNCTIONS), st.sampled_from(_TRANSFORMS), st.integers(0, 2), seeds
+)
+TARGETS: tuple[Target[Any], ...] = (
+    Target("transforms", 3, _TRANSFORM_CASES, transforms, launches=True),
+    Target("tensor_subclasses", 3, _SUBCLASS_CASES, tensor_subclasses, launches=True),
+)
