@@ -604,18 +604,24 @@ class _CallPlan(BoundCalls):
         memory, lock = self._memory, self._memory.lock
         if lock._is_owned():  # this call is made from within another one
             return None
+        acquired = False
         try:
-            if not lock.acquire(blocking=self._index is not None):
+            acquired = lock.acquire(blocking=self._index is not None)
+            if not acquired:
                 return None
             memory.busy = True
             if not self._bound and not self._bind():
                 return None
             return self._call(x_TH, weights, routing, out)
         finally:
-            # Not `with lock`: an interrupt may come right after the acquisition.
-            if lock._is_owned():
+            # Without another call before the release: an interrupt, which may come as any call
+            # returns, must not leave the lock held.
+            if acquired:
                 memory.busy = False
+            try:  # noqa: SIM105 (suppress is another call)
                 lock.release()
+            except RuntimeError:  # another thread holds it
+                pass
 
     def bind_unless_busy(self) -> None:
         """Reserve the memory now, unless this thread is in a call that uses it."""

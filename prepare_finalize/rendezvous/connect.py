@@ -115,8 +115,10 @@ def new_prefix_store(
     Raises RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
-    prefix = run_with_timeout(lambda: attempt_prefix(store, group.rank(), group.size()), deadline_s)
-    return PrefixStore(f"{prefix}{prefix}", store)
+    attempt = run_with_timeout(
+        lambda: attempt_prefix(store, group.rank(), group.size()), deadline_s
+    )
+    return PrefixStore(f"{attempt}{prefix}", store)
 
 
 def rank_and_size(group: object | None) -> tuple[int, int]:
