@@ -101,7 +101,9 @@ _CALLS: dict[str, Callable[[], Call]] = {
     "kernel.start": _kernel_call("start"),
     "kernel.prepare_weights": _kernel_call("prepare_weights"),
     "kernel.workspace_specs": _method(samples.kernel, "workspace_specs", tokens=3),
-    "kernel.reserve_workspace": _method(samples.kernel, "reserve_workspace", tokens=3),
+    "kernel.reserve_workspace": _method(
+        samples.kernel, "reserve_workspace", tokens=3, device=torch.device("cpu")
+    ),
     "kernel.plan": _method(samples.kernel, "plan", problem=PROBLEM),
     "kernel.count_invalid_ids_on": _method(samples.kernel, "count_invalid_ids_on",
                                            device=torch.device("cpu")),
@@ -202,13 +204,14 @@ def _spoiled(tensor: torch.Tensor, kind: str) -> Any:
         "numpy": tensor.numpy,
         "grad": lambda: tensor.float().requires_grad_(),
         "mkldnn": lambda: tensor.float().to_mkldnn(),
+        "nested": lambda: torch.nested.nested_tensor([tensor, tensor]),
     }
     return made[kind]()
 
 
 _SPOILED = (
     "freed", "meta", "0-d", "empty", "longer", "unsqueezed", "complex", "bool", "float64",
-    "sparse", "quantized", "list", "numpy", "grad", "mkldnn",
+    "sparse", "quantized", "list", "numpy", "grad", "mkldnn", "nested",
 )  # fmt: skip
 
 
