@@ -110,7 +110,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         )
         slots_eC = None
         if tokens.routing.adapters_T is not None:
-            slots_eC = take("batched_adapters", (e, rows))
+            slots_eC = take("batched_adapters", (e, capacity))
             slots_R1 = tokens.routing.adapters_T[:, None]
             permute_tokens(slots_R1, row_of_pair_RK, None, rows_RH=slots_eC.view(-1, 1))
         regrouped = RegroupedHandle(**vars(handle), row_of_pair_RK=row_of_pair_RK)
