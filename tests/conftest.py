@@ -24,6 +24,9 @@ import torch
 from modular_kernel.settings import enable_interpreter, read_settings
 from modular_kernel.spec.problem import Machine
 
+# pytest-xdist sets it in its workers, and commands fold their lines to it.
+os.environ.pop("COLUMNS", None)
+
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 

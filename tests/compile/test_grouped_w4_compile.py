@@ -63,7 +63,7 @@ def test_every_launch_is_clean(
         assert check(record, "HGMMA" if product else None) == ()
         if product:
             form = grouped_w4_config.forms(problem)[0]
-            room = grouped_w4_config._shared(tiles.gemm1, record.config["SLOTS"], form)
+            room = grouped_w4_config._shared_bytes(tiles.gemm1, record.config["SLOTS"], form)
             assert room - grouped_w4_config._BARRIERS <= record.shared <= room
 
 
