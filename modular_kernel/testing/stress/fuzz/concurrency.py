@@ -222,7 +222,7 @@ def _in_child(function: Callable[[], bytes], patience_s: float) -> bytes | None:
         answer = b"exit"
         try:
             answer = function()
-        except BaseException as error:  # noqa: BLE001 (the parent is told)
+        except BaseException as error:  # noqa: BLE001 (reported to the parent)
             answer = f"raises {type(error).__name__}: {error}".encode()[:300]
         finally:
             os.write(writer, answer)

@@ -210,7 +210,7 @@ class _Row:
         return _largest(choice, spec.top_k)
 
     def _as_good(self, want: int, got: int, chosen: list[int]) -> bool:
-        """Return whether float32 cannot tell the two apart. Groups are told apart by sums."""
+        """Return whether the two are equal in float32. Groups are compared by their sums."""
         spec = self.spec
         if spec.topk_groups < spec.groups:
             return self.scale == 0 or self._near_groups()
