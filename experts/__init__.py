@@ -23,7 +23,7 @@ from experts.triton.contiguous import TritonExperts
 from experts.triton_kernels import TritonKernelsExperts
 from modular_kernel.compatibility.support import PlannedPart
 
-# StagedTritonExperts is left out: calls reach it as the staged form of TritonExperts.
+# StagedTritonExperts cannot be selected by name: it is the staged form of TritonExperts.
 COMPONENTS = (
     TorchExperts,
     TritonExperts,

@@ -1,6 +1,7 @@
 """torch._scaled_grouped_mm: torch's CUTLASS grouped GEMM over fp8 rows, with one scale per row.
 
-It needs no other package. Launches: the arguments of every group; the GEMM.
+It needs no other package. Two kernels are launched: one computes the arguments of each group, the
+other is the GEMM.
 """
 
 from collections.abc import Mapping
@@ -12,17 +13,17 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 ARCHS = frozenset({(9, 0), (10, 0)})
-MULTIPLE = 16  # N and K are multiples, so that rows begin on 16-byte addresses
+MULTIPLE = 16  # N and K must be multiples of it, so that rows are 16-byte aligned
 MAX_EXPERTS = 1023
 SCHEMES = frozenset({"fp8_w8a8_channel", "fp8_w8a8_tensor"})
 
 
 def scale_specs(problem: Problem, rows: int) -> Mapping[str, BufferSpec]:
     """Return the buffers that `rows_product` takes."""
-    widest = max(problem.w1_rows, problem.hidden)
+    max_n = max(problem.w1_rows, problem.hidden)
     return {
         "scale_of_rows": BufferSpec((rows,), torch.float32),
-        "scale_of_columns": BufferSpec((problem.e, widest), torch.float32),
+        "scale_of_columns": BufferSpec((problem.e, max_n), torch.float32),
     }
 
 

@@ -13,7 +13,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 def max_aligned_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return the maximum number of rows, in whole tiles, of `pairs` pairs of `experts` experts."""
+    """Return the maximum number of rows of `pairs` pairs, each expert padded to whole tiles."""
     tiles = min(pairs, experts + pairs // tile)
     return tiles * tile
 

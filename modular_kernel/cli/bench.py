@@ -1,4 +1,4 @@
-"""`mk bench`: timings of our pairings and of other layers, compared with the roofline."""
+"""`mk bench`: time our pairings and other layers, and compare them with the roofline."""
 
 import shlex
 import sys
@@ -70,7 +70,7 @@ class Method:
     peer: Annotated[
         tuple[Path, ...],
         option(
-            "A Python file that defines layers() to compare with; may be repeated.",
+            "A Python file whose layers() returns layers to compare with; may be repeated.",
             type=FilePath(FileUse.READ),
         ),
     ] = ()
@@ -132,21 +132,22 @@ def bench(
     replay divided by the number of calls, after 25 ms of warm-up replays. The roofline ("floor") is
     max(flops / peak, bytes / bandwidth), with peaks measured in the same run; bytes are the weights
     of the routed experts, x and y, each counted once. Every row is first compared with a float64
-    reference; a row that is WRONG is not timed. Without a GPU times are wall-clock times.
+    reference; a row that is WRONG is not timed. Without a GPU, wall-clock time is reported.
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
     Each has name, quant, setup(problem, weights) and call(x, routing); see that module and
     docs/benchmarks/README.md of the source tree.
 
-    --prepared also times each of our pairs that can prepare weights with prepared weights.
+    With --prepared, each of our pairs that can prepare weights is also timed with prepared weights.
 
     --load FILE.json shows and plots an existing record instead of measuring; it cannot be combined
     with options that define a measurement.
 
     --hf CONFIG builds a whole transformers model with random weights instead and times it with
     eager experts, grouped_mm experts and ours, in tokens per second of prefill and of decoding with
-    a static cache. An implementation whose first experts module differs from eager with the same
-    routing is WRONG. --hf can be combined with --dtype, --pf-type, --experts-type and --json.
+    a static cache. An implementation is WRONG if the output of its first experts module differs
+    from that of the eager one for the same routing. --hf can be combined with --dtype, --pf-type,
+    --experts-type and --json.
 
     Exits with 1 if a row is wrong or failed, or if the named pair is refused, and with 2 on bad
     usage.
@@ -169,7 +170,7 @@ def bench(
         return
     if files.load is not None:
         refuse_combination("--load", (options, method, _PairOptions(pf_type, experts_type)))
-    benchmark_cells = _Cells(options, method)
+    benchmark_cases = _BenchmarkCases(options, method)
     _check_plot(files)
     if files.load is not None:
         _finish(_load(files.load), files)
@@ -179,15 +180,15 @@ def bench(
     from modular_kernel.catalog import this_machine
     from modular_kernel.measure.records import FAILED, WRONG
 
-    machine, cells = this_machine(), tuple(benchmark_cells.cells())
-    offers = _offers(benchmark_cells, cells, machine, pf_type, experts_type)
+    machine, cases = this_machine(), tuple(benchmark_cases.cases())
+    offers = _offers(benchmark_cases, cases, machine, pf_type, experts_type)
     if not offers:
         output.line(
             "nothing to measure: no pair is valid on this machine, and no other layer was given"
         )
         raise Exit(1)
     job = BenchJob(
-        cells=cells,
+        cells=cases,
         offers=tuple(offers),
         machine=machine,
         graph=not method.eager,
@@ -204,8 +205,8 @@ def bench(
         raise Exit(1)
 
 
-class _Cells:
-    """The benchmark cells that the options describe: shapes x routings x token counts."""
+class _BenchmarkCases:
+    """The benchmark cases that the options describe: shapes x routings x token counts."""
 
     def __init__(self, options: ProblemOptions, method: Method) -> None:
         self.options, self.method = options, method
@@ -248,7 +249,7 @@ class _Cells:
         """Return the unquantized problem of a model, or of the given sizes for an empty name."""
         return replace(self.options, quant="none", model=name or None).problem()
 
-    def cells(self) -> "Iterator[LayerCase]":
+    def cases(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
         from modular_kernel.measure.routing_patterns import RoutingKind, check_distinct
 
@@ -266,8 +267,8 @@ class _Cells:
 
 
 def _offers(
-    benchmark_cells: _Cells,
-    cells: "tuple[LayerCase, ...]",
+    benchmark_cases: _BenchmarkCases,
+    cases: "tuple[LayerCase, ...]",
     machine: "Machine",
     pf_type: str | None,
     experts_type: str | None,
@@ -278,35 +279,35 @@ def _offers(
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
-    quants = benchmark_cells.quants()
+    quants = benchmark_cases.quants()
     # Require graph capture unless a part is named: this excludes torch loops over experts.
     graph = (
         machine.device == "cuda"
-        and not benchmark_cells.method.eager
+        and not benchmark_cases.method.eager
         and pf_type is None
         and experts_type is None
     )
     problems = [
-        replace(cell.problem, quant=quant, graph=cell.problem.graph or graph)
+        replace(case.problem, quant=quant, graph=case.problem.graph or graph)
         for quant in quants
-        for cell in cells
+        for case in cases
     ]
     other_layers = baseline_offers()
-    for path in benchmark_cells.method.peer:
+    for path in benchmark_cases.method.peer:
         other_layers += peer_offers(path)
 
     def operands_of(quant: str) -> str:
-        return operands(cells[0].problem, QuantScheme.parse(quant))
+        return operands(cases[0].problem, QuantScheme.parse(quant))
 
     our_operands = {operands_of(quant) for quant in quants}
     for offer in other_layers:
         if offer.origin == PEER and operands_of(offer.quant) not in our_operands:
             need = f"--quant {offer.quant} or a scheme with the same operands"
-            output.note(f"skipped {offer.name}: got other operands, need {need}")
+            output.note(f"skipped {offer.name}: no --quant scheme has its operands, need {need}")
     pairs = pair_offers(
-        pf_type, experts_type, problems, machine, prepared=benchmark_cells.method.prepared
+        pf_type, experts_type, problems, machine, prepared=benchmark_cases.method.prepared
     )
-    if benchmark_cells.method.prepared:
+    if benchmark_cases.method.prepared:
         _note_unprepared(pairs, quants)
     return pairs + [offer for offer in other_layers if operands_of(offer.quant) in our_operands]
 
@@ -375,7 +376,7 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     columns, cells = tables.text_table(report.rows)
-    routings = {row.routing for row in report.rows}  # with several, the column is required
+    routings = {row.routing for row in report.rows}  # more than one: the column must be shown
     required = {"routing"} if len(routings) > 1 else set[str]()
     output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in required])
     output.note_interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)

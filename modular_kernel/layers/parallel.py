@@ -49,7 +49,10 @@ class LayerParallel:
             name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None
         ]
         if groups:
-            need = "a layer made in each process with its own groups, and this one's state_dict"
+            need = (
+                "a layer created in each process with its own groups, "
+                "which then loads this one's state_dict"
+            )
             raise UnsupportedError("pickle or copy of a layer", got=", ".join(groups), need=need)
         return self.__dict__
 
@@ -64,9 +67,10 @@ class LayerParallel:
         return self.ep[0] == self.tp[0] == 0
 
     def groups(self, *, ep: bool) -> tuple[object, ...]:
-        """Return the groups to sum over: TP's, and EP's if `ep`; () if there are no other ranks.
+        """Return the process groups to all-reduce over: that of TP, and that of EP if `ep`.
 
-        Raises ConfigurationError if there are other ranks but no group.
+        Groups of one rank are omitted. Raises ConfigurationError if there are other ranks but
+        no group.
         """
         required = [("tp", self.tp, self.tp_group)]
         if ep:
@@ -103,10 +107,12 @@ def _check_position(name: str, position: RankPosition, group: object | None) -> 
         return position
     position_in_group = _position_in_group(name, group)
     if position_in_group[0] < 0:
-        raise ConfigurationError(f"{name}_group", got="a group without this rank", need="its own")
+        raise ConfigurationError(
+            f"{name}_group", got="a group without this rank", need="one with it"
+        )
     if position not in ((0, 1), position_in_group):
         raise ConfigurationError(
-            name, got=position, need=f"{position_in_group}, as its group has it"
+            name, got=position, need=f"{position_in_group}, this rank's position in {name}_group"
         )
     return position_in_group
 
@@ -117,7 +123,10 @@ def _process_group(group: object) -> Any:
 
 
 def _position_in_group(name: str, group: object) -> RankPosition:
-    """Return this rank's position in a process group; ConfigurationError for another object."""
+    """Return this rank's position in a process group.
+
+    Raises ConfigurationError for an object that is not a process group.
+    """
     try:
         return _rank(group), _size(group)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -139,8 +148,8 @@ def resolve_placement(
 ) -> Placement:
     """Return the placement, by default contiguous blocks; check it against the layer.
 
-    Raises ConfigurationError for another number of experts or ranks, or for copies of experts
-    unless `over_ranks`.
+    Raises ConfigurationError if the placement has another number of experts or ranks than the
+    layer, or if it has copies of experts and `over_ranks` is False.
     """
     if placement is None:
         return Placement.linear(experts, ranks)

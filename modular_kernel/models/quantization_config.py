@@ -22,9 +22,9 @@ from modular_kernel.models.quantization_keys import (
 _MAX_SIZE = 1 << 20
 _METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
 _UNQUANTIZED_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-# Names of expert modules in the model families, used to test patterns. Layer 77777 exists in no
-# model.
-_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
+# Names of expert modules in the model families, used to test patterns. No model has a layer 77777,
+# which stands for any layer: a pattern that matches it does not name one layer.
+_MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
 _LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _FUSED = ("gate_up_proj", "down_proj")
 _MODELS = ("model", "model.language_model", "language_model.model")
@@ -58,13 +58,15 @@ Config = dict[str, Any]
 def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | None:
     """Return the scheme of `config`, an object of a config.json; None for an unquantized model.
 
-    path: of the file, for messages. depth: the maximum number of columns of a matrix, which a group
-    size of -1 or a 4-bit channel spans. Raises ConfigurationError if no scheme implements it.
+    path: of the file, for messages. depth: the maximum number of columns of a weight matrix. It
+    replaces a group size of -1, and becomes the group size of 4-bit per-channel scales. Raises
+    ConfigurationError if no scheme implements it.
     """
     quantization = config.get("quantization_config", config.get("compression_config"))
     if quantization is None:
         if config.get("expert_dtype") is not None:
-            raise _error(path, f"expert_dtype = {_shorten(config['expert_dtype'])}", "no such key")
+            got = f"expert_dtype = {_shorten(config['expert_dtype'])}"
+            raise _error(path, got, "a quantization_config beside it, or no expert_dtype")
         return None
     if not isinstance(quantization, dict):
         raise _error(path, _shorten(quantization), "an object")
@@ -85,15 +87,15 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
         "modelopt_fp4": _modelopt,
     }[method]
     quantization = {"expert_dtype": config.get("expert_dtype")} | quantization
-    return parse(
-        path, quantization if depth is None else _with_depth(quantization, depth + depth % 2)
-    )
+    if depth is not None:
+        quantization = _resolve_full_row_groups(quantization, depth + depth % 2)
+    return parse(path, quantization)
 
 
-def _with_depth(config: Config, depth: int) -> Config:
+def _resolve_full_row_groups(config: Config, depth: int) -> Config:
     """Replace group sizes that span a row by `depth`, since a scheme has one size for all matrices.
 
-    A scale covers the existing columns, so a size above a matrix's width also means one group.
+    A matrix with fewer columns than `depth` still has one group per row.
     """
 
     def with_depth(args: Any) -> Any:
@@ -134,15 +136,17 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
 
 def _fp8(path: str, config: Config) -> str:
     """Return the scheme of fp8: block or tensor scales, dynamic or static activation scales."""
-    _one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
-    _one_of(path, config, "expert_dtype", ("fp8", None))
-    _one_of(path, config, "scale_fmt", ("ue8m0", "float", None))
-    activation_scheme = _one_of(path, config, "activation_scheme", ("dynamic", "static", None))
+    _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
+    _require_one_of(path, config, "expert_dtype", ("fp8", None))
+    _require_one_of(path, config, "scale_fmt", ("ue8m0", "float", None))
+    activation_scheme = _require_one_of(
+        path, config, "activation_scheme", ("dynamic", "static", None)
+    )
     block = config.get("weight_block_size")
     for key in ("weight_per_tensor", "act_per_tensor"):
-        _one_of(path, config, key, (block is None, None))
+        _require_one_of(path, config, key, (block is None, None))
     if block is None:
-        _one_of(path, config, "activation_scheme", ("dynamic", "static"))
+        _require_one_of(path, config, "activation_scheme", ("dynamic", "static"))
         return "fp8_w8a8_tensor:static=true" if activation_scheme == "static" else "fp8_w8a8_tensor"
     if activation_scheme == "static":
         raise _error(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
@@ -158,11 +162,11 @@ def _block_scheme(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_bloc
 
 def _gptq(path: str, config: Config) -> str:
     gptq_version(path, config)
-    symmetric = _one_of(path, config, "sym", (True, False))
+    symmetric = _require_one_of(path, config, "sym", (True, False))
     scheme = _integer_scheme(
         path, config, ("bits",), ("group_size",), zero_points=symmetric is False
     )
-    act_order = _one_of(path, config, "desc_act", (False, True, None))
+    act_order = _require_one_of(path, config, "desc_act", (False, True, None))
     return _act_order(scheme) if act_order else scheme
 
 
@@ -172,7 +176,7 @@ def gptq_version(path: str, config: Mapping[str, Any]) -> int:
     Newer quantizers write `format`, older ones `checkpoint_format`, and some both.
     """
     versions = {
-        _one_of(path, dict(config), key, ("gptq", "gptq_v2", None))
+        _require_one_of(path, dict(config), key, ("gptq", "gptq_v2", None))
         for key in ("checkpoint_format", "format")
     } - {None}
     if len(versions) > 1:
@@ -187,9 +191,10 @@ def _act_order(scheme: str) -> str:
 
 
 def _awq(path: str, config: Config) -> str:
-    _one_of(path, config, "version", ("gemm", "GEMM", None))  # "gemv" packs along the other axis
-    _one_of(path, config, "format", ("gemm", "GEMM", None))
-    zero_points = _one_of(path, config, "zero_point", (True, False))
+    # "gemv" packs along the other axis.
+    _require_one_of(path, config, "version", ("gemm", "GEMM", None))
+    _require_one_of(path, config, "format", ("gemm", "GEMM", None))
+    zero_points = _require_one_of(path, config, "zero_point", (True, False))
     bits, group = ("bits", "w_bit"), ("group_size", "q_group_size")
     return _integer_scheme(path, config, bits, group, zero_points=zero_points is True)
 
@@ -197,11 +202,11 @@ def _awq(path: str, config: Config) -> str:
 def _integer_scheme(
     path: str, config: Config, bits: Sequence[str], group: Sequence[str], *, zero_points: bool
 ) -> str:
-    width = next((config[name] for name in bits if name in config), None)
-    columns = next((config[name] for name in group if name in config), None)
-    if type(width) is not int or width not in (4, 8):
-        raise _error(path, f"{bits[0]} = {_shorten(width)}", "4 or 8")
-    return _group_scheme(path, width, columns, zero_points=zero_points)
+    num_bits = next((config[name] for name in bits if name in config), None)
+    group_size = next((config[name] for name in group if name in config), None)
+    if type(num_bits) is not int or num_bits not in (4, 8):
+        raise _error(path, f"{bits[0]} = {_shorten(num_bits)}", "4 or 8")
+    return _group_scheme(path, num_bits, group_size, zero_points=zero_points)
 
 
 def _group_scheme(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
@@ -218,9 +223,9 @@ def _modelopt(path: str, config: Config) -> str:
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
         "NVFP4": "nvfp4_w4a16",
     }
-    algorithm = str(_one_of(path, config, "quant_algo", tuple(schemes)))
+    algorithm = str(_require_one_of(path, config, "quant_algo", tuple(schemes)))
     if algorithm == "NVFP4" and config.get("group_size") is not None:
-        _one_of(path, config, "group_size", (16,))
+        _require_one_of(path, config, "group_size", (16,))
     groups = config.get("config_groups") or {}
     if not isinstance(groups, dict):
         raise _error(path, f"config_groups = {_shorten(groups)}", "an object of objects")
@@ -260,15 +265,15 @@ def _check_packing(path: str, config: Config, group: Config, scheme: str) -> Non
     """Raise ConfigurationError unless the scheme can be stored in the files' layout."""
     source = group if group.get("format") is not None else config
     name = scheme.partition(":")[0]
-    _one_of(path, source, "format", (*_PACKING_FORMATS[name], None))
+    _require_one_of(path, source, "format", (*_PACKING_FORMATS[name], None))
     orders: tuple[object, ...] = ("static", "weight", False, None)  # columns keep their order
     if name in ("int4_w4a16_group", "int8_w8a16_group"):
         orders = ("group", *orders)
-    _one_of(path, group["weights"], "actorder", orders)
-    _one_of(path, group["weights"], "dynamic", (False, None))
+    _require_one_of(path, group["weights"], "actorder", orders)
+    _require_one_of(path, group["weights"], "dynamic", (False, None))
     if group["weights"].get("type") == "float":
         for args in (group["weights"], group.get("input_activations") or {}):
-            _one_of(path, args, "symmetric", (True, None))
+            _require_one_of(path, args, "symmetric", (True, None))
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
         raise _error(path, f"sparsity_config = {_shorten(sparsity)}", "dense weights")
@@ -388,7 +393,7 @@ def _with_any_number(name: str) -> str:
 
 
 def _expert_modules() -> Iterator[str]:
-    for prefix, block in product(_PREFIXES, _BLOCKS):
+    for prefix, block in product(_PREFIXES, _MOE_MODULE_NAMES):
         yield f"{prefix}.{block}.experts"
         yield from (f"{prefix}.{block}.experts.{leaf}" for leaf in _FUSED)
         yield from (f"{prefix}.{block}.experts.77777.{leaf}" for leaf in _LEAVES)
@@ -398,7 +403,7 @@ _EXPERT_MODULES = tuple(_expert_modules())
 
 
 def _matches_experts(path: str, name: Any) -> bool:
-    """Return whether an entry refers to expert modules in every layer.
+    """Return whether an entry matches an expert module of a layer that it does not name.
 
     A regular expression ("re:...") is matched from the start of a name. Any other entry matches
     whole parts of a name between dots, with `*` for any text.
@@ -419,7 +424,7 @@ def _matches_experts(path: str, name: Any) -> bool:
     )
 
 
-def _one_of(path: str, config: Config, key: str, allowed: tuple[object, ...]) -> object:
+def _require_one_of(path: str, config: Config, key: str, allowed: tuple[object, ...]) -> object:
     value = config.get(key)
     for item in allowed:
         if value is item or (value == item and type(value) is type(item)):

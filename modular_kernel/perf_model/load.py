@@ -1,13 +1,14 @@
-"""Expected load of one rank by a routing. Only the placement of popular experts is sampled.
+"""Expected load of the busiest rank under a routing pattern.
+
+Only the placement of popular experts is sampled.
 
 Letters as in modular_kernel.tensors; W ranks with e = E / W experts each, T tokens per rank, and
 pi_i the probability that a token has expert i among its K (they sum to K).
 
 uniform   pi_i = K / E
-zipfA     K draws without replacement with odds 1 / r ** A, r the rank by popularity: an expert is
-drawn if its
-          exponential clock rings before lambda, pi_i = 1 - exp(-lambda / r ** A), with lambda
-          such that they sum to K
+zipfA     K draws without replacement with odds 1 / r ** A, r the rank by popularity (1 is the most
+          popular), approximated by pi_i = 1 - exp(-lambda / r ** A), with lambda such that they
+          sum to K
 hotN      pi = 1 for min(N, K) experts; the others share the rest of K
 
 Group-limited routing is supported for uniform only: M of G equal blocks of experts are drawn, then
@@ -32,9 +33,10 @@ _BISECTION_STEPS = 100
 class EstimatedLoad:
     """Load of the rank with the most work.
 
-    pairs: (token, expert) pairs. touched: its experts with a pair. tokens: those of all ranks with
-    an expert there. p_rank: probability that a token has an expert on a given other rank, mean over
-    ranks. p_fullest_rank: the same for this rank. p_host: the same for a given other host, mean.
+    pairs: (token, expert) pairs. touched: number of its experts with at least one pair. tokens:
+    number of tokens of all ranks with an expert on it. p_rank: probability that a token has an
+    expert on a given other rank, mean over ranks. p_fullest_rank: the same probability for this
+    rank. p_host: probability that a token has an expert on a given other host, mean over hosts.
     """
 
     pairs: float
@@ -76,7 +78,7 @@ def rank_load(
 ) -> EstimatedLoad:
     """Return the load for `tokens` tokens on each of `world_size` ranks with blocks of experts.
 
-    per_host: ranks of a host; None means all of them.
+    per_host: ranks per host; None means that all ranks are on one host.
     """
     if not 1 <= top_k <= experts or not 1 <= world_size <= experts:
         need = f"1 to experts = {experts}, both"
@@ -87,10 +89,10 @@ def rank_load(
     hosts = max(1, -(-world_size // (per_host or world_size)))
     probabilities = inclusion(experts, top_k, kind)
     if kind.kind == "uniform":
-        return _uniform(probabilities, top_k, world_size, tokens, hosts, groups)
+        return _uniform_load(probabilities, top_k, world_size, tokens, hosts, groups)
     if groups.kept < groups.count:
         raise ConfigurationError("routing in groups", got=kind.kind, need="uniform")
-    return _skewed(probabilities, world_size, tokens, hosts)
+    return _skewed_load(probabilities, world_size, tokens, hosts)
 
 
 @cache
@@ -121,10 +123,10 @@ def _expected_touched(probabilities: list[float], tokens: int) -> float:
     return sum(1 - (1 - probability) ** tokens for probability in probabilities)
 
 
-def _uniform(
+def _uniform_load(
     probabilities: tuple[float, ...],
     top_k: int,
-    world: int,
+    world_size: int,
     tokens: int,
     hosts: int,
     groups: Groups,
@@ -134,11 +136,11 @@ def _uniform(
     The fullest of W ranks has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more pairs than the
     mean (Blom). The number of pairs per token is hypergeometric.
     """
-    experts, all_tokens = len(probabilities), tokens * world
-    local_experts = experts / world
+    experts, all_tokens = len(probabilities), tokens * world_size
+    local_experts = experts / world_size
     share = local_experts / experts
     variance = top_k * share * (1 - share) * (experts - top_k) / max(experts - 1, 1)
-    excess = NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) * math.sqrt(
+    excess = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25)) * math.sqrt(
         all_tokens * variance
     )
     pairs = all_tokens * top_k * share + excess
@@ -153,7 +155,7 @@ def _miss_probability_in_groups(
 ) -> float:
     """Return the probability that none of a token's experts is among `block_size` adjacent ones.
 
-    This is the mean over the number of these groups that are kept.
+    This is the expectation over how many of the groups that overlap the block are kept.
     """
     size, kept = experts / groups.count, groups.kept
     local_groups = max(
@@ -187,14 +189,19 @@ def _log_choose(n: float, k: float) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def _skewed(probabilities: tuple[float, ...], world: int, tokens: int, hosts: int) -> EstimatedLoad:
-    """Return the mean load over random placements (fixed seed) of experts that differ."""
-    generator, all_tokens = random.Random(0), tokens * world
+def _skewed_load(
+    probabilities: tuple[float, ...], world_size: int, tokens: int, hosts: int
+) -> EstimatedLoad:
+    """Return the load of experts with unequal probabilities.
+
+    This is the mean over random placements (fixed seed).
+    """
+    generator, all_tokens = random.Random(0), tokens * world_size
     loads: list[EstimatedLoad] = []
-    for _ in range(_RANDOM_PLACEMENTS if world > 1 else 1):
+    for _ in range(_RANDOM_PLACEMENTS if world_size > 1 else 1):
         order = list(probabilities)
         generator.shuffle(order)
-        ranks = _split(order, world)
+        ranks = _split(order, world_size)
         fullest_rank = max(ranks, key=sum)
         p_ranks = [_hit_probability(block) for block in ranks]
         p_hosts = [_hit_probability(block) for block in _split(order, hosts)]

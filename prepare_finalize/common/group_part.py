@@ -44,7 +44,7 @@ class PartHandle(Handle):
 
 @dataclass(frozen=True)
 class GroupHandle(PartHandle):
-    """Handle with the agreement of the ranks, and the router weights of rows still to apply."""
+    """Handle with what the ranks agreed on, and the router weights still to apply to the rows."""
 
     agreement: Agreement
     topk_weights_RK: torch.Tensor | None
@@ -72,8 +72,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """Base of parts that exchange through a manager of their process group.
 
     group: a manager of type `manager_class`, or a ProcessGroup (None: the default one), for which
-    the part creates a manager with the default deadline. The part owns a manager that it created,
-    and `destroy` closes that one.
+    the part creates a manager with the default deadline. `destroy` closes the manager only
+    if the part created it.
 
     Raises ConfigurationError if the size of the group, or this process's rank in it, differs from
     the problem's.
@@ -97,7 +97,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         self._check_hosts()
 
     def _check_hosts(self) -> None:
-        """Raise ConfigurationError if the hosts of ranks do not suit the part or the problem."""
+        """Raise ConfigurationError if the part or the problem does not support the ranks' hosts."""
         per_host = self.problem.parallel.ranks_per_host
         part, requires = type(self).__name__, self.requires
         try:
@@ -135,7 +135,10 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
-        """Return the numbering of experts, and of sinks, for ids on `device`."""
+        """Return the numbering of experts that the library gets, for ids on `device`.
+
+        sinks: additional numbers per rank, for dropped pairs (`modular_kernel.ops.expert_slots`).
+        """
         return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
@@ -244,7 +247,7 @@ class FusedDispatchPart(GroupPart[M]):
     ) -> Receiver:
         """Start the exchange and return a function that waits for it.
 
-        at_once: that function is called before anything else is launched.
+        at_once: True if the caller launches nothing else before it calls that function.
         """
 
 
@@ -311,7 +314,7 @@ class RowsPart(AgreeingPart):
         *,
         rows: int,
     ) -> tuple[RowLayout, torch.Tensor, torch.Tensor | None]:
-        """Quantize tokens if the call does; pack them with their adapter slots.
+        """Pack the tokens, quantized if the call requires it, with their adapter slots.
 
         Returns the row layout, `rows` packed rows of which the first T are the tokens, and the
         scales of the tokens if they were quantized. The caller writes ids and weights.
@@ -337,13 +340,13 @@ class RowsPart(AgreeingPart):
 def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
     """Return the rejections of a part that places experts by Parallel(placement=...)."""
     rejections = list[Rejection]()
-    num_slots = len(problem.placement.slots[problem.parallel.rank])
+    num_local_experts = len(problem.placement.slots[problem.parallel.rank])
     parties = (part, "problem")
     if problem.expert_map:
-        hint = "ids are localized by Parallel(placement=...)"
+        hint = "Parallel(placement=...) already maps ids to local experts"
         rejections.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
-    if problem.e != num_slots:
-        need = f"{num_slots} (experts of the placement on this rank)"
+    if problem.e != num_local_experts:
+        need = f"{num_local_experts} (experts of the placement on this rank)"
         rejections.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
     return tuple(rejections)
 

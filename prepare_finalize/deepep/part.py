@@ -1,6 +1,6 @@
 """DeepEPPart: base of the three parts over DeepEP.
 
-The library gets expert numbers, of which each rank has the same count
+The library expects the same number of experts on each rank. Experts are renumbered to that form
 (`modular_kernel.ops.expert_slots`), so any placement is possible.
 """
 
@@ -21,14 +21,14 @@ from prepare_finalize.common.tokens import has_shared_scale, reduce_rows, token_
 from prepare_finalize.deepep.group import DeepEPGroup, load_deepep
 
 BF16 = frozenset({torch.bfloat16})
-HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
+HOPPER = (9, 0)  # the library's kernels use TMA
 
 
 @dataclass(frozen=True)
 class DeepEPHandle(PartHandle):
     """The library's handle, and the router weights still to apply.
 
-    weights: of the received rows, or of this rank's tokens.
+    weights: of the received rows, or, for the low-latency part, of this rank's tokens.
     """
 
     library_handle: Any
@@ -52,7 +52,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         load_deepep(self.generation)
         super().__init__(problem, group)
         self.num_slots = slots_of(problem.placement)
-        self.manager.agree(_shared(type(self).__name__, problem))
+        self.manager.agree(_common_properties(type(self).__name__, problem))
         self.make_buffer()
 
     @classmethod
@@ -63,7 +63,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         if has_shared_scale(problem):
             got = f"{problem.quant}: one computed scale for all ranks' tokens"
             need = "a scale of each token or group, or a static one"
-            hint = "a dispatch by this library exchanges no maxima"
+            hint = "this library does not reduce the maximum over ranks before a dispatch"
             rejections.append(Rejection("dispatch_quant", parties, got, need, hint))
         slots, max_slots = slots_of(problem.placement), cls.max_slots(problem)
         if max_slots is not None and slots > max_slots:
@@ -74,7 +74,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
             need = f"<= {cls.max_experts} in all"
             rejections.append(Rejection("max_experts", parties, f"{total_experts} in all", need))
         if cls.generation != 1 and "deep_ep_cpp" in machine.packages:
-            hint = "both generations are one package by name: give each an environment"
+            hint = "deep_ep 1 and 2 have one package name: install them in separate environments"
             parties = (name, "machine")
             rejections.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
         return tuple(rejections)
@@ -101,7 +101,8 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
 class DeepEPRowsPart(DeepEPPart):
     """Base of parts whose library sends a row to each rank with one of its experts.
 
-    The library also adds the sums of those ranks, in a tensor that it allocates.
+    Each of those ranks sums the outputs of its experts to one row. The library adds these rows,
+    in a tensor that it allocates.
     """
 
     allocates_output = True
@@ -142,7 +143,7 @@ class DeepEPRowsPart(DeepEPPart):
         """
 
 
-def _shared(part: str, problem: Problem) -> dict[str, object]:
+def _common_properties(part: str, problem: Problem) -> dict[str, object]:
     """Return the properties that ranks must have in common, by name."""
     names = (
         "tokens",

@@ -169,7 +169,7 @@ _GL = SimpleNamespace(
 
 def _as_python(name: str) -> Callable[..., Any]:
     plain = {**vars(kernels), "gl": _GL}
-    for each in ("_four", "_quads"):
+    for each in ("_join4", "_load_scale_quads"):
         plain[each] = FunctionType(getattr(kernels, each).fn.__code__, plain)
     return FunctionType(getattr(kernels, name).fn.__code__, plain)
 

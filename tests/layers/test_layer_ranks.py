@@ -167,8 +167,8 @@ def refused(rank: int, world: int, group: Any) -> list[str]:
 
 def test_places_that_contradict_their_groups(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(refused)
-    assert first[0] == "ep: got (1, 2), need (0, 2), as its group has it"
-    assert second[0] == "ep: got (0, 2), need (1, 2), as its group has it"
+    assert first[0] == "ep: got (1, 2), need (0, 2), this rank's position in ep_group"
+    assert second[0] == "ep: got (0, 2), need (1, 2), this rank's position in ep_group"
     assert first[1:] == [
         "group's size: got 2, need 1, EP x TP",
         "group's size: got 2, need 3, EP x TP",

@@ -46,19 +46,19 @@ class AlignedPath(Path):
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches for the mean rows per expert."""
+        """Return the default launches, which depend on the mean number of rows per expert."""
         return aligned_config.default_config(problem, tokens, device)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token counts at which the table row changes."""
+        """Return the token counts after which the default configuration changes."""
         return aligned_config.breakpoints(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield violations of the MMA size, the scale groups and shared memory."""
+        """Yield a violation for each limit of `config`: MMA size, scale groups, shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
@@ -87,9 +87,9 @@ class AlignedPath(Path):
             **align_specs(pairs, block_m, problem.e),
         }
         if self._sums_topk:
-            # The output of GEMM 1 is dead once it is quantized into another buffer.
-            over = ("workspace13",) if problem.scheme.quantizes_activations else ()
-            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
+            # GEMM 2 does not read the output of GEMM 1 if it was quantized into another buffer.
+            may_share = ("workspace13",) if problem.scheme.quantizes_activations else ()
+            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, may_share)
         if problem.scheme.quantizes_activations:
             specs |= quantize_specs("h", problem.scheme, pairs, problem.intermediate)
         return specs | adapter_specs(problem, pairs)
@@ -110,29 +110,47 @@ class AlignedPath(Path):
             )
 
     def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
-        """Run both GEMMs and return (P, H); this is call.output if top-k is kept."""
+        """Run both GEMMs and return their (P, H) output.
+
+        Without the sum over top-k, this is call.output.
+        """
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
-        on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
+        input_router_weights_TK = (
+            routing.topk_weights_TK if problem.apply_router_weight_on_input else None
+        )
         adapters = self._adapters(call, aligned)
-        u13 = None if adapters is None else adapters.of_w1(call.tokens.plain_TH)
+        shrink_output13 = None if adapters is None else adapters.of_w1(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
             product = gemm1_operands(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
-            self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
-        u2 = None if adapters is None else adapters.of_w2(h_PI)
+            self.multiply(
+                rows,
+                product,
+                call.config.gemm1,
+                aligned,
+                h_PI,
+                input_router_weights_TK,
+                shrink_output13,
+            )
+        shrink_output2 = None if adapters is None else adapters.of_w2(h_PI)
         h_rows = self._quantize(h_PI, call)
         rows_PH = call.output
         if self._sums_topk:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
             product = gemm2_operands(call.weights, problem)
-            self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None, u2)
+            self.multiply(
+                h_rows, product, call.config.gemm2, aligned, rows_PH, None, shrink_output2
+            )
         return rows_PH
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
-        """Sum the rows over top-k into call.output; if top-k is kept they are already there."""
+        """Sum the rows over top-k into call.output.
+
+        Do nothing without the sum over top-k: GEMM 2 has then written call.output.
+        """
         if not self._sums_topk:
             return
         problem, routing = self.problem, call.tokens.routing
@@ -186,10 +204,10 @@ class AlignedPath(Path):
         a, _ = rows
         pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()
-        num_n = -(-product.columns // config.block_n)
+        num_n_blocks = -(-product.columns // config.block_n)
         launch(
             self._kernel,
-            (blocks * num_n,),
+            (blocks * num_n_blocks,),
             a_ptr=a,
             row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
             out_ptr=out,

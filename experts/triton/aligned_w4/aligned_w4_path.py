@@ -21,7 +21,10 @@ from modular_kernel.tensors import ExpertWeights
 
 
 class AlignedW4Path(AlignedPath):
-    """The path for aligned_w4_config.serves. Row p of the output of both GEMMs is pair p."""
+    """The path for the problems of aligned_w4_config.serves.
+
+    Row p of the output of both GEMMs is pair p.
+    """
 
     name = aligned_w4_config.NAME
     refuses = True
@@ -35,7 +38,10 @@ class AlignedW4Path(AlignedPath):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the token count up to which repeated unpacking of weights is cheap enough."""
+        """Return the maximum number of tokens.
+
+        Every block of rows unpacks the weights again, which costs too much with more tokens.
+        """
         return aligned_w4_config.max_tokens(problem)
 
     @classmethod
@@ -65,7 +71,10 @@ class AlignedW4Path(AlignedPath):
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default configuration in place of small tiles of the aligned path."""
+        """Return this path's default for a configuration of the aligned path that is slower.
+
+        That is one whose block_m is small; any other configuration is returned unchanged.
+        """
         is_aligned = config.path == AlignedPath.name
         if is_aligned and aligned_w4_config.is_faster(problem, tokens, config.gemm1.block_m):
             return aligned_w4_config.default(problem, tokens)
@@ -89,7 +98,10 @@ class AlignedW4Path(AlignedPath):
         config: Launch,
         shrunk: ShrinkOutput | None,
     ) -> dict[str, object]:
-        """Return the arguments of the 4-bit kernel. rows: contiguous along K, without scales."""
+        """Return the arguments of the 4-bit kernel.
+
+        rows: activations, contiguous along K, and None (they have no scales).
+        """
         assert isinstance(config, AlignedW4Config)
         assert shrunk is None  # `serves` excludes adapters
         depth = mma_depth(product.scheme, product.depth, config.block_k)

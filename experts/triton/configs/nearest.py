@@ -28,24 +28,27 @@ _WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
 @dataclass(frozen=True)
 class Point:
-    """A tuned entry in log2 coordinates. rows: per active expert. touched: active experts."""
+    """A tuned entry in log2 coordinates.
+
+    rows: rows per active expert. active_experts: number of active experts.
+    """
 
     rows: float
-    touched: float
+    active_experts: float
     hidden: float
     intermediate: float
 
     @classmethod
     def of(cls, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> "Point":
         """Compute the point of a layer and token count under uniform routing."""
-        touched = experts * (1 - (1 - min(top_k / experts, 1)) ** tokens)
-        values = tokens * top_k / touched, touched, hidden, intermediate
+        active_experts = experts * (1 - (1 - min(top_k / experts, 1)) ** tokens)
+        values = tokens * top_k / active_experts, active_experts, hidden, intermediate
         return cls(*map(math.log2, values))
 
     def distance(self, other: "Point") -> float:
         differences = (
             self.rows - other.rows,
-            self.touched - other.touched,
+            self.active_experts - other.active_experts,
             self.hidden - other.hidden,
             self.intermediate - other.intermediate,
         )
@@ -57,21 +60,23 @@ class Point:
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """A layer and its tuned launches. recipe: from a file in our format."""
+    """A layer and its tuned launches. tuned_configs: the content of its config file."""
 
     experts: int
     top_k: int
     hidden: int
     intermediate: int
-    recipe: TunedConfigs
+    tuned_configs: TunedConfigs
 
     @classmethod
-    def of(cls, key: ConfigKey, recipe: TunedConfigs) -> "TunedLayer":
+    def of(cls, key: ConfigKey, tuned_configs: TunedConfigs) -> "TunedLayer":
         """Build from a file in our format; raise ConfigurationError if it has no "tuned_for"."""
-        if recipe.tuned_for is None:
-            raise ConfigurationError(f"config file {recipe.origin}", got="none", need="tuned_for")
-        tuned = recipe.tuned_for
-        return cls(key.experts, tuned.top_k, tuned.hidden, key.intermediate, recipe)
+        if tuned_configs.tuned_for is None:
+            raise ConfigurationError(
+                f"config file {tuned_configs.origin}", got="none", need="tuned_for"
+            )
+        tuned = tuned_configs.tuned_for
+        return cls(key.experts, tuned.top_k, tuned.hidden, key.intermediate, tuned_configs)
 
     @property
     def name(self) -> str:
@@ -111,7 +116,7 @@ def borrow_configs(
             _max_tokens_for(config, tuned_tokens, problem),
         )
         for layer in tuned_layers
-        for tuned_tokens, config in layer.recipe.configs().items()
+        for tuned_tokens, config in layer.tuned_configs.configs().items()
         for label in (counted(tuned_tokens, "token"),)
         if is_launchable(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
@@ -140,9 +145,9 @@ def borrow_configs(
 
 
 def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
-    """Return the largest call for which a configuration tuned for `tokens` applies.
+    """Return the largest token count for which a configuration tuned for `tokens` may be used.
 
-    It is limited on small-M paths.
+    Only paths for small M have a limit.
     """
     max_tokens = BY_NAME[config.path].max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
@@ -151,8 +156,8 @@ def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
 def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
     """Adapt a borrowed configuration: for paths with `transferable` False, only the path is kept.
 
-    The ring length of a path can depend on the K of the problem, and launches for 4-bit weights
-    on the number of programs.
+    The other values do not transfer: the ring length can depend on K, and the best launch for 4-bit
+    weights depends on the number of programs.
     """
     path = BY_NAME[config.path]
     if path.transferable or not path.serves(problem, device):
@@ -165,18 +170,18 @@ def prefer_heuristics_by_rows(
 ) -> ConfigSteps:
     """Replace borrowed steps by `defaults` heuristics where those fit the rows per expert better.
 
-    A step of more than MIN_COMPUTE_BOUND_ROWS rows per expert is replaced if its path or block_m
-    differs, or if the borrowed tile is narrower (except on BASE). The best path and block_m follow
-    from the rows per expert, and the nearest entry may have been tuned for fewer: its token counts
-    are powers of two, 1.4 to 2 x apart in rows.
-    Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): 0.78 to 0.99 x the time with 32
-    to 128 rows.
+    With more than MIN_COMPUTE_BOUND_ROWS rows per expert, a borrowed configuration is replaced if
+    its path or block_m differs from the default's, or if its block_n is smaller (not checked for
+    BASE). The best path and block_m follow from the rows per expert, and the nearest entry may have
+    been tuned for fewer: files have entries for powers of two, 1.4 to 2 x apart in rows.
+    Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): with 32 to 128 rows per expert,
+    the replacement takes 0.78 to 0.99 x the time.
     """
     max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
-    def change(last: int, config: MoEConfig) -> MoEConfig:
-        default = defaults.choose(last)
-        if last <= max_memory_bound_tokens:
+    def replace_config(max_tokens: int, config: MoEConfig) -> MoEConfig:
+        default = defaults.choose(max_tokens)
+        if max_tokens <= max_memory_bound_tokens:
             return config
         borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
         narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
@@ -187,7 +192,7 @@ def prefer_heuristics_by_rows(
         )
         return config if matches else default
 
-    return steps.changed((max_memory_bound_tokens, *defaults.lasts), change)
+    return steps.changed((max_memory_bound_tokens, *defaults.lasts), replace_config)
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
@@ -199,15 +204,17 @@ def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
 def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:
     """Split the borrowed steps of each path with `transferable` False at its breakpoints.
 
-    Such steps use the launches of the path's default_config, which change there.
+    These paths use their own default_config, which changes there.
     """
     for path in PATHS:
         if path.transferable or not path.serves(problem, device):
             continue
 
-        def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
+        def replace_config(
+            max_tokens: int, config: MoEConfig, path: type[Path] = path
+        ) -> MoEConfig:
             is_default = config.path == path.name
-            return path.default_config(problem, last, device) if is_default else config
+            return path.default_config(problem, max_tokens, device) if is_default else config
 
-        steps = steps.changed(path.breakpoints(problem), change)
+        steps = steps.changed(path.breakpoints(problem), replace_config)
     return steps

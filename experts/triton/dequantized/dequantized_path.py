@@ -27,11 +27,12 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Values written per program, and warps: the best of 4096 to 32768, and of 4 and 8, on an H200.
+# Elements written per program, and warps per program: the fastest on an H200 of 4096 to 32768
+# elements, and of 4 and 8 warps.
 _BLOCK, _WARPS = 8192, 4
 _MAX_K_PER_PROGRAM = 1024  # max K per program
 _MAX_STEP = 128  # max K per step, which has one scale
-_FILL = 64  # tiles copied per program
+_TILES_PER_PROGRAM = 64  # tiles copied per program
 
 
 class DequantizedPath(GroupedTmaPath):
@@ -47,7 +48,7 @@ class DequantizedPath(GroupedTmaPath):
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the token count from which experts have enough rows."""
+        """Return the minimum number of tokens; with fewer, experts have too few rows."""
         return dequantized_config.min_tokens(problem)
 
     @classmethod
@@ -72,7 +73,7 @@ class DequantizedPath(GroupedTmaPath):
         super().__init__(dequantized_config.without_quant(problem))
         self._scheme = problem.scheme
         self._chunk_size = dequantized_config.experts_at_once(problem)
-        self._chunk_values = dequantized_config.values_at_once(problem)
+        self._chunk_numel = dequantized_config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of the GEMMs, the dequantized weights and the tiles of a chunk."""
@@ -84,7 +85,7 @@ class DequantizedPath(GroupedTmaPath):
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
         """Return the buffer of the dequantized weights of one chunk of experts."""
-        return {"dequantized": BufferSpec((self._chunk_values,), self.problem.dtype)}
+        return {"dequantized": BufferSpec((self._chunk_numel,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether scales and zero points are contiguous and tensors suit the TMA kernels."""
@@ -124,8 +125,8 @@ class DequantizedPath(GroupedTmaPath):
     ) -> GemmOperands:
         """Return the operands of `count` experts from `first_expert` on, with dequantized weights.
 
-        The bias of `product` must already be that of these experts. Weights of experts without rows
-        are undefined.
+        product.bias must already be sliced to these experts. Weights of experts without rows are
+        undefined.
         """
         w_eNK = self._dequantize(product, first_expert, count, order, workspace)
         return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
@@ -142,21 +143,21 @@ class DequantizedPath(GroupedTmaPath):
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
         rows, depth = product.w.shape[1], product.depth
-        values = workspace.take("dequantized", (self._chunk_values,))[: count * rows * depth]
+        values = workspace.take("dequantized", (self._chunk_numel,))[: count * rows * depth]
         w_eNK = values.view(count, rows, depth)
         group_n, group = scale_group(product.scheme, depth)
         step = math.gcd(group, _MAX_STEP) if group else _MAX_STEP
         steps = min(_MAX_K_PER_PROGRAM // step, next_power_of_2(-(-depth // step)))
         block_rows = _BLOCK // (step * steps)
-        words = product.scheme.repacked
+        is_repacked = product.scheme.repacked
         scale, zero, global_scale = product.scale, product.zero_point, product.global_scale
-        matrices = 1 if global_scale is None else global_scale.shape[1]
+        num_global_scales = 1 if global_scale is None else global_scale.shape[1]
         zero_or_global = zero if global_scale is None else global_scale
         assert scale is not None
         launch(
             dequantize_kernel,
             (-(-rows // block_rows), -(-depth // (step * steps)), count),
-            w_ptr=product.w.view(torch.int32) if words else product.w,
+            w_ptr=product.w.view(torch.int32) if is_repacked else product.w,
             scale_ptr=scale,
             zero_ptr=product.w if zero_or_global is None else zero_or_global,
             starts_ptr=order.starts,
@@ -170,8 +171,8 @@ class DequantizedPath(GroupedTmaPath):
             PACKED=product.scheme.packed,
             HAS_ZERO=zero is not None,
             MIDDLE=float(DEFAULT_ZERO_POINT.get(product.scheme.weight, 0)),
-            MATRICES=matrices,
-            UP_ROW=product.up_row if matrices > 1 else rows,
+            MATRICES=num_global_scales,
+            UP_ROW=product.up_row if num_global_scales > 1 else rows,
             GROUP_N=group_n if scale.dim() > 1 else 0,
             GROUP_K=group,
             STEP=step,
@@ -184,7 +185,10 @@ class DequantizedPath(GroupedTmaPath):
     def _select_tiles(
         self, first_expert: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
     ) -> SortedPairs:
-        """Return `order` with only the tiles of experts first to first + count, numbered from 0."""
+        """Return `order` with only the tiles of `count` experts from `first_expert` on.
+
+        The experts are renumbered from 0.
+        """
         from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
 
         if count == self.problem.e:
@@ -192,7 +196,7 @@ class DequantizedPath(GroupedTmaPath):
         tiles = workspace.take("dequantized_tiles", order.tiles.shape)
         launch(
             tiles_of_experts_kernel,
-            (-(-order.max_tiles // _FILL),),
+            (-(-order.max_tiles // _TILES_PER_PROGRAM),),
             tiles_ptr=order.tiles,
             starts_ptr=order.starts,
             out_ptr=tiles,
@@ -201,6 +205,6 @@ class DequantizedPath(GroupedTmaPath):
             max_tiles=order.max_tiles,
             TILE_M=block_m,
             BINS=next_power_of_2(self.problem.e),
-            FILL=_FILL,
+            FILL=_TILES_PER_PROGRAM,
         )
         return replace(order, tiles=tiles)

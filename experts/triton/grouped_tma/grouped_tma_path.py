@@ -1,7 +1,7 @@
 """The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90).
 
-For many rows per expert: whole boxes are loaded without masks. GEMM 1 gathers the tokens; where it
-cannot, a launch permutes them first. The launches other than the GEMMs are in
+For many rows per expert, because whole TMA boxes are loaded without masks. GEMM 1 gathers the
+tokens; where it cannot, a launch permutes them first. The launches other than the GEMMs are in
 experts.triton.grouped.base.
 """
 
@@ -34,23 +34,23 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_BOX_VALUES = BOX_BYTES // 2  # 16-bit values per box row
+_BOX_ELEMENTS = BOX_BYTES // 2  # 16-bit elements per box row
 
 
 class GroupedTmaPath(ExpertSortedGemms, Path):
-    """Grouped GEMMs in Gluon, for the problems of grouped_tma_config.serves."""
+    """Grouped GEMMs in Gluon, for the problems of grouped_tma_config.supports."""
 
     name = grouped_tma_config.NAME
     roundings = Roundings()
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see grouped_tma_config.serves."""
+        """Return whether the kernels support `problem`; see grouped_tma_config.supports."""
         return grouped_tma_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the token count from which experts have enough rows."""
+        """Return the minimum number of tokens; with fewer, experts have too few rows."""
         return grouped_tma_config.min_tokens(problem)
 
     @classmethod
@@ -77,7 +77,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         """Return launches with various swizzle groups, widths and stages."""
         return candidates(problem, tokens)
 
-    skips_unused = False  # as measured, with all rows in use
+    skips_unused = False  # measured to be no faster if all rows are in use
     adapters_class = TileShrink
 
     def __init__(self, problem: Problem) -> None:
@@ -86,7 +86,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         self.permutes_tokens = not gathers_tokens(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of grouped GEMMs, with u of adapters in the layout for TMA."""
+        """Return the buffers of the grouped GEMMs, with the LoRA shrink output in a TMA layout."""
         pairs = tokens * self.problem.top_k
         tiles = max_tile_count(pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
@@ -116,9 +116,10 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         assert shrunk is None or isinstance(shrunk, TileShrinkOutput)
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
-        half = half_rows(tile, 2 if product.constants["GATED"] else 1)
-        out_columns = half // product.step  # interleaved gate and up rows give half as many columns
-        b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), half)
+        box_rows = half_rows(tile, 2 if product.constants["GATED"] else 1)
+        # Interleaved gate and up rows give half as many columns.
+        out_columns = box_rows // product.step
+        b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), box_rows)
         unused = product.w
         b_scale = unused if product.scale is None else product.scale
         launch(
@@ -149,32 +150,32 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             GATHERED=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
-            SLOTS=staging_slots(tile, half, out_columns),
+            SLOTS=staging_slots(tile, box_rows, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
-            **_adapter_arguments(shrunk, b_desc, half, order),
+            **_adapter_arguments(shrunk, b_desc, box_rows, order),
             **product.constants,
         )
 
 
 def _adapter_arguments(
-    shrunk: TileShrinkOutput | None, unused: object, half: int, order: SortedPairs
+    shrunk: TileShrinkOutput | None, unused: object, box_rows: int, order: SortedPairs
 ) -> dict[str, object]:
-    """Return the LoRA arguments of the kernel; half: weight rows per box."""
+    """Return the LoRA arguments of the kernel. box_rows: weight rows per TMA box."""
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrunk is None:
         numbers = dict.fromkeys(("stride_tile_slots", "slot_rows", "expert_rows", "u_up"), 0)
         descriptors = {"u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
         return {**descriptors, **numbers, "LORA_STEPS": 0}
-    slots, experts, rows, rank = shrunk.b.shape
+    num_loras, experts, rows, rank = shrunk.b.shape
     return {
         "u_desc": tma_descriptor(shrunk.u, BLOCK_M),
-        "lora_b_desc": tma_descriptor(shrunk.b.view(slots * experts * rows, rank), half),
+        "lora_b_desc": tma_descriptor(shrunk.b.view(num_loras * experts * rows, rank), box_rows),
         "tile_slots_ptr": shrunk.tile_slots,
         "stride_tile_slots": shrunk.tile_slots.shape[1],
         "slot_rows": experts * rows,
         "expert_rows": rows if experts > 1 else 0,
         "u_up": shrunk.up,
-        "LORA_STEPS": round_up_to_box(rank + shrunk.up) // _BOX_VALUES,
+        "LORA_STEPS": round_up_to_box(rank + shrunk.up) // _BOX_ELEMENTS,
     }

@@ -54,7 +54,7 @@ def valid(args: CallArguments) -> torch.Tensor:
 
 
 def local_ids(args: CallArguments) -> torch.Tensor:
-    """Return the row of w1 for each pair, (T, K) int64; -1 without a local expert."""
+    """Return the local expert of each pair, (T, K) int64; -1 if its expert is not local."""
     ids = torch.where(valid(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
@@ -184,7 +184,7 @@ def forget_bias(args: CallArguments, name: str) -> CallArguments:
 
 
 def weigh_bias(args: CallArguments) -> CallArguments:
-    """Multiply b1 by the mean router weight, as if the weight were applied after it."""
+    """Multiply b1 by the mean router weight, as if it were applied after the bias."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
@@ -232,7 +232,7 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 
 
 def reuse_routing(args: CallArguments) -> CallArguments:
-    """Use the first routing with that number of tokens, as if its sort were cached by shape."""
+    """Use the first routing with as many tokens, as if sorted pairs were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)

@@ -1,7 +1,8 @@
 """Unpacking of words of eight 4-bit weights to bf16 pairs, in the register layout of wgmma.
 
-Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a block:
-two per row, of 32 columns each. FORM is the str of a layout.Form and determines their content.
+Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a
+64 x 64 block, two per row: one of columns 0 to 31 and one of columns 32 to 63. FORM is the str of
+a layout.Form, which determines how words and scales are encoded.
 """
 
 from itertools import product
@@ -11,29 +12,30 @@ from triton.experimental.gluon import language as gl
 
 BLOCK = gl.constexpr(64)  # weight rows per MMA, and K per step
 _WORDS = 4  # per thread and block
-_FIELDS = "0x81C081C0"
+_E2M1_MASK = "0x81C081C0"
 # PTX that moves pair i of word W to the bf16 fields of t; see modular_kernel.quant.repacking.
-_PAIRS = (
-    f"and.b32 t, W, {_FIELDS}; ",
-    f"shl.b32 t, W, 3; and.b32 t, t, {_FIELDS}; ",
-    f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
-    f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
+_E2M1_PAIRS = (
+    f"and.b32 t, W, {_E2M1_MASK}; ",
+    f"shl.b32 t, W, 3; and.b32 t, t, {_E2M1_MASK}; ",
+    f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
+    f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
 )
-# PTX that moves pair i of integers to the low bf16 bits of t: q 2^-133, or 16 q 2^-133. Below 2^8,
-# bf16 bit patterns count up linearly from the subnormals into the smallest normals.
+# PTX that moves pair i of integers q to the low bits of the bf16 halves of t, which are then
+# q * 2^-133 (even i) or 16 * q * 2^-133 (odd i): a bf16 bit pattern n < 2^8, subnormal or one of
+# the smallest normals, has the value n * 2^-133.
 _INTEGER_PAIRS = tuple(
     f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0")
 )
-_MIDDLE = "0x80088008"  # -8 * 2^-133 in both halves
+_MINUS_8 = "0x80088008"  # -8 * 2^-133 in both halves
 _SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 
 
 def _e2m1() -> str:
-    """Return PTX for mxfp4; the bytes of $20 are the exponents of the factors of four words."""
+    """Return PTX for mxfp4; byte q of $20 is the bf16 exponent field of the factor of word q."""
     code = ""
     for q in range(_WORDS):
         code += f"prmt.b32 s, $20, 0, 0x4{q}4{q}; shl.b32 s, s, 7; "
-        for i, pair in enumerate(_PAIRS):
+        for i, pair in enumerate(_E2M1_PAIRS):
             code += pair.replace("W", f"${16 + q}") + f"mul.bf16x2 ${4 * q + i}, t, s; "
     return code
 
@@ -41,11 +43,12 @@ def _e2m1() -> str:
 def _nvfp4() -> str:
     """Return PTX for NVFP4; $20 and $21, one per row, have a byte per 16 columns.
 
-    A byte is five exponent bits, lowered by 224, and three significand bits.
+    Bits 7 to 3 of a byte are the bf16 exponent field minus 224, bits 2 to 0 the upper three bits of
+    the mantissa.
     """
     code = ""
     for q in range(_WORDS):
-        for i, pair in enumerate(_PAIRS):
+        for i, pair in enumerate(_E2M1_PAIRS):
             if i % 2 == 0:
                 byte = 2 * (q % 2) + i // 2
                 code += f"prmt.b32 s, ${20 + q // 2}, 0, 0x4{byte}4{byte}; "
@@ -55,7 +58,12 @@ def _nvfp4() -> str:
 
 
 def _scale(word: str, scale: str, zero: bool) -> str:
-    """Return PTX that splits an integer scale word: float32 f, bf16 h, the rest l; -zero in m."""
+    """Return PTX that decodes a scale word of integer weights into registers.
+
+    f: the scale in float32. h: f in bf16, not for float32 scales. m: -zero * 2^-133 with zero
+    points. l: f - h for float16 scales. Without zero points, bfloat16 scales have l = h / 16 and
+    k = m * h.
+    """
     code = f"and.b32 f, {word}, 0xFFFFFFF0; " if zero else f"mov.b32 f, {word}; "
     if scale != "float32":
         code += "cvt.rn.bf16x2.f32 h, f, f; "
@@ -81,10 +89,10 @@ _SCALED = {
 def _integers(groups: int, scale: str, zero: bool) -> str:
     """Return PTX for (q - zero) * scale of integers q, with scale words from $20 on.
 
-    A scale is float32; with zero points, its last four bits are the zero point. 8 times a bf16
-    scale is exact, so in that case no subtraction is needed before the product.
+    A scale is float32; with zero points, its last four bits are the zero point. For a bf16
+    scale without zero points, 8 * scale is exact, so (q - 8) * scale is one FMA.
     """
-    code = f"mov.b32 m, {_MIDDLE}; mov.b32 e, {_SIXTEENTH}; "
+    code = f"mov.b32 m, {_MINUS_8}; mov.b32 e, {_SIXTEENTH}; "
     for q in range(_WORDS):
         if q % 2 == 0 or groups == 2:
             code += _scale(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
@@ -101,7 +109,10 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
 
 
 def _build_ptx() -> dict[str, str]:
-    """Return PTX by form: words $16 to $19 and scales from $20 on to pairs $0 to $15."""
+    """Return the PTX of each form.
+
+    It unpacks the words in $16 to $19, with scales from $20 on, to bf16 pairs in $0 to $15.
+    """
     code_by_form = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
     for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
         code_by_form[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
@@ -129,25 +140,28 @@ def _constraints(scales: int) -> str:
 
 
 @gluon.jit
-def _four(a, b, c, d):
+def _join4(a, b, c, d):
     """Join four tensors to (..., 2, 2), in order."""
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
-def _quads(place):
-    """Load (8, 16) words from shared memory as four words per four threads, (32, 1) each."""
-    LINES: gl.constexpr = gl.DistributedLinearLayout(
+def _load_scale_quads(smem):
+    """Load (8, 16) words from shared memory as four (32, 1) tensors.
+
+    Four adjacent threads share each row.
+    """
+    LOAD_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
     )
-    QUADS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    even, odd = place.load(LINES).reshape((32, 2, 2)).split()
+    QUAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    even, odd = smem.load(LOAD_LAYOUT).reshape((32, 2, 2)).split()
     s0, s2 = even.split()
     s1, s3 = odd.split()
-    s0 = gl.convert_layout(s0, gl.SliceLayout(1, QUADS), assert_trivial=True)
-    s1 = gl.convert_layout(s1, gl.SliceLayout(1, QUADS), assert_trivial=True)
-    s2 = gl.convert_layout(s2, gl.SliceLayout(1, QUADS), assert_trivial=True)
-    s3 = gl.convert_layout(s3, gl.SliceLayout(1, QUADS), assert_trivial=True)
+    s0 = gl.convert_layout(s0, gl.SliceLayout(1, QUAD_LAYOUT), assert_trivial=True)
+    s1 = gl.convert_layout(s1, gl.SliceLayout(1, QUAD_LAYOUT), assert_trivial=True)
+    s2 = gl.convert_layout(s2, gl.SliceLayout(1, QUAD_LAYOUT), assert_trivial=True)
+    s3 = gl.convert_layout(s3, gl.SliceLayout(1, QUAD_LAYOUT), assert_trivial=True)
     return (
         gl.expand_dims(s0, 1),
         gl.expand_dims(s1, 1),
@@ -157,57 +171,60 @@ def _quads(place):
 
 
 @gluon.jit
-def scales_of_blocks(place, PART: gl.constexpr, FORM: gl.constexpr):
-    """Load the scales of both blocks of a warpgroup for `unpack`, from those of a step."""
+def scales_of_blocks(smem, PART: gl.constexpr, FORM: gl.constexpr):
+    """Load the scales for `unpack` of the two blocks of warpgroup PART from those of one K step."""
     COUNT: gl.constexpr = _num_scale_words(FORM)
     if COUNT == 1:  # one word per block, for both warpgroups
-        s = _quads(place)
+        s = _load_scale_quads(smem)
         return (s[2 * PART],), (s[2 * PART + 1],)
     elif COUNT == 4:  # one word per row and 32 columns
-        return _quads(place.slice(16 * PART, 8, 0)), _quads(place.slice(16 * PART + 8, 8, 0))
+        first = _load_scale_quads(smem.slice(16 * PART, 8, 0))
+        return first, _load_scale_quads(smem.slice(16 * PART + 8, 8, 0))
     else:  # one word per row
-        s = _quads(place.slice(8 * PART, 8, 0))
+        s = _load_scale_quads(smem.slice(8 * PART, 8, 0))
         return (s[0], s[1]), (s[2], s[3])
 
 
 @gluon.jit
-def unpack(place, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
-    """Unpack (16, 32) words in shared memory with (32, 1) scales to the left operand (64, 64) bf16.
+def unpack(smem, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
+    """Unpack (16, 32) words in shared memory to (64, 64) bf16 in the layout of the left operand.
+
+    scales: (32, 1) tensors of scale words, by which the values are multiplied.
 
     A thread has four adjacent words and unpacks them: two rows, 8 apart, with two words each.
     """
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    QUADS: gl.constexpr = scales[0].type.layout
-    words = place.load(LINES).reshape((32, 4, 2, 2))
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    QUAD_LAYOUT: gl.constexpr = scales[0].type.layout
+    words = smem.load(LOAD_LAYOUT).reshape((32, 4, 2, 2))
     even, odd = words.split()  # columns 0 to 31, and 32 to 63
     w0, w2 = even.split()  # the upper and the lower row
     w1, w3 = odd.split()
-    w0 = gl.convert_layout(w0, QUADS, assert_trivial=True)
-    w1 = gl.convert_layout(w1, QUADS, assert_trivial=True)
-    w2 = gl.convert_layout(w2, QUADS, assert_trivial=True)
-    w3 = gl.convert_layout(w3, QUADS, assert_trivial=True)
+    w0 = gl.convert_layout(w0, QUAD_LAYOUT, assert_trivial=True)
+    w1 = gl.convert_layout(w1, QUAD_LAYOUT, assert_trivial=True)
+    w2 = gl.convert_layout(w2, QUAD_LAYOUT, assert_trivial=True)
+    w3 = gl.convert_layout(w3, QUAD_LAYOUT, assert_trivial=True)
     CODE: gl.constexpr = _ptx_of_form(FORM)
-    OPERANDS: gl.constexpr = _constraints(len(scales))
+    CONSTRAINTS: gl.constexpr = _constraints(len(scales))
     if len(scales) == 1:
         p = gl.inline_asm_elementwise(
-            CODE, OPERANDS, [w0, w1, w2, w3, scales[0]],
+            CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0]],
             dtype=(gl.int32,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
     elif len(scales) == 2:
         p = gl.inline_asm_elementwise(
-            CODE, OPERANDS, [w0, w1, w2, w3, scales[0], scales[1]],
+            CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0], scales[1]],
             dtype=(gl.int32,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         p = gl.inline_asm_elementwise(
-            CODE, OPERANDS, [w0, w1, w2, w3, scales[0], scales[1], scales[2], scales[3]],
+            CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0], scales[1], scales[2], scales[3]],
             dtype=(gl.int32,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
-    up0 = _four(p[0], p[1], p[2], p[3])
-    up1 = _four(p[4], p[5], p[6], p[7])
-    low0 = _four(p[8], p[9], p[10], p[11])
-    low1 = _four(p[12], p[13], p[14], p[15])
-    pairs = _four(up0, up1, low0, low1)  # (32, 4, pair, pair, row half, group)
+    upper0 = _join4(p[0], p[1], p[2], p[3])
+    upper1 = _join4(p[4], p[5], p[6], p[7])
+    lower0 = _join4(p[8], p[9], p[10], p[11])
+    lower1 = _join4(p[12], p[13], p[14], p[15])
+    pairs = _join4(upper0, upper1, lower0, lower1)  # (32, 4, pair, pair, row half, group)
     first = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
     second = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
     joined = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))

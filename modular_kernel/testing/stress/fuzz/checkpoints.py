@@ -30,12 +30,17 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.target import Target, chance, import_name, seeds
 
 Tensors = dict[str, torch.Tensor]
-_AT = "model.layers.1.block_sparse_moe.experts"
+_EXPERTS_PREFIX = "model.layers.1.block_sparse_moe.experts"
 _INDEX = "model.safetensors.index.json"
-_JUNK = (torch.zeros(0), torch.zeros(3), torch.tensor(float("nan")), torch.zeros(2, 2).bool())
+_INVALID_TENSORS = (
+    torch.zeros(0),
+    torch.zeros(3),
+    torch.tensor(float("nan")),
+    torch.zeros(2, 2).bool(),
+)
 # Changes after which loading must fail.
-_NEVER = (", tensor changed: no ", ", tensor changed: one more ")
-_CASTS = (torch.float32, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn)
+_MUST_FAIL = (", tensor changed: no ", ", tensor changed: one more ")
+_CAST_DTYPES = (torch.float32, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
 
 def _blocks(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
@@ -84,13 +89,13 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 class CheckpointCase:
     """A checkpoint and the share of it that is loaded.
 
-    format: place in the list of formats. change: the kind of file that is changed, "" for none.
+    format: index in the list of formats. change: the kind of file that is changed, "" for none.
     data: draws the change, which depends on what is in the file.
     """
 
     format: int
     experts: int
-    width: int
+    intermediate: int
     seed: int
     ep: tuple[int, int]
     tp: tuple[int, int]
@@ -100,13 +105,13 @@ class CheckpointCase:
 
 @st.composite
 def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
-    experts, width = draw(st.sampled_from((2, 3, 4))), draw(st.sampled_from((64, 128)))
+    experts, intermediate = draw(st.sampled_from((2, 3, 4))), draw(st.sampled_from((64, 128)))
     world = draw(st.sampled_from([n for n in (1, 2, 3) if n <= experts]))
-    tp = draw(st.sampled_from([n for n in (1, 2) if width // n % 32 == 0]))
+    tp = draw(st.sampled_from([n for n in (1, 2) if intermediate // n % 32 == 0]))
     return CheckpointCase(
         format=draw(st.integers(0, len(_FORMATS) - 1)),
         experts=experts,
-        width=width,
+        intermediate=intermediate,
         seed=draw(seeds),
         ep=(draw(st.integers(0, world - 1)), world),
         tp=(draw(st.integers(0, tp - 1)), tp),
@@ -116,45 +121,55 @@ def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
 
 
 def checkpoints(case: CheckpointCase) -> FuzzOutcome:
-    """Load a checkpoint, unchanged or with one change: correct weights, or a typed error."""
-    quant, quantization, stored = _FORMATS[case.format]
-    problem = Problem(1, 64, case.width, case.experts, 2, dtype=torch.float32, quant=quant)
+    """Load a checkpoint, unchanged or with one change.
+
+    This must return correct weights or raise a typed error.
+    """
+    quant, quantization, to_tensors = _FORMATS[case.format]
+    problem = Problem(1, 64, case.intermediate, case.experts, 2, dtype=torch.float32, quant=quant)
     weights = _weights(problem, case.seed)
-    tensors, config = _tensors(weights, problem, stored), _config(problem, quantization)
-    what = f"a checkpoint of {problem} on {case.ep} x {case.tp}"
+    tensors, config = _tensors(weights, problem, to_tensors), _config(problem, quantization)
+    description = f"a checkpoint of {problem} on {case.ep} x {case.tp}"
     with tempfile.TemporaryDirectory() as folder:
         change_text = _write_files(case, Path(folder), tensors, config)
         result = run_or_outcome(
-            f"{what}{change_text}",
+            f"{description}{change_text}",
             lambda: import_name("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, ep=case.ep, tp=case.tp
             ),
         )
         if isinstance(result, FuzzOutcome):
-            return result if change_text else FuzzOutcome(WRONG, f"{what}: refused")
-        if change_text.startswith(_NEVER):
-            return FuzzOutcome(ACCEPTED, f"{what}{change_text}")
+            return result if change_text else FuzzOutcome(WRONG, f"{description}: refused")
+        if change_text.startswith(_MUST_FAIL):
+            return FuzzOutcome(ACCEPTED, f"{description}{change_text}")
         fault = run_or_outcome(
-            what, lambda: _fault(result, None if change_text else weights, problem)
+            description, lambda: _fault(result, None if change_text else weights, problem)
         )
     if isinstance(fault, FuzzOutcome):
         return FuzzOutcome(
-            WRONG, f"{what}{change_text}: the loaded weights are inconsistent: {fault.what}"
+            WRONG, f"{description}{change_text}: the loaded weights are inconsistent: {fault.what}"
         )
     return (
-        FuzzOutcome(WRONG, f"{what}{change_text}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        FuzzOutcome(WRONG, f"{description}{change_text}: {fault}")
+        if fault
+        else FuzzOutcome(RIGHT, description)
     )
 
 
 def _weights(problem: Problem, seed: int) -> ExpertWeights:
     g = torch.Generator().manual_seed(seed)
-    e, hidden, width = problem.experts, problem.hidden, problem.intermediate
-    w1, w2 = (torch.randn(e, *s, generator=g) for s in ((2 * width, hidden), (hidden, width)))
+    e, hidden, intermediate = problem.experts, problem.hidden, problem.intermediate
+    w1, w2 = (
+        torch.randn(e, *s, generator=g)
+        for s in ((2 * intermediate, hidden), (hidden, intermediate))
+    )
     unquantized = ExpertWeights(w1, w2)
     return quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
 
 
-def _tensors(weights: ExpertWeights, problem: Problem, stored: Callable[..., Tensors]) -> Tensors:
+def _tensors(
+    weights: ExpertWeights, problem: Problem, to_tensors: Callable[..., Tensors]
+) -> Tensors:
     """Return the tensors with Mixtral's names: gate is w1, up w3, down w2."""
     tensors: Tensors = {}
     none = [None] * problem.experts
@@ -165,8 +180,8 @@ def _tensors(weights: ExpertWeights, problem: Problem, stored: Callable[..., Ten
         down = (weights.w2_scale if weights.w2_scale is not None else none)[e]
         parts = {"w1": (halves[0], pair[0]), "w3": (halves[1], pair[1])}
         for name, (w, scale) in (parts | {"w2": (weights.w2[e], down)}).items():
-            for kind, tensor in stored(w, scale).items():
-                tensors[f"{_AT}.{e}.{name}.{kind}"] = tensor.contiguous()
+            for kind, tensor in to_tensors(w, scale).items():
+                tensors[f"{_EXPERTS_PREFIX}.{e}.{name}.{kind}"] = tensor.contiguous()
     return tensors
 
 
@@ -225,10 +240,10 @@ def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
         tensors[other if other not in tensors else f"{name}.x"] = torch.zeros(2)
         return f": one more beside {name}"
     if kind == 2:
-        tensors[name] = draw(st.sampled_from(_JUNK)).clone()
+        tensors[name] = draw(st.sampled_from(_INVALID_TENSORS)).clone()
         return f": {name} {tuple(tensors[name].shape)}"
     if kind == 3:
-        dtype = draw(st.sampled_from(_CASTS))
+        dtype = draw(st.sampled_from(_CAST_DTYPES))
         tensors[name] = tensors[name].float().to(dtype)
         return f": {name} {dtype}"
     flat = tensors[name].flatten()
@@ -263,12 +278,12 @@ def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
-def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
+def _fault(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
     """Return what is wrong with loaded weights, or "".
 
-    whole: all weights, to compare values; None if the checkpoint was changed.
+    expected: all weights, to compare values; None if the checkpoint was changed.
     """
-    partial_problem, weights = found.partial(1)
+    partial_problem, weights = loaded.partial(1)
     if partial_problem.scheme.quantized:
         check_weights_quantized(weights, partial_problem, weights.w1.device)
     if weights.w1.shape != (
@@ -277,20 +292,20 @@ def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
         partial_problem.hidden // (2 if partial_problem.scheme.packed else 1),
     ):
         return f"w1 {tuple(weights.w1.shape)}"
-    if whole is None:
+    if expected is None:
         return ""
-    slots = list(Placement.linear(problem.experts, found.ep[1]).slots[found.ep[0]])
-    width, rank = partial_problem.intermediate, found.tp[0]
-    columns = slice(rank * width, (rank + 1) * width)
-    w1, w2 = _numbers(whole, problem)
+    slots = list(Placement.linear(problem.experts, loaded.ep[1]).slots[loaded.ep[0]])
+    intermediate, rank = partial_problem.intermediate, loaded.tp[0]
+    columns = slice(rank * intermediate, (rank + 1) * intermediate)
+    w1, w2 = _unquantized(expected, problem)
     gate, up = w1[slots].chunk(2, 1)
-    loaded = _numbers(weights, partial_problem)
-    if not torch.equal(loaded[0], torch.cat([gate[:, columns], up[:, columns]], 1)):
+    values = _unquantized(weights, partial_problem)
+    if not torch.equal(values[0], torch.cat([gate[:, columns], up[:, columns]], 1)):
         return "w1 has other values"
-    return "" if torch.equal(loaded[1], w2[slots][..., columns]) else "w2 has other values"
+    return "" if torch.equal(values[1], w2[slots][..., columns]) else "w2 has other values"
 
 
-def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def _unquantized(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     if not problem.scheme.quantized:
         return weights.w1, weights.w2
     return dequantized_weights(weights, "w1", problem), dequantized_weights(weights, "w2", problem)
@@ -305,7 +320,7 @@ _DEVICES: tuple[Any, ...] = (
 
 
 def load_devices(device: Any) -> FuzzOutcome:
-    """Load a checkpoint to any device: weights with data, or a typed error."""
+    """Load a checkpoint to any device; this must return the weights or raise a typed error."""
     problem = Problem(1, 64, 64, 2, 2, dtype=torch.float32)
     weights = _weights(problem, 0)
     with tempfile.TemporaryDirectory() as folder:

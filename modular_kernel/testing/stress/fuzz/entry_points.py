@@ -21,7 +21,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.random_problems import problem_fields
 from modular_kernel.testing.stress.fuzz.target import Target
 
-_RAISED: tuple[Callable[[], BaseException], ...] = (
+_ERROR_FACTORIES: tuple[Callable[[], BaseException], ...] = (
     lambda: ModuleNotFoundError("No module named 'moon'"),
     lambda: SyntaxError("invalid syntax"),
     lambda: SystemExit(3),
@@ -37,7 +37,7 @@ _GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts
 class BrokenPackage:
     """A package whose entry point raises or offers junk.
 
-    kind: what is wrong with it. value: junk, or the place of an exception in the list. role: of
+    kind: what is wrong with it. value: junk, or the index of an exception in the list. role: of
     the part that it offers.
     """
 
@@ -52,7 +52,7 @@ def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
     kind = draw(st.sampled_from(("raises", "offers", "requires", "field", "extra_rejections")))
     role = draw(st.sampled_from(sorted(_BASES)))
     names = sorted(each.name for each in fields(_base(role).requires))
-    value = st.integers(0, len(_RAISED) - 1) if kind == "raises" else junk
+    value = st.integers(0, len(_ERROR_FACTORIES) - 1) if kind == "raises" else junk
     if kind == "offers":
         given = draw(junk)
         value = st.sampled_from((given, (given,), [given]))
@@ -61,26 +61,26 @@ def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
 
 @dataclass(frozen=True)
 class PackagesCase:
-    """Broken packages, the place of the good one among them, and a problem to check."""
+    """Broken packages, the index of the good one among them, and a problem to check."""
 
     broken: list[BrokenPackage]
-    place: int
+    index: int
     fields: dict[str, Any]
 
 
 def entry_points(case: PackagesCase) -> FuzzOutcome:
     """Load up to four broken packages beside a good one.
 
-    The good one's parts must work, and each broken one must be listed as unusable or be checked
-    without an error.
+    The parts of the good package must be in the catalog. A broken package must be listed as broken,
+    or checking its parts must not raise.
     """
     good = load_catalog()
-    broken_offers = [_offer(package, place) for place, package in enumerate(case.broken)]
+    broken_offers = [_offer(package, index) for index, package in enumerate(case.broken)]
     offers = [offer for offer, _, _ in broken_offers]
-    what = ", ".join(description for _, description, _ in broken_offers)
+    descriptions = ", ".join(description for _, description, _ in broken_offers)
     parts = tuple(part.cls for part in good.parts if part.name in _GOOD)
-    place = case.place % (len(offers) + 1)
-    offers.insert(place, Offer("good", "good (good:PARTS)", lambda: parts))
+    index = case.index % (len(offers) + 1)
+    offers.insert(index, Offer("good", "good (good:PARTS)", lambda: parts))
 
     def call() -> str:
         catalog = build_catalog(offers)
@@ -94,12 +94,16 @@ def entry_points(case: PackagesCase) -> FuzzOutcome:
             return "a text that is not printable"
         return _verdict_fault(catalog, case.fields)
 
-    fault = run_or_outcome(what, call)
+    fault = run_or_outcome(descriptions, call)
     if isinstance(fault, FuzzOutcome):
         return fault
     if fault.startswith("usable"):
-        return FuzzOutcome(ACCEPTED, f"{what}: {fault}")
-    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(ACCEPTED, f"{descriptions}: {fault}")
+    return (
+        FuzzOutcome(WRONG, f"{descriptions}: {fault}")
+        if fault
+        else FuzzOutcome(RIGHT, descriptions)
+    )
 
 
 def _verdict_fault(catalog: Any, problem_fields: dict[str, Any]) -> str:
@@ -126,13 +130,13 @@ def _base(role: str) -> Any:
     return getattr(catalog, role)(_BASES[role])
 
 
-def _offer(package: BrokenPackage, place: int) -> tuple[Offer, str, tuple[str, ...]]:
+def _offer(package: BrokenPackage, index: int) -> tuple[Offer, str, tuple[str, ...]]:
     """Return an entry point, its description, and the names of its parts that must be unusable."""
     kind, value = package.kind, package.value
-    name = f"theirs{place}"
+    name = f"theirs{index}"
     origin = f"{name} ({name}:PARTS)"
     if kind == "raises":
-        make_error = _RAISED[value]
+        make_error = _ERROR_FACTORIES[value]
 
         def load() -> object:
             raise make_error()
@@ -140,15 +144,15 @@ def _offer(package: BrokenPackage, place: int) -> tuple[Offer, str, tuple[str, .
         return Offer(name, origin, load), f"raises {shorten(make_error())}", ()
     if kind == "offers":
         return Offer(name, origin, lambda: value), f"offers {shorten(value)}", ()
-    base, label = _base(package.role), f"Theirs{place}"
+    base, label = _base(package.role), f"Theirs{index}"
     if kind == "requires":  # junk instead of the whole declaration
         part = type(label, (base,), {"requires": value})
         return Offer(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
     if kind == "field":
         requires = run_or_outcome("", lambda: replace(base.requires, **{package.field: value}))
         part = type(label, (base,), {"requires": requires})
-        what = f"requires.{package.field}={shorten(value)}"
-        return Offer(name, origin, lambda: (part,)), what, ()
+        description = f"requires.{package.field}={shorten(value)}"
+        return Offer(name, origin, lambda: (part,)), description, ()
     part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: value)})
     return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(value)}", ()
 
@@ -156,7 +160,7 @@ def _offer(package: BrokenPackage, place: int) -> tuple[Offer, str, tuple[str, .
 _CASES = st.builds(
     PackagesCase,
     broken=st.lists(_broken_packages(), min_size=1, max_size=4),
-    place=st.integers(0, 4),
+    index=st.integers(0, 4),
     fields=problem_fields(),
 )
 TARGETS: tuple[Target[Any], ...] = (Target("entry_points", 1, _CASES, entry_points),)
