@@ -1,7 +1,7 @@
 """Experts parts assembled from registered stages or from a fused operation.
 
-    ToyExperts = experts_of("ToyExperts", "toy", "standard", dtypes=frozenset({torch.bfloat16}))
-    FusedToyExperts = fused_experts_of("FusedToyExperts", "none", "toy")
+    ToyExperts = make_experts("ToyExperts", "toy", "standard", dtypes=frozenset({torch.bfloat16}))
+    FusedToyExperts = make_fused_experts("FusedToyExperts", "none", "toy")
 
 The resulting classes are ordinary experts parts: they can be offered as entry points, checked,
 tested, benchmarked and composed.
@@ -16,7 +16,7 @@ import torch
 from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.replay import stages as names
+from modular_kernel.replay import stages as stage_names
 from modular_kernel.runner import (
     FORMATS,
     FusedFunction,
@@ -55,7 +55,9 @@ _REDUCERS: Mapping[Reduce, type[TopKWeightAndReduce]] = {
     Reduce.NAIVE_BATCHED: TopKWeightAndReduceNaiveBatched,
     Reduce.DELEGATE: TopKWeightAndReduceDelegate,
 }
-_FIELDS = frozenset(field.name for field in fields(ExpertsRequirements)) - {"activation_format"}
+_REQUIREMENT_FIELDS = frozenset(field.name for field in fields(ExpertsRequirements)) - {
+    "activation_format"
+}
 
 
 class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
@@ -68,7 +70,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self._core = self.stages.core(problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the core's buffers and the output that `requires.reduce` leaves to finalize."""
+        """Return the core's buffers, and the output, whose shape depends on `requires.reduce`."""
         problem = self.problem
         empty = BufferSpec((0,), problem.dtype)
         output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
@@ -91,20 +93,20 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
     def compute(self, call: RunnerCall[Any]) -> None:
         """Write call.output.
 
-        Raises ConfigurationError if a stage returns a type of another backend.
+        Raises ConfigurationError if a stage's result is not of this backend's type.
         """
         stages = self.stages
-        with names.stage(names.PERMUTE):
+        with stage_names.stage(stage_names.PERMUTE):
             runner_input = stages.pre(call)
         check_stage_result("pre-permute", runner_input, RunnerInput, stages)
-        with names.stage(_CORE):
+        with stage_names.stage(_CORE_STAGE_NAME):
             result = self._core.run(runner_input, call)
         check_stage_result("core", result, RunnerOutput, stages)
-        with names.stage(names.UNPERMUTE):
+        with stage_names.stage(stage_names.UNPERMUTE):
             stages.post(result, call)
 
 
-_CORE = names.fused(names.GEMM1, names.GEMM2)
+_CORE_STAGE_NAME = stage_names.fused(stage_names.GEMM1, stage_names.GEMM2)
 
 
 class FusedExperts(AssembledExperts):
@@ -119,11 +121,13 @@ class FusedExperts(AssembledExperts):
         return cls.unfused.extra_rejections(problem, machine)
 
     def compute(self, call: RunnerCall[Any]) -> None:
-        with names.stage(_ALL):
+        with stage_names.stage(_FUSED_STAGE_NAME):
             type(self).operation(call)
 
 
-_ALL = names.fused(names.PERMUTE, names.GEMM1, names.GEMM2, names.UNPERMUTE)
+_FUSED_STAGE_NAME = stage_names.fused(
+    stage_names.PERMUTE, stage_names.GEMM1, stage_names.GEMM2, stage_names.UNPERMUTE
+)
 
 
 def make_experts(
@@ -133,28 +137,31 @@ def make_experts(
 
     requires: fields of ExpertsRequirements other than the activation format. `reduce` is the work
     that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens (post-permute
-    writes weighted sums) and to DELEGATE for batched ones (it writes unweighted rows). The class's
-    `__module__` is that of the core stage: assign the class there, to a variable called `name`.
+    writes weighted sums) and to DELEGATE for batched ones (it writes unweighted rows). `__module__`
+    is that of the core stage: to make instances picklable, assign the class in that module to a
+    variable called `name`.
 
     Raises UnknownPartError if a stage is not registered, and ConfigurationError for an unknown
     field.
     """
     stages = stages_of(backend, format)
     check_name(name)
-    unknown = sorted(requires.keys() - _FIELDS)
+    unknown = sorted(requires.keys() - _REQUIREMENT_FIELDS)
     if unknown:
-        need = f"fields of ExpertsRequirements: {', '.join(sorted(_FIELDS))}"
+        need = f"fields of ExpertsRequirements: {', '.join(sorted(_REQUIREMENT_FIELDS))}"
         raise ConfigurationError(f"requires of {name}", got=", ".join(unknown), need=need)
-    declared = _declared(name, FORMATS[format], requires)
-    body = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
-    body["__doc__"] = f"Stages of backend {backend!r} for {format!r} tokens."
-    part = type(name, (AssembledExperts,), body)
+    declared = _make_requirements(name, FORMATS[format], requires)
+    namespace = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
+    namespace["__doc__"] = f"Stages of backend {backend!r} for {format!r} tokens."
+    part = type(name, (AssembledExperts,), namespace)
     keep_part(part, stages)
     return part
 
 
 def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
-    """Return the experts part `name` of a fused function, with the requirements of its staged part.
+    """Return the experts part `name` that runs the fused function of (a2a_backend, backend).
+
+    It has the requirements of the staged part that the function replaces.
 
     Raises UnknownPartError if no operation is registered, and ConfigurationError if the registered
     one is a part rather than a function, or if its staged part was not made by `make_experts`.
@@ -165,9 +172,9 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
     if isinstance(op.run, type):
         raise ConfigurationError(subject, got=f"the part {op.run.__name__}", need="a function")
     if not issubclass(op.unfused, AssembledExperts):
-        need = "a staged part made by experts_of"
+        need = "a staged part made by make_experts"
         raise ConfigurationError(subject, got=f"staged part {op.unfused.__name__}", need=need)
-    body = {
+    namespace = {
         "requires": op.unfused.requires,
         "stages": op.unfused.stages,
         "operation": staticmethod(op.run),
@@ -175,7 +182,7 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
         "__module__": op.run.__module__,
         "__doc__": f"Fused operation equivalent to {op.unfused.__name__}.",
     }
-    part = type(name, (FusedExperts,), body)
+    part = type(name, (FusedExperts,), namespace)
     keep_fused_part(part, op)
     return part
 
@@ -188,7 +195,7 @@ def check_name(name: object) -> None:
         raise ConfigurationError("name of a part", got=repr(name)[:80], need="an identifier")
 
 
-def _declared(
+def _make_requirements(
     name: str, activation_format: ActivationFormat, requires: Mapping[str, Any]
 ) -> ExpertsRequirements:
     batched = activation_format is ActivationFormat.BATCHED_EXPERTS

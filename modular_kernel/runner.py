@@ -7,7 +7,7 @@
     @register_post_permute("toy", "standard")
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
-`experts.staged.experts_of("ToyExperts", "toy", "standard", ...)` builds an experts part from the
+`experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
 stages. A package provides that part like any other; nothing else needs to be registered. A fused
 operation replaces the three stages by one. It names the staged part that it replaces (`unfused`),
 and tests verify that both give equal results.

@@ -30,7 +30,7 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 _ID_DTYPES = (torch.int32, torch.int64)
-# Shapes of the adapter tensors, in the letters of `modular_kernel.tensors`.
+# Shapes of the adapter tensors; dimension letters as in `modular_kernel.tensors`.
 ADAPTER_TENSORS = {
     "lora_a13": "(L, e or 1, 2R or R, H)",
     "lora_b13": "(L, e, N, R)",
@@ -49,7 +49,7 @@ def rows_of(x_TH: object) -> int:
 
 
 def check_dense(x_TH: object, routing: Routing, out: object) -> None:
-    """Check that a call's own arguments are dense tensors; `out` may be None."""
+    """Check that x, the routing tensors and `out` are strided, not sparse; `out` may be None."""
     if type(routing) is Routing and routing.adapters_T is None and out is None:
         for tensor in (x_TH, routing.topk_weights_TK, routing.topk_ids_TK):
             if not is_dense(tensor):
@@ -71,7 +71,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 
 
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
-    """Check that a routing names adapters exactly if the problem has them.
+    """Check that routing.adapters_T is set if and only if the problem has adapters.
 
     "none" must be explicit, so that a caller that forgets the adapters gets an error.
     """
@@ -84,7 +84,7 @@ def check_adapters_present(routing: Routing, problem: Problem) -> None:
 
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
-    """Check that a call's own dense tensors have memory."""
+    """Check that x, the routing tensors and `out` have storage: no meta or fake tensors."""
     check_held("x", x_TH)
     check_held("topk_weights", routing.topk_weights_TK)
     check_held("topk_ids", routing.topk_ids_TK)
@@ -94,13 +94,15 @@ def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None)
         check_held("out", out)
 
 
-def _check_shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
+def _check_shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str) -> None:
     if tensor.shape != need:
-        raise _shape_error(what, tensor, need, legend)
+        raise _shape_error(what, tensor, need, dim_names)
 
 
-def _shape_error(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> ShapeError:
-    return ShapeError(what, got=tuple(tensor.shape), need=f"{legend} = {need}")
+def _shape_error(
+    what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str
+) -> ShapeError:
+    return ShapeError(what, got=tuple(tensor.shape), need=f"{dim_names} = {need}")
 
 
 def _check_dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
@@ -163,7 +165,7 @@ def check_routing(
     weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
     if weights_TK.dtype is not torch.float32:
         raise _dtype_error("topk_weights", weights_TK, torch.float32)
-    required = ids_dtype or problem.ids_dtype  # equal if both are set
+    required = ids_dtype or problem.ids_dtype  # a rule checks that they are equal if both are set
     allowed = _ID_DTYPES if required is None else (required,)
     if ids_TK.dtype not in allowed:
         raise _dtype_error("topk_ids", ids_TK, *allowed)
@@ -333,7 +335,10 @@ def _check_optional(
 
 
 def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check that out is contiguous (T, H) or (T, K, H), like x otherwise; `x` itself if inplace."""
+    """Check that out is contiguous (T, H) or (T, K, H), with the dtype and device of x.
+
+    If the problem is inplace, out must be x.
+    """
     if problem.inplace and out is not x_TH:
         raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
     tokens = x_TH.shape[0]

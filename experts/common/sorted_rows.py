@@ -1,4 +1,4 @@
-"""Contiguous tokens through a library's grouped GEMMs over expert-sorted rows.
+"""Base of experts parts that sort the rows of contiguous tokens and call a library's grouped GEMM.
 
 Launches: count, scan, place; permute [and quantize]; GEMM 1; activation [and quantize]; GEMM 2;
 sum.
@@ -35,7 +35,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-_TILE_M = 128  # any value: sorting lists tiles, but libraries schedule their own
+_TILE_M = 128  # arbitrary: `sort_pairs` also lists tiles, but libraries schedule their own
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class RowOrder:
     """Rows of the (token, expert) pairs.
 
     row_of_pair_TK: (T, K) int32, -1 where a pair is skipped. ends: (e,) int32, one past the last
-    row of each expert. used: (1,) int32, number of rows up to the last one in use.
+    row of each expert. used: (1,) int32, one past the last row in use; later rows
+    are undefined.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -52,7 +53,9 @@ class RowOrder:
 
 
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of parts that weight and sum rows stored in any order.
+    """Base of parts whose last step gathers, weights and sums the rows of each token.
+
+    The order of rows is up to the subclass.
 
     requires: the common requirements; each part adds those of its GEMMs.
     """
@@ -105,8 +108,7 @@ class SortedRowsExperts(SummedRowsExperts):
     Pairs of other ranks' experts have no row.
 
     library_allocates_output: the library allocates its results; it does not use the workspace.
-    scales_along_rows: the scales of the rows are stored along the rows: (R, groups) with a stride
-    of 1 between rows.
+    scales_along_rows: the scales of the rows, (R, groups), are column-major: stride(0) is 1.
     """
 
     library_allocates_output: ClassVar[bool] = False
@@ -137,17 +139,21 @@ class SortedRowsExperts(SummedRowsExperts):
 
     def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
         """Sort the pairs by expert and assign a row to each."""
-        order = sort_pairs(routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace)
-        return RowOrder(order.row_of_pair_TK, order.starts[1:], order.starts[-1:])
+        sorted_pairs = sort_pairs(
+            routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace
+        )
+        return RowOrder(
+            sorted_pairs.row_of_pair_TK, sorted_pairs.starts[1:], sorted_pairs.starts[-1:]
+        )
 
     def product_specs(self, rows: int) -> Mapping[str, BufferSpec]:
         """Return the buffers that `product` takes in addition to its results."""
         return {}
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether each token's scale depends on that token alone, or is static.
+        """Return whether this part quantizes tokens itself, while it permutes them.
 
-        Tokens are then quantized while they are permuted.
+        It does if scales are static, or if each depends on a single token.
         """
         scheme = self.problem.scheme
         per_token = scheme.static or scheme.activation_granularity != "tensor"

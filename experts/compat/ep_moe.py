@@ -9,8 +9,8 @@
     post_reorder(down_output, out, src2dst, topk_ids, topk_weights, start, end)
 
 Every rank has all tokens and the experts from start_expert_id to end_expert_id, both inclusive. It
-writes its partial sum to `out`; the layer's output is the sum over ranks. Buffers have T * K rows
-for the pairs of all ranks, and each rank reads and writes only the rows of its experts.
+writes its partial sum to `out`; an all-reduce over ranks gives the layer's output. Buffers have
+T * K rows for the pairs of all ranks, and each rank reads and writes only the rows of its experts.
 GroupedGemmExperts does the same with rows for its own pairs only.
 
 Shapes, dtypes and strides are checked. The values of ids are not, because that would synchronize
@@ -74,8 +74,8 @@ def run_moe_ep_preproess(
     reorder_topk_ids, reorder_ids = torch.sort(ids_P, stable=True)
     rows_P = torch.arange(ids_P.numel(), dtype=torch.int32, device=ids_P.device)
     src2dst = torch.empty_like(rows_P).scatter_(0, reorder_ids, rows_P)
-    edges = torch.arange(num_experts + 1, dtype=ids_P.dtype, device=ids_P.device)
-    return reorder_topk_ids, src2dst, torch.searchsorted(reorder_topk_ids, edges)
+    expert_ids = torch.arange(num_experts + 1, dtype=ids_P.dtype, device=ids_P.device)
+    return reorder_topk_ids, src2dst, torch.searchsorted(reorder_topk_ids, expert_ids)
 
 
 def pre_reorder(
@@ -93,14 +93,14 @@ def pre_reorder(
     written. a1_scales: (local experts,) float32; None means 1. Float8 values saturate.
     """
     read = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
-    _check_call("gateup_input", gateup_input, read, a1_scales=a1_scales)
+    _check_tensors("gateup_input", gateup_input, read, a1_scales=a1_scales)
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, hidden_states=hidden_states)
     (tokens, top_k), hidden = topk_ids.shape, hidden_states.shape[1]
-    _check("gateup_input", gateup_input, (tokens * top_k, hidden))
-    _check("hidden_states", hidden_states, (tokens, hidden), rows=True)
-    _check("src2dst", src2dst, (tokens * top_k,))
-    _check("topk_ids", topk_ids, (tokens, top_k))
+    _check_shape_and_strides("gateup_input", gateup_input, (tokens * top_k, hidden))
+    _check_shape_and_strides("hidden_states", hidden_states, (tokens, hidden), rows_only=True)
+    _check_shape_and_strides("src2dst", src2dst, (tokens * top_k,))
+    _check_shape_and_strides("topk_ids", topk_ids, (tokens, top_k))
     _check_integers("topk_ids", topk_ids)
     _check_scales("a1_scales", a1_scales, end_expert_id - start_expert_id + 1)
     if gateup_input.numel() == 0:
@@ -141,13 +141,13 @@ def silu_and_mul(
     rounded once; float8 values saturate.
     """
     read = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
-    _check_call("down_input", down_input, read, w2_input_scale=w2_input_scale)
+    _check_tensors("down_input", down_input, read, w2_input_scale=w2_input_scale)
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(down_input=down_input)
     rows, intermediate = down_input.shape
-    _check("gateup_output", gateup_output, (rows, 2 * intermediate))
-    _check("down_input", down_input, (rows, intermediate))
-    _check("reorder_topk_ids", reorder_topk_ids, (rows,))
+    _check_shape_and_strides("gateup_output", gateup_output, (rows, 2 * intermediate))
+    _check_shape_and_strides("down_input", down_input, (rows, intermediate))
+    _check_shape_and_strides("reorder_topk_ids", reorder_topk_ids, (rows,))
     _check_integers("reorder_topk_ids", reorder_topk_ids)
     _check_scales("w2_input_scale", w2_input_scale, end_expert_id - start_expert_id + 1)
     if down_input.numel() == 0:
@@ -185,14 +185,14 @@ def post_reorder(
     float32 and rounded once. A token without a local pair gets exact zeros.
     """
     read = {"down_output": down_output, "src2dst": src2dst}
-    _check_call("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
+    _check_tensors("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, output=output)
     (tokens, top_k), hidden = topk_ids.shape, output.shape[1]
-    _check("down_output", down_output, (tokens * top_k, hidden))
-    _check("output", output, (tokens, hidden))
-    _check("src2dst", src2dst, (tokens * top_k,))
-    _check("topk_weights", topk_weights, (tokens, top_k))
+    _check_shape_and_strides("down_output", down_output, (tokens * top_k, hidden))
+    _check_shape_and_strides("output", output, (tokens, hidden))
+    _check_shape_and_strides("src2dst", src2dst, (tokens * top_k,))
+    _check_shape_and_strides("topk_weights", topk_weights, (tokens, top_k))
     _check_dtype("topk_weights", topk_weights, torch.float32)
     is_local_TK = _is_local(topk_ids, start_expert_id, end_expert_id)
     row_of_pair_TK = torch.where(is_local_TK, src2dst.view(tokens, top_k), -1).to(torch.int32)
@@ -227,38 +227,38 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
         need = "True: b is (experts, N, K)"
         raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
     optional = {"scale_a": scale_a, "scale_b": scale_b, "weight_indices": weight_indices}
-    _check_call("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **optional)
+    _check_tensors("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **optional)
     expect("batch_size", batch_size, Annotated[int, Between(0, MAX_INT32)])
     expect("block_shape", block_shape, list[int] | tuple[int, ...] | None)
     _check_rank(a=a, c=c)
     _check_rank(3, b=b)
-    (rows, depth), (experts, columns, _) = a.shape, b.shape
-    _check("a", a, (rows, depth))
-    _check("c", c, (rows, columns))
-    _check("seg_indptr", seg_indptr, (batch_size + 1,))
-    if b.shape[2] != depth:
-        raise ShapeError("b", got=tuple(b.shape), need=(experts, columns, depth))
+    (m, k), (experts, n, _) = a.shape, b.shape
+    _check_shape_and_strides("a", a, (m, k))
+    _check_shape_and_strides("c", c, (m, n))
+    _check_shape_and_strides("seg_indptr", seg_indptr, (batch_size + 1,))
+    if b.shape[2] != k:
+        raise ShapeError("b", got=tuple(b.shape), need=(experts, n, k))
     if weight_indices is None:
         weight_indices = torch.arange(batch_size, device=a.device)
-    _check("weight_indices", weight_indices, (batch_size,))
+    _check_shape_and_strides("weight_indices", weight_indices, (batch_size,))
     problem = Problem(
-        tokens=rows,
-        hidden=columns,
-        intermediate=depth,
+        tokens=m,
+        hidden=n,
+        intermediate=k,
         experts=experts,
         top_k=1,
         dtype=c.dtype,
-        quant=_quant(a, b, use_fp8_w8a8, block_shape),
+        quant=_quant_scheme(a, b, use_fp8_w8a8, block_shape),
     )
-    if rows == 0 or batch_size == 0:
+    if m == 0 or batch_size == 0:
         return c
-    scale_rows = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
+    row_scales = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
     # GEMM 2's configuration: it has no activation epilogue.
-    _, tile = choose_config(problem, rows).both(LaunchConfig)
-    tiles = _segment_tiles(seg_indptr, weight_indices, rows, tile.block_m)
-    product = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
-    m_grouped_gemm(GemmRows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
+    _, config = choose_config(problem, m).both(LaunchConfig)
+    tiles = _segment_tiles(seg_indptr, weight_indices, m, config.block_m)
+    operands = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
+    m_grouped_gemm(GemmRows(a, row_scales), operands, config, tiles, c, problem.fp32_precision)
     return c
 
 
@@ -279,7 +279,7 @@ class GroupedGemmRunner(torch.nn.Module):
     forward = staticmethod(grouped_gemm_triton)
 
 
-def _quant(
+def _quant_scheme(
     a: torch.Tensor, b: torch.Tensor, use_fp8_w8a8: bool, block_shape: list[int] | None
 ) -> str:
     """Return the Problem.quant scheme that the options describe."""
@@ -287,7 +287,9 @@ def _quant(
         if use_fp8_w8a8 or name == "b":
             _check_dtype(name, tensor, _FP8 if use_fp8_w8a8 else a.dtype)
     if block_shape is not None and not use_fp8_w8a8:
-        raise ConfigurationError("block_shape", got=block_shape, need="use_fp8_w8a8 with it")
+        raise ConfigurationError(
+            "block_shape", got=block_shape, need="None unless use_fp8_w8a8=True"
+        )
     if not use_fp8_w8a8:
         return "none"
     if block_shape is None:
@@ -317,7 +319,7 @@ def _row_scales(
     for name, scale, need_shape in (("scale_a", scale_a, need_a), ("scale_b", scale_b, need_b)):
         if scale is None:
             raise ConfigurationError(name, got=None, need=f"float32 {need_shape} for float8")
-        _check(name, scale, need_shape)
+        _check_shape_and_strides(name, scale, need_shape)
         _check_dtype(name, scale, torch.float32)
     assert scale_a is not None
     if scheme.granularity == "block":
@@ -330,14 +332,14 @@ def _row_scales(
 def _segment_tiles(
     seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
 ) -> torch.Tensor:
-    """Return tiles of at most block_m rows of one segment, laid out as in `ops.sort.Sorted`."""
+    """Split the segments into tiles of at most block_m rows, laid out as in `ops.sort.Sorted`."""
     segments, device = weight_indices.numel(), seg_indptr.device
     starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
     counts = (ends - starts + block_m - 1) // block_m
     tile_ends = counts.cumsum(0)
-    tile = torch.arange(max_tile_count(rows, block_m, segments), device=device)
-    segment = torch.searchsorted(tile_ends, tile, right=True).clamp(max=segments - 1)
-    first_row = starts[segment] + (tile - (tile_ends - counts)[segment]) * block_m
+    tile_index = torch.arange(max_tile_count(rows, block_m, segments), device=device)
+    segment = torch.searchsorted(tile_ends, tile_index, right=True).clamp(max=segments - 1)
+    first_row = starts[segment] + (tile_index - (tile_ends - counts)[segment]) * block_m
     columns = (weight_indices[segment], first_row, ends[segment], tile_ends[-1:])
     return torch.cat([column.to(torch.int32) for column in columns])
 
@@ -360,25 +362,30 @@ def _require_triton(tensor: torch.Tensor) -> None:
         raise DeviceError("device of the tensors", got=tensor.device, need=need)
 
 
-def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows: bool = False) -> None:
-    """Check the shape, and that the tensor is contiguous; with `rows`, that stride(-1) is 1."""
+def _check_shape_and_strides(
+    what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows_only: bool = False
+) -> None:
+    """Check the shape, and that the tensor is contiguous, or its rows if `rows_only`."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
     has_valid_strides = (
-        tensor.stride(-1) == 1 or tensor.numel() == 0 if rows else tensor.is_contiguous()
+        tensor.stride(-1) == 1 or tensor.numel() == 0 if rows_only else tensor.is_contiguous()
     )
     if not has_valid_strides:
-        need = "stride(-1) == 1" if rows else "contiguous"
+        need = "stride(-1) == 1" if rows_only else "contiguous"
         raise LayoutError(what, got=f"strides {tensor.stride()}", need=need)
 
 
-def _check_call(
+def _check_tensors(
     what: str,
     output: torch.Tensor,
     inputs: Mapping[str, torch.Tensor],
     **optional: torch.Tensor | None,
 ) -> None:
-    """Check every tensor; those of `optional` may be None. Only `output` is written."""
+    """Check devices and gradients, and that `output` overlaps no input.
+
+    Tensors in `optional` may be None.
+    """
     check_tensor(what, output)
     all_inputs = {**inputs, **optional}
     check_tensors(all_inputs, optional=optional, device=output.device)
@@ -410,5 +417,5 @@ def _check_dtype(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 def _check_scales(what: str, scales: torch.Tensor | None, experts: int) -> None:
     if scales is not None:
-        _check(what, scales, (experts,))
+        _check_shape_and_strides(what, scales, (experts,))
         _check_dtype(what, scales, torch.float32)

@@ -22,13 +22,14 @@ from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-Rows = tuple[torch.Tensor, torch.Tensor | None]
+TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 _SCALES = "scales_of_tokens"
 
 
 class DeepGemmExperts(SortedRowsExperts):
-    """Contiguous tokens in bf16, or fp8 with 128 x 128 blocks; weights and sums over top-k itself.
+    """For contiguous tokens in bf16, or in fp8 with 128 x 128 blocks.
 
+    It multiplies by the router weights and sums over top-k itself.
     The rows of each expert begin at a multiple of 128, the tile size. Weights that are not
     row-major and 16-byte aligned are copied in every call.
     """
@@ -54,7 +55,7 @@ class DeepGemmExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile case of the alignment kernel, which is not DeepGEMM's."""
+        """Return the compile case of the alignment kernel, a Triton kernel of this package."""
         return {"aligned rows": _align_meta_tensors}
 
     def max_rows(self, pairs: int) -> int:
@@ -69,8 +70,8 @@ class DeepGemmExperts(SortedRowsExperts):
 
     def product(
         self,
-        rows: Rows,
-        weights: Rows,
+        rows: TensorAndScale,
+        weights: TensorAndScale,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,
@@ -81,8 +82,9 @@ class DeepGemmExperts(SortedRowsExperts):
 
 
 class BatchedDeepGemmExperts(BatchedRowsExperts):
-    """Batched rows in and out, unweighted, in bf16 or fp8 with 128 x 128 blocks.
+    """For batched rows in bf16, or in fp8 with 128 x 128 blocks.
 
+    The output is batched too, without the router weights.
     The capacity of an expert is a multiple of 128, because DeepGEMM stores whole tiles.
     """
 
@@ -97,13 +99,13 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
         if not self.problem.scheme.quantizes_activations:
             return {}
-        shapes = (self.problem.hidden // BLOCK, shape.experts * shape.capacity)
-        return {_SCALES: BufferSpec(shapes, torch.float32)}
+        shape_of_scales = (self.problem.hidden // BLOCK, shape.experts * shape.capacity)
+        return {_SCALES: BufferSpec(shape_of_scales, torch.float32)}
 
     def product(
         self,
-        rows: Rows,
-        weights: Rows,
+        rows: TensorAndScale,
+        weights: TensorAndScale,
         counts_e: torch.Tensor,
         workspace: Workspace,
         out: torch.Tensor | None,
@@ -111,17 +113,18 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         assert out is not None
         (a, scale), problem = rows, self.problem
         experts, capacity, _ = a.shape
-        if scale is not None and scale.stride()[1:] != (1, capacity):  # from `prepare`
+        # Scales from `prepare` are row-major; DeepGEMM needs them column-major.
+        if scale is not None and scale.stride()[1:] != (1, capacity):
             scale_buffer = workspace.take(_SCALES, (experts, scale.shape[2], capacity))
             scale = scale_buffer.copy_(scale.mT).mT
-        expected = capacity * problem.top_k // problem.experts
-        grouped_gemm_masked(self._library, (a, scale), weights, counts_e, expected, out)
+        expected_m = capacity * problem.top_k // problem.experts
+        grouped_gemm_masked(self._library, (a, scale), weights, counts_e, expected_m, out)
         return out
 
 
 def _align_meta_tensors() -> None:
     meta = torch.device("meta")
-    ids, invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
-    routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, invalid)
+    ids, num_invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
+    routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, num_invalid)
     workspace = Workspace(aligned_specs(64, 8, 32), meta)
     aligned_rows(routing, TILE_M, num_local=32, workspace=workspace)

@@ -1,4 +1,4 @@
-"""`mk exchange`: dispatch and combine times of parts over ranks, compared with bare libraries."""
+"""`mk exchange`: benchmark dispatch and combine of parts, and of libraries called directly."""
 
 import shlex
 import sys
@@ -33,9 +33,10 @@ _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
     "times are in microseconds, those of the slowest rank; each rank's time is the median of "
     "{rounds} rounds of {replays} calls; dispatch includes receiving and quantization, except for "
-    "bare libraries that take quantized rows; graph: replays of CUDA graphs, dispatch and combine "
-    "alternating, and the pair as a quarter of a graph of four; eager: calls without a graph; "
-    "before it was timed, every row returned x with identity experts"
+    "bare libraries that take quantized rows; graph: replays of CUDA graphs, of dispatch and "
+    "combine alternately, while the time of a pair is a quarter of that of a graph of four pairs; "
+    "eager: calls without a graph; every case was verified before it was timed: with identity "
+    "experts the output equals x"
 )
 
 
@@ -90,7 +91,9 @@ class ExchangeSizes:
     ] = None
     tokens_list: Annotated[
         tuple[int, ...] | None,
-        _device_option("Tokens of each rank.", "tokens_list", type=TOKENS_LIST),
+        _device_option(
+            "Numbers of tokens of each rank, separated by commas.", "tokens_list", type=TOKENS_LIST
+        ),
     ] = None
     hidden: Annotated[int | None, _device_option("Hidden size.", "hidden")] = None
     experts: Annotated[int | None, _device_option("Number of experts of the model.", "experts")] = (
@@ -160,7 +163,7 @@ class ExchangeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFiles(ReportFiles):
-    """Options for the output files, and for records to join instead of measuring."""
+    """Options for the output files, and for loading earlier records instead of measuring."""
 
     load: Annotated[
         tuple[Path, ...],
@@ -172,7 +175,7 @@ class ExchangeFiles(ReportFiles):
 
 
 def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFiles) -> None:
-    """Time only dispatch and combine, for every part that can run over N ranks and for peers.
+    """Time only dispatch and combine, of every part that supports N ranks and of every peer.
 
     Experts are the identity and router weights sum to 1, so each row is verified by comparing the
     result with the input. A --peer file defines transports(), which returns a list of
@@ -183,7 +186,7 @@ def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFi
     Exits with 1 if a row is wrong or failed, and with 2 on bad usage.
     """
     if files.load:
-        _finish(_join(files.load), files)
+        _show_and_save(_join(files.load), files)
         return
     _check(sizes, method)
     prepare_host()
@@ -191,7 +194,7 @@ def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFi
 
     link = TransportLink(method.link * 1e9, method.latency * 1e-6)
     report = _measure(sizes, method, link, files)
-    _finish(report, files)
+    _show_and_save(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
         raise Exit(1)
 
@@ -229,7 +232,7 @@ def _measure(
             _fill_defaults(sizes, machine.device),
             _fill_defaults(method, machine.device),
         )
-        offers = tuple(_offers(tuple(_cells(sizes)), method, machine))
+        offers = tuple(_offers(tuple(_cases(sizes)), method, machine))
         if not offers:
             raise ConfigurationError(
                 "--only", got=repr(method.only), need="part of the name of a transport"
@@ -270,7 +273,7 @@ def _environment(
     }
 
 
-def _cells(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
+def _cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
     """Yield the cases grouped by quant and capacity; cases of one group share buffers."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
@@ -284,7 +287,7 @@ def _cells(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
 
 
 def _offers(
-    cells: "tuple[ExchangeCase, ...]", method: ExchangeOptions, machine: "Machine"
+    cases: "tuple[ExchangeCase, ...]", method: ExchangeOptions, machine: "Machine"
 ) -> "Iterator[ExchangeOffer]":
     from modular_kernel.bench.all2all.parts import PartTransport
     from modular_kernel.bench.all2all.peers import load_peers
@@ -293,17 +296,19 @@ def _offers(
     from modular_kernel.measure.records import OURS
 
     catalog = load_catalog()
-    names = [name for name in catalog.names("prepare_finalize") if _over_ranks(catalog, name)]
+    names = [
+        name for name in catalog.names("prepare_finalize") if _supports_several_ranks(catalog, name)
+    ]
     for name in filter(method.selects, names):
         standalone = PartTransport(name, machine).alone
-        yield ExchangeOffer(name, OURS, cells, machine, standalone)
+        yield ExchangeOffer(name, OURS, cases, machine, standalone)
     for path in method.peer:
         for peer in load_peers(path):
             if method.selects(peer.name):
-                yield ExchangeOffer(peer.name, peer.origin, cells, machine, peer.alone, path)
+                yield ExchangeOffer(peer.name, peer.origin, cases, machine, peer.alone, path)
 
 
-def _over_ranks(catalog: Any, name: str) -> bool:
+def _supports_several_ranks(catalog: Any, name: str) -> bool:
     max_ranks: int | None = catalog.prepare_finalize(name).requires.world_sizes[1]
     return max_ranks is None or max_ranks > 1
 
@@ -327,7 +332,7 @@ def _note_outcomes(rows: "Sequence[ExchangeRow]") -> None:
             output.note(one_line(row))
 
 
-def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
+def _show_and_save(report: "ExchangeReport", files: ExchangeFiles) -> None:
     from modular_kernel.bench.all2all import records
 
     if not output.is_reporting_rank():
@@ -341,9 +346,11 @@ def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     env = report.environment
-    no_link = env.get("device") == "cpu" and env.get("link_gbs") == _GPU_LINK_GBS
+    hide_roofline = env.get("device") == "cpu" and env.get("link_gbs") == _GPU_LINK_GBS
     for title, columns, cells in records.tables(report.rows):
-        shown = [i for i, name in enumerate(columns) if not (no_link and name in ("floor", "GB/s"))]
+        shown = [
+            i for i, name in enumerate(columns) if not (hide_roofline and name in ("floor", "GB/s"))
+        ]
         rows = [[row[i] for i in shown] for row in cells]
         columns = tuple(columns[i] for i in shown)
         output.table(columns, rows, title=title, optional=records.OPTIONAL)

@@ -1,4 +1,4 @@
-"""Setup of the machine that a verb runs on, and descriptions of other machines.
+"""Set up the machine that a verb runs on, or describe another one.
 
 `prepare_host` must run before anything imports triton.
 """
@@ -21,7 +21,7 @@ _ARCH = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d)|(\d))a?")
 def prepare_host(*, quiet: bool = False) -> None:
     """Enable Triton's interpreter if there is no CUDA device, and note it unless `quiet`."""
     if not _has_cuda_driver():
-        enable_interpreter()  # before torch, which imports numpy, which starts its threads
+        enable_interpreter()  # before torch: it imports numpy, which starts its threads
     import torch
 
     if torch.cuda.is_available():
@@ -40,7 +40,10 @@ def _triton_status() -> str:
     if not missing:
         return "no CUDA device here: Triton kernels run in Triton's CPU interpreter"
     need = "pip install 'modular-kernel[interpreter]'"
-    return f"no CUDA device and no {missing[0]} here: parts of Triton kernels are refused ({need})"
+    return (
+        f"no CUDA device, and {missing[0]} is not installed: parts that use Triton are unavailable "
+        f"({need})"
+    )
 
 
 def prepare_torch_only() -> None:
@@ -62,7 +65,7 @@ def prepare_torch_only() -> None:
 
 
 def limit_workers(workers: int) -> int:
-    """Return `workers`, the value of --workers, limited, with a note, to the number of CPUs."""
+    """Return `workers`, at most the number of CPUs; print a note if that is fewer."""
     cpus = len(os.sched_getaffinity(0))
     if workers <= cpus:
         return workers
@@ -92,11 +95,12 @@ def select_machine(
     current = this_machine()
     if arch is None and device is None and packages is None:
         return current
-    device_type = _device(arch, device, current)
+    device_type = _resolve_device_type(arch, device, current)
     capability = parse_arch(arch) if arch is not None else None
     if device_type == "cuda" and capability is None:
         if current.arch is None:
-            raise ConfigurationError("--arch", got="nothing", need="one such as 9.0 beside cuda")
+            need = "a compute capability such as 9.0, with --device cuda on a machine without a GPU"
+            raise ConfigurationError("--arch", got="nothing", need=need)
         capability = current.arch
     available = current.packages
     if packages is not None:
@@ -106,7 +110,7 @@ def select_machine(
     return Machine(device_type, capability, available, interpreter, name="described")
 
 
-def _device(
+def _resolve_device_type(
     arch: str | None, device: Literal["cuda", "cpu"] | None, current: "Machine"
 ) -> Literal["cuda", "cpu"]:
     if device is None:

@@ -151,7 +151,9 @@ class AdapterPool:
         if name in self._slots:
             got = f"loaded in slot {self._slots[name]}"
             raise StateError(
-                f"adapter {name!r}", got=got, need="a name that is not loaded; or evict the adapter"
+                f"adapter {name!r}",
+                got=got,
+                need="a name that is not loaded; evict the adapter to replace it",
             )
         used = set(self._slots.values())
         free = [slot for slot in range(self._spec.adapters) if slot not in used]

@@ -139,7 +139,9 @@ class LoRAManager:
                 raise ConfigurationError("parallel_delta", got=got, need=need)
         ids = expect_each("layers", layers, int)
         if not ids or len(set(ids)) < len(ids):
-            raise ConfigurationError("layers", got=ids[:8], need="one at least, each once")
+            raise ConfigurationError(
+                "layers", got=ids[:8], need="at least one layer id, without duplicates"
+            )
         self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}
         slots = 0 if spec is None else spec.adapters
         with modes.outside_inference_mode():
@@ -173,16 +175,17 @@ class LoRAManager:
     def load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
         """Load an adapter into one slot of all layers, and return the slot.
 
-        Layers that the adapter does not have are zero. Raises every error of `AdapterPool.load`;
-        ConfigurationError for an unknown layer; WeightsError for a scaling that float32 does not
-        represent; StateError if a pool was changed without the manager, so that slots differ
-        between layers. After any exception, including KeyboardInterrupt, the pools are unchanged.
+        In layers that are missing from `layers` the slot is filled with zeros. Raises every error
+        of `AdapterPool.load`; ConfigurationError for an unknown layer; WeightsError for a scaling
+        that float32 does not represent; StateError if a pool was changed without the manager, so
+        that slots differ between layers. After any exception, including KeyboardInterrupt, the
+        pools are unchanged.
         """
         expect(f"adapter {name!r}", layers, Mapping)
         for layer, adapter_layer in layers.items():
             self._pool_of(layer)
             expect(f"adapter {name!r}: layer {layer}", adapter_layer, MoELoRALayer)
-            if self.mode == "parallel_delta" and not _in_float32(adapter_layer.scaling):
+            if self.mode == "parallel_delta" and not _fits_float32(adapter_layer.scaling):
                 need = "a number that float32 holds"
                 what = f"adapter {name!r}: scaling of layer {layer}"
                 raise WeightsError(what, got=adapter_layer.scaling, need=need)
@@ -195,7 +198,7 @@ class LoRAManager:
             pool.check_change(name)
             if name in pool.slots:
                 got = f"loaded in slot {pool.slots[name]}"
-                need = "a name that is not loaded; or evict the adapter"
+                need = "a name that is not loaded; evict the adapter to replace it"
                 raise StateError(f"adapter {name!r}", got=got, need=need)
         self._interrupted.add(name)
         try:
@@ -229,7 +232,7 @@ class LoRAManager:
             self._remove_interrupted()
 
     def _remove_interrupted(self) -> None:
-        """Remove adapters from the pools whose load or evict was interrupted."""
+        """Remove from all pools the adapters whose load or evict was interrupted."""
         self._interrupted.difference_update(self._slots)
         for name in tuple(self._interrupted):
             for layer, pool in self.pools.items():
@@ -307,7 +310,7 @@ class LoRAManager:
         return Adapter(**zeros)
 
 
-def _in_float32(number: float) -> bool:
+def _fits_float32(number: float) -> bool:
     """Return whether float32 represents a number without underflow to 0 or overflow."""
     try:
         rounded = struct.unpack("f", struct.pack("f", number))[0]
@@ -329,7 +332,7 @@ class LoRABackend:
         assert a2 is not None
         assert b2 is not None
         if a13.shape[2] != a2.shape[2]:
-            got = f"{a13.shape[2]} rows of A of w1, ranks of {a2.shape[2]}"
+            got = f"lora_a13 with {a13.shape[2]} rows, lora_a2 with rank {a2.shape[2]}"
             raise ConfigurationError("pool", got=got, need="one A for gate and up: a13=shared")
         experts = a2.shape[1]
         self.moe_gate_up_a_buffer = a13.expand(-1, experts, -1, -1)
@@ -362,10 +365,11 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: with a layer_id and problem of the manager, and without a prepare/finalize part that
-    spans ranks. The adapters' term, like the experts' output, is this rank's term of a sum over
-    ranks. In mode "parallel_delta" the branch is weighted like the experts' output, by the routing
-    and the scaling factor.
+    base_layer: its layer_id is in manager.pools, its problem equals the manager's apart from lora
+    and tokens, and its prepare/finalize part does not span ranks. If experts are sharded, the
+    adapters' contribution, like the experts' output, is this rank's partial sum. In mode
+    "parallel_delta" the branch is weighted like the experts' output, by the routing and the scaling
+    factor.
     """
 
     def __init__(self, base_layer: FusedMoE, manager: LoRAManager) -> None:
@@ -376,7 +380,7 @@ class FusedMoEWithLoRA(nn.Module):
             need = f"one of the manager's, {sorted(manager.pools)[:8]}"
             raise ConfigurationError("layer_id", got=base_layer.layer_id, need=need)
         if base_layer.problem.parallel.world_size > 1:
-            got, need = "a part over ranks", "tokens that stay where they are"
+            got, need = "a part that exchanges tokens between ranks", "world_size 1"
             raise UnsupportedError("prepare_finalize", got=got, need=need)
         spec = manager.problem.adapters
         problem = replace(base_layer.problem, lora=str(spec))
@@ -396,8 +400,8 @@ class FusedMoEWithLoRA(nn.Module):
     ) -> torch.Tensor:
         """Return the layer's output including the adapters of its tokens.
 
-        moe_lora_info: from the manager's `prepare_moe_lora_batch`; its tokens are those of
-        hidden_states (..., H) in flattened order. For other arguments and errors see
+        moe_lora_info: result of the manager's `prepare_moe_lora_batch`; its seg_indptr indexes the
+        tokens of hidden_states.view(-1, H). For other arguments and errors see
         `FusedMoE.forward` and `run_moe_lora`.
         """
         base = self.base_layer

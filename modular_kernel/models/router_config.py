@@ -11,21 +11,23 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.router import RouterSpec
 
 Config = dict[str, Any]
-_FLOOR = 1e-12  # default of floor_key
-_EPS_TOLERANCE = 1e-9  # a difference of eps that does not change a sum of weights
+_DEFAULT_FLOOR = 1e-12  # default of floor_key
+_FLOAT_TOLERANCE = 1e-9  # floats are the same up to this: a smaller eps does not change a sum
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class RoutingRule:
     """The routing code of one model_type.
 
     score, order, group_score, bias, eps: as in RouterSpec, where `bias` is its selection_bias.
-    score_key, bias_key, floor_key: keys of the file for the score, for whether there is a bias, and
-        for RouterSpec's floor.
-    renormalize: None reads the file's norm_topk_prob; `default` if it has none.
+    score_key, bias_key: keys of the file that override score and bias. floor_key: key of
+        RouterSpec's floor. "" if the code reads no such key.
+    renormalize: whether the top-k weights are renormalized. None means the file's norm_topk_prob,
+        or `renormalize_default` if the file has none.
     groups: default (n_group, topk_group); None if the code has no groups.
     method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
-    only: keys that must have these values if they are present; other routers are not supported.
+    required_values: (key, value) pairs. A file with another value of a key is refused; the key may
+        be absent.
     """
 
     score: str = "softmax"
@@ -34,54 +36,59 @@ class Rule:
     bias: bool = False
     eps: float = 0.0
     renormalize: bool | None = None
-    default: bool = True
+    renormalize_default: bool = True
     groups: tuple[int, int] | None = None
     score_key: str = ""
     bias_key: str = ""
     floor_key: str = ""
     method_key: str = ""
-    only: tuple[tuple[str, object], ...] = ()
+    required_values: tuple[tuple[str, object], ...] = ()
 
 
 _SOFTMAX = (("scoring_func", "softmax"),)
 _SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
 
 
-def _renormalized_by_key(*, default: bool) -> Rule:
-    return Rule(default=default)
+def _renormalized_by_key(*, default: bool) -> RoutingRule:
+    return RoutingRule(renormalize_default=default)
 
 
-def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, default: bool = True) -> Rule:
-    return Rule(
-        score="sigmoid", bias=True, eps=1e-20, default=default, groups=groups, only=_SIGMOID
+def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, default: bool = True) -> RoutingRule:
+    return RoutingRule(
+        score="sigmoid",
+        bias=True,
+        eps=1e-20,
+        renormalize_default=default,
+        groups=groups,
+        required_values=_SIGMOID,
     )
 
 
-_ALWAYS, _NEVER = Rule(renormalize=True), Rule(renormalize=False)
-_TOPK_FIRST = Rule(order="topk_first", renormalize=False)
-_BIASED_SIGMOID = Rule(score="sigmoid", bias=True, renormalize=True)
-_DEEPSEEK_V2 = Rule(
+_RENORMALIZED, _NOT_RENORMALIZED = RoutingRule(renormalize=True), RoutingRule(renormalize=False)
+_TOPK_FIRST = RoutingRule(order="topk_first", renormalize=False)
+_BIASED_SIGMOID = RoutingRule(score="sigmoid", bias=True, renormalize=True)
+_DEEPSEEK_V2 = RoutingRule(
     group_score="max",
     renormalize=False,
     groups=(1, 1),
     method_key="topk_method",
-    only=(("norm_topk_prob", False), *_SOFTMAX),
+    required_values=(("norm_topk_prob", False), *_SOFTMAX),
 )
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, RoutingRule] = {
     "afmoe": replace(_BIASED_SIGMOID, eps=1e-20),
     "aria_text": _TOPK_FIRST,
     "axk1": _deepseek_v3((8, 4)),
-    "cohere2_moe": Rule(order="topk_first", score_key="expert_selection_fn"),
+    "cohere2_moe": RoutingRule(order="topk_first", score_key="expert_selection_fn"),
     "deepseek_ocr2_text": _DEEPSEEK_V2,
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _deepseek_v3((8, 4)),
     "deepseek_v32": _deepseek_v3((8, 4)),
     "dots1": _deepseek_v3(default=False),
-    "ernie4_5_moe": Rule(bias=True, renormalize=True, floor_key="moe_norm_min"),
+    "ernie4_5_moe": RoutingRule(bias=True, renormalize=True, floor_key="moe_norm_min"),
     "exaone_moe": _deepseek_v3(),
     "flex_olmo": _renormalized_by_key(default=False),
-    "flint": Rule(score="sigmoid"),
+    "flint": RoutingRule(score="sigmoid"),
     "glm4_moe": _deepseek_v3(),
     "glm4_moe_lite": _deepseek_v3(),
     "glm4v_moe_text": _deepseek_v3(),
@@ -91,29 +98,31 @@ RULES: dict[str, Rule] = {
     "granitemoe_swa": _TOPK_FIRST,
     "granitemoehybrid": _TOPK_FIRST,
     "granitemoeshared": _TOPK_FIRST,
-    "hunyuan_v1_moe": _ALWAYS,
-    "jamba": _NEVER,
+    "hunyuan_v1_moe": _RENORMALIZED,
+    "jamba": _NOT_RENORMALIZED,
     "kimi_k2": _deepseek_v3((8, 4)),
-    "kolibri1": Rule(score="sigmoid", order="topk_first", bias=True, default=False),
-    "laguna": replace(_BIASED_SIGMOID, only=(("moe_router_logit_softcapping", 0.0),)),
-    "lfm2_moe": Rule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
-    "llama4_text": Rule(score="sigmoid", order="topk_first", renormalize=False),
-    "longcat_flash": Rule(bias=True, renormalize=False),
+    "kolibri1": RoutingRule(
+        score="sigmoid", order="topk_first", bias=True, renormalize_default=False
+    ),
+    "laguna": replace(_BIASED_SIGMOID, required_values=(("moe_router_logit_softcapping", 0.0),)),
+    "lfm2_moe": RoutingRule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
+    "llama4_text": RoutingRule(score="sigmoid", order="topk_first", renormalize=False),
+    "longcat_flash": RoutingRule(bias=True, renormalize=False),
     "mellum": _renormalized_by_key(default=True),
     "mimo_v2_flash": _deepseek_v3(),
-    "minimax": _ALWAYS,
+    "minimax": _RENORMALIZED,
     "minimax_m2": _BIASED_SIGMOID,
-    "mistral4": Rule(eps=1e-20, groups=(1, 1)),
-    "mixtral": _ALWAYS,
+    "mistral4": RoutingRule(eps=1e-20, groups=(1, 1)),
+    "mixtral": _RENORMALIZED,
     "nemotron_h": _deepseek_v3(),
     "olmoe": _renormalized_by_key(default=False),
     "qwen2_moe": _renormalized_by_key(default=False),
-    "qwen3_5_moe_text": _ALWAYS,
+    "qwen3_5_moe_text": _RENORMALIZED,
     "qwen3_moe": _renormalized_by_key(default=False),
     "qwen3_next": _renormalized_by_key(default=True),
     "qwen3_omni_moe_talker_text": _renormalized_by_key(default=False),
     "qwen3_omni_moe_text": _renormalized_by_key(default=True),
-    "qwen3_vl_moe_text": _ALWAYS,
+    "qwen3_vl_moe_text": _RENORMALIZED,
     "qwen4_exp_text": _renormalized_by_key(default=True),
     "sarvam_mla": _deepseek_v3((8, 4)),
     "sarvam_moe": _deepseek_v3(),
@@ -123,7 +132,7 @@ RULES: dict[str, Rule] = {
 
 
 def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | None:
-    """Return the router of a config.json's object, or None if RULES does not have its model_type.
+    """Return the router of a parsed config.json, or None if its model_type is not in RULES.
 
     top_k: K of the layer. Raises ConfigurationError for a value that neither the code of the type
     nor RouterSpec supports.
@@ -131,17 +140,17 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     rule = RULES.get(config["model_type"])
     if rule is None:
         return None
-    for key, value in rule.only:
+    for key, value in rule.required_values:
         actual = config.get(key)
         if actual is not None and actual != value:
-            raise _bad(path, key, actual, f"{value}: other routers are not supported")
+            raise _config_error(path, key, actual, f"{value}: other routers are not supported")
     bias = rule.bias
     if rule.bias_key:
         bias = _flag(path, config, rule.bias_key, default=rule.bias)
     score = _score(path, config, rule)
     renormalize = rule.renormalize
     if renormalize is None:
-        renormalize = _flag(path, config, "norm_topk_prob", default=rule.default)
+        renormalize = _flag(path, config, "norm_topk_prob", default=rule.renormalize_default)
     if score == "softmax" and rule.order == "topk_first":
         renormalize = False  # the weights of a token already sum to 1
     groups, topk_groups = _groups(path, config, rule)
@@ -159,25 +168,25 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     )
 
 
-def _score(path: Path, config: Config, rule: Rule) -> str:
+def _score(path: Path, config: Config, rule: RoutingRule) -> str:
     score = config.get(rule.score_key) if rule.score_key else None
     if score is None:
         return rule.score
     if score not in ("softmax", "sigmoid"):
-        raise _bad(path, rule.score_key, score, "softmax or sigmoid")
+        raise _config_error(path, rule.score_key, score, "softmax or sigmoid")
     return str(score)
 
 
-def _floor(path: Path, config: Config, rule: Rule) -> float:
+def _floor(path: Path, config: Config, rule: RoutingRule) -> float:
     if not rule.floor_key:
         return 0.0
-    floor = config.get(rule.floor_key, _FLOOR)
+    floor = config.get(rule.floor_key, _DEFAULT_FLOOR)
     if type(floor) is not float or not 0 <= floor < 1:
-        raise _bad(path, rule.floor_key, floor, "a number from 0 to 1")
+        raise _config_error(path, rule.floor_key, floor, "a number from 0 to 1")
     return floor
 
 
-def _groups(path: Path, config: Config, rule: Rule) -> tuple[int, int]:
+def _groups(path: Path, config: Config, rule: RoutingRule) -> tuple[int, int]:
     if rule.groups is None:
         return 1, 1
     if rule.method_key:
@@ -185,13 +194,13 @@ def _groups(path: Path, config: Config, rule: Rule) -> tuple[int, int]:
         if method in (None, "greedy"):
             return 1, 1
         if method != "group_limited_greedy":
-            raise _bad(path, rule.method_key, method, "greedy or group_limited_greedy")
+            raise _config_error(path, rule.method_key, method, "greedy or group_limited_greedy")
     sizes = []
     for key, default in zip(("n_group", "topk_group"), rule.groups, strict=True):
         value = config.get(key)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise _bad(path, key, value, "an integer >= 1")
+            raise _config_error(path, key, value, "an integer >= 1")
         sizes.append(value)
     return sizes[0], sizes[1]
 
@@ -201,12 +210,12 @@ def _flag(path: Path, config: Config, key: str, *, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise _bad(path, key, value, "true or false")
+        raise _config_error(path, key, value, "true or false")
     return value
 
 
 def router_differences(spec: RouterSpec, other: RouterSpec) -> tuple[str, ...]:
-    """Return the names of fields in which two routers differ with an effect on the result."""
+    """Return the names of the fields whose difference changes the result of the routing."""
     fields, other_fields = vars(_normalize(spec)), vars(_normalize(other))
     return tuple(n for n, value in fields.items() if not _is_same(value, other_fields[n]))
 
@@ -222,9 +231,9 @@ def _normalize(spec: RouterSpec) -> RouterSpec:
 
 def _is_same(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) <= _EPS_TOLERANCE
+        return abs(a - b) <= _FLOAT_TOLERANCE
     return a == b
 
 
-def _bad(path: Path, key: str, got: object, need: str) -> ConfigurationError:
+def _config_error(path: Path, key: str, got: object, need: str) -> ConfigurationError:
     return ConfigurationError(f"model {str(path)[:200]}", got=f"{key} = {str(got)[:80]}", need=need)

@@ -1,8 +1,9 @@
 """Stage times of calls, computed from the events of a Chrome trace.
 
-Device work belongs to the innermost range that contains its launch, whenever it runs. Kernels may
-overlap on the device, because one can start before its predecessor ends. Overlapping time counts
-once, for the kernel that started first, so that stage times add up to the busy time of the device.
+Device work is attributed to the innermost host range that contains its launch, no matter when it
+runs. Kernels may overlap on the device, because one can start before its predecessor ends.
+Overlapping time counts once, for the kernel that started first, so that stage times add up to the
+busy time of the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,14 +15,16 @@ from modular_kernel.replay import stages
 
 Event = dict[str, Any]
 
-DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Time of one call in a stage, or the remaining time of a range that contains stages.
+    """Self time of the ranges of one name within a call.
+
+    The ranges are a stage, or a scope, whose nested stages are subtracted.
 
     entered: number of times the range was entered. host_us: host microseconds in the range, without
     nested ranges. device_us: device microseconds of the work launched in it. launches: number of
@@ -94,39 +97,39 @@ class CallTimes:
 
 @dataclass
 class _Range:
-    """A named range of a host thread. exclusive_us: duration without nested ranges."""
+    """A named range of a host thread. self_us: duration without nested ranges."""
 
     name: str
     thread: tuple[Any, Any]
     start: float
     end: float
-    exclusive_us: float
+    self_us: float
     call: "_Range | None" = None
 
 
 @dataclass
 class _Work:
-    """A kernel, copy or fill. exclusive_us: duration without the overlap with earlier work."""
+    """A kernel, copy or fill. self_us: duration without the overlap with earlier work."""
 
     name: str
     start: float
     end: float
-    exclusive_us: float
+    self_us: float
     launched_in: _Range | None
 
 
 def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
-    """Return the times of every call in a trace, that is, of each range `stages.CALL`, in order."""
+    """Return the times of each call in a trace, that is, of each range `stages.CALL`, in order."""
     ranges = _ranges(events)
     work = _work(events, ranges) if on_gpu else []
-    calls = [span for span in ranges if span.name == stages.CALL]
-    return [_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
+    calls = [range_ for range_ in ranges if range_.name == stages.CALL]
+    return [_call_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
 
 
 def median_call(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
-    A single call is used because its stages add up, unlike medians of stages over calls.
+    Medians of each stage over calls would not add up to a total; the stages of one call do.
     """
     if not calls:
         need = f"a range {stages.CALL} around each call"
@@ -150,70 +153,72 @@ def _ranges(events: Iterable[Event]) -> list[_Range]:
         for e in events
         if _is_range(e) and e["name"].startswith(stages.PREFIX)
     ]
-    ranges.sort(key=lambda span: (span.start, -span.end))
+    ranges.sort(key=lambda range_: (range_.start, -range_.end))
     open_ranges: list[_Range] = []
-    for span in ranges:
-        open_ranges = [o for o in open_ranges if o.thread != span.thread or o.end >= span.end]
-        enclosing = [outer for outer in open_ranges if outer.thread == span.thread]
+    for range_ in ranges:
+        open_ranges = [o for o in open_ranges if o.thread != range_.thread or o.end >= range_.end]
+        enclosing = [outer for outer in open_ranges if outer.thread == range_.thread]
         if enclosing:
-            enclosing[-1].exclusive_us -= span.end - span.start
-        span.call = span if span.name == stages.CALL else enclosing[-1].call if enclosing else None
-        open_ranges.append(span)
+            enclosing[-1].self_us -= range_.end - range_.start
+        range_.call = (
+            range_ if range_.name == stages.CALL else enclosing[-1].call if enclosing else None
+        )
+        open_ranges.append(range_)
     return ranges
 
 
 def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
-    """Return all device work of calls, sorted by start."""
+    """Return device work launched in calls, or without a launch in the trace, sorted by start."""
     launches: dict[Any, tuple[float, tuple[Any, Any]]] = {}
     device_events = []
     for event in events:
-        if event.get("cat") in _LAUNCHES:
+        if event.get("cat") in _LAUNCH_CATEGORIES:
             launch_site = event["ts"], (event["pid"], event["tid"])
             launches[event.get("args", {}).get("correlation")] = launch_site
-        elif event.get("cat") in DEVICE_WORK:
+        elif event.get("cat") in DEVICE_CATEGORIES:
             device_events.append(event)
     work, busy_until = [], float("-inf")
     for event in sorted(device_events, key=lambda e: e["ts"]):
         start, end = event["ts"], event["ts"] + event["dur"]
         launch = launches.get(event.get("args", {}).get("correlation"))
         launched_in = None if launch is None else _innermost(ranges, *launch)
-        exclusive_us = max(0.0, end - max(start, busy_until))
+        self_us = max(0.0, end - max(start, busy_until))
         # Keep work without a launch in the trace, but drop work launched outside of calls.
         if launch is None or (launched_in is not None and launched_in.call is not None):
-            work.append(_Work(event["name"], start, end, exclusive_us, launched_in))
+            work.append(_Work(event["name"], start, end, self_us, launched_in))
         busy_until = max(busy_until, end)
     return work
 
 
-def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any]) -> _Range | None:
-    """Return the innermost range that is open at `moment` on `thread`.
+def _innermost(ranges: Sequence[_Range], ts: float, thread: tuple[Any, Any]) -> _Range | None:
+    """Return the innermost range that is open at `ts` on `thread`.
 
     If there is none, return the innermost open range of another thread that is part of a call.
     """
-    open_ranges = [span for span in ranges if span.start <= moment <= span.end]
-    same_thread = [span for span in open_ranges if span.thread == thread]
-    candidates = same_thread or [span for span in open_ranges if span.call is not None]
-    return max(candidates, key=lambda span: (span.start, -span.end), default=None)
+    open_ranges = [range_ for range_ in ranges if range_.start <= ts <= range_.end]
+    same_thread = [range_ for range_ in open_ranges if range_.thread == thread]
+    candidates = same_thread or [range_ for range_ in open_ranges if range_.call is not None]
+    return max(candidates, key=lambda range_: (range_.start, -range_.end), default=None)
 
 
-def _times(
+def _call_times(
     call: _Range, ranges: Sequence[_Range], work: Sequence[_Work], *, on_gpu: bool
 ) -> CallTimes:
-    call_ranges = [span for span in ranges if span.call is call]
+    call_ranges = [range_ for range_ in ranges if range_.call is call]
     call_work = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
     start = min((w.start for w in call_work), default=call.start)
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
     unattributed = [w for w in work if w.launched_in is None and start <= w.start <= end]
-    names = list(dict.fromkeys(span.name for span in call_ranges))
-    times = [_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
+    names = list(dict.fromkeys(range_.name for range_ in call_ranges))
+    times = [_stage_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
     if unattributed:
-        unattributed_us = sum(w.exclusive_us for w in unattributed)
+        unattributed_us = sum(w.self_us for w in unattributed)
         times.append(StageTime(UNATTRIBUTED, 0, 0.0, unattributed_us, len(unattributed)))
     return CallTimes(
         tuple(times),
         end - start,
         call.end - call.start,
-        tuple(Span(span.name, span.name, span.start, span.end) for span in call_ranges),
+        tuple(Span(range_.name, range_.name, range_.start, range_.end) for range_ in call_ranges),
         tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *unattributed)),
     )
 
@@ -222,13 +227,13 @@ def _stage_of(work: _Work) -> str:
     return UNATTRIBUTED if work.launched_in is None else work.launched_in.name
 
 
-def _time(
+def _stage_time(
     name: str, ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
 ) -> StageTime:
-    matching = [span for span in ranges if span.name == name]
+    matching = [range_ for range_ in ranges if range_.name == name]
     launched = [w for w in call_work if _stage_of(w) == name]
-    host_us = sum(span.exclusive_us for span in matching)
+    host_us = sum(range_.self_us for range_ in matching)
     if not on_gpu:
         return StageTime(name, len(matching), host_us)
-    device_us = sum(w.exclusive_us for w in launched)
+    device_us = sum(w.self_us for w in launched)
     return StageTime(name, len(matching), host_us, device_us, len(launched))

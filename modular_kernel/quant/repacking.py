@@ -2,17 +2,17 @@
 
 A 32-bit word holds eight codes in four pairs; pair i has the values k = 2i and k = 2i + 1. The
 lower value of a pair is in the lower half of the word and the upper one in the upper half, at the
-same bit positions. A GEMM takes a pair as two bf16 numbers in one register, with each code's sign
-in bit 15 and its other bits in bits 8 to 6 of a half. With FIELDS as the mask of these bits,
+same bit positions. A GEMM takes a pair as bf16x2. In each half, the sign of the e2m1 code is in
+bit 15 and its magnitude in bits 8 to 6. With PAIR_MASK as the mask of these bits,
 
-    pair 0   w & FIELDS                         pair 2   ((w << 6) ^ (w << 1)) & FIELDS
-    pair 1   (w << 3) & FIELDS                  pair 3   ((w >> 3) ^ (w << 2)) & FIELDS
+    pair 0   w & PAIR_MASK                      pair 2   ((w << 6) ^ (w << 1)) & PAIR_MASK
+    pair 1   (w << 3) & PAIR_MASK               pair 3   ((w >> 3) ^ (w << 2)) & PAIR_MASK
 
-This takes nine instructions for eight values: four masks and five shifts, four of which run in the
-multiply pipe. Codes in their natural order take thirteen, nine of them in the slower of the two
-pipes. A single shift cannot bring each of four pairs to FIELDS, hence the XORs. The second shift
-also brings bits of other pairs; they are known when a word is packed, so the stored bits compensate
-for them.
+This takes nine instructions for eight values: four masks, which include the XORs, and five shifts.
+The four left shifts run in the multiply pipe. Codes in their natural order take thirteen, nine of
+them in the slower of the two pipes. A single shift cannot bring each of four pairs to the mask,
+hence the XORs. In pairs 2 and 3 each of the two shifted words also brings bits of other pairs to
+the mask. They are known when a word is packed, so `_pack_words` stores bits that cancel them.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from modular_kernel.errors import DtypeError, ShapeError
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.tensor_checks import check_output, check_tensor
 
-_SIGN = 0x80008000
-_MAGNITUDE = 0x01C001C0
-FIELDS = _SIGN | _MAGNITUDE
+_SIGN_MASK = 0x80008000
+_MAGNITUDE_MASK = 0x01C001C0
+PAIR_MASK = _SIGN_MASK | _MAGNITUDE_MASK
 VALUES = 8  # per word
-_BYTES = VALUES // 2
+_BYTES_PER_WORD = VALUES // 2
 _MAX_WORDS = 1 << 22  # words per step, to limit the 64-bit temporaries
 _Pack = Callable[[list[torch.Tensor]], torch.Tensor]
 _Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -49,38 +49,38 @@ def unrepack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
 
 
 def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Pack four pairs in FIELDS into words; all int64."""
+    """Pack four pairs, at the bits of PAIR_MASK, into words; all int64."""
     p0, p1, p2, p3 = pairs
     w = p0 | p1 >> 3
-    w |= ((p3 ^ w << 2) & _MAGNITUDE) << 3
-    w |= ((p2 ^ w << 1) & _MAGNITUDE) >> 6
-    w |= ((p2 ^ w << 6) & _SIGN) >> 1
-    w |= ((p3 ^ w >> 3) & _SIGN) >> 2
+    w |= ((p3 ^ w << 2) & _MAGNITUDE_MASK) << 3
+    w |= ((p2 ^ w << 1) & _MAGNITUDE_MASK) >> 6
+    w |= ((p2 ^ w << 6) & _SIGN_MASK) >> 1
+    w |= ((p3 ^ w >> 3) & _SIGN_MASK) >> 2
     return w
 
 
 def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
-    """Return the four pairs of each word, in FIELDS; all int64."""
+    """Return the four pairs of each word, at the bits of PAIR_MASK; all int64."""
     return [
-        w & FIELDS,
-        (w << 3) & FIELDS,
-        ((w << 6) ^ (w << 1)) & FIELDS,
-        ((w >> 3) ^ (w << 2)) & FIELDS,
+        w & PAIR_MASK,
+        (w << 3) & PAIR_MASK,
+        ((w << 6) ^ (w << 1)) & PAIR_MASK,
+        ((w >> 3) ^ (w << 2)) & PAIR_MASK,
     ]
 
 
 def _split_nibbles(w: torch.Tensor) -> list[torch.Tensor]:
-    """Split words of nibbles into pairs in FIELDS."""
-    packed = [(w >> 8 * i) & 0xFF for i in range(_BYTES)]
+    """Split words of nibbles into pairs at the bits of PAIR_MASK."""
+    packed = [(w >> 8 * i) & 0xFF for i in range(_BYTES_PER_WORD)]
     codes = [(b & 0xF) | (b & 0xF0) << 12 for b in packed]
     return [(c & 0x00080008) << 12 | (c & 0x00070007) << 6 for c in codes]
 
 
 def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Join pairs in FIELDS into words of nibbles."""
+    """Join pairs at the bits of PAIR_MASK into words of nibbles."""
     w = torch.zeros_like(pairs[0])
     for i, pair in enumerate(pairs):
-        code = (pair & _SIGN) >> 12 | (pair & _MAGNITUDE) >> 6
+        code = (pair & _SIGN_MASK) >> 12 | (pair & _MAGNITUDE_MASK) >> 6
         w |= ((code & 0xF) | (code >> 12 & 0xF0)) << 8 * i
     return w
 
@@ -88,11 +88,11 @@ def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
 def _rewrite(
     w_eNK: torch.Tensor, out: torch.Tensor | None, pack: _Pack, unpack: _Unpack
 ) -> torch.Tensor:
-    """Return pack(unpack(words)) for every word, in chunks of experts."""
+    """Return pack(unpack(words)) of all words, computed for a few experts at a time."""
     check_tensor("w", w_eNK)
     if w_eNK.dtype is not torch.uint8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need="uint8")
-    if w_eNK.dim() != 3 or w_eNK.shape[2] % _BYTES:
+    if w_eNK.dim() != 3 or w_eNK.shape[2] % _BYTES_PER_WORD:
         need = f"(e, N, K / 2) with K a multiple of {VALUES}"
         raise ShapeError("w", got=tuple(w_eNK.shape), need=need)
     if out is None:
@@ -106,7 +106,7 @@ def _rewrite(
     check_output("out", out, {} if is_inplace else {"w": w_eNK})
     if not w_eNK.numel():
         return out
-    step = max(1, _MAX_WORDS * _BYTES // w_eNK[0].numel())
+    step = max(1, _MAX_WORDS * _BYTES_PER_WORD // w_eNK[0].numel())
     for start in range(0, len(w_eNK), step):
         # Clone: a view might not start at a word boundary.
         chunk = w_eNK[start : start + step].clone(memory_format=torch.contiguous_format)

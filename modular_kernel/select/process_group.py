@@ -1,4 +1,4 @@
-"""The processes of a measurement: this one alone, or the ranks of a process group in step.
+"""The processes of a measurement: a single one, or all ranks of a process group in lockstep.
 
 With several ranks every decision (the next candidate, whether time is left, what is too slow) is
 made from data that all ranks have, so that they act alike.
@@ -18,7 +18,8 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """The ranks that measure.
 
-    rank, size: of this process. group: for parts that exchange tokens.
+    rank: of this process. size: number of ranks. group: the process group for parts that exchange
+    tokens; None for a single process.
     """
 
     rank: int
@@ -61,14 +62,14 @@ class GroupRanks:
 
 
 def ranks_of(problem: Problem, group: object | None) -> Ranks:
-    """Return the ranks of the problem; raise ConfigurationError for a group with others."""
+    """Return the ranks of the problem; raise ConfigurationError if the group has others."""
     parallel = problem.parallel
     if parallel.world_size == 1:
         if group is not None:
             raise ConfigurationError("group", got="a process group", need="None for one rank")
         return SingleProcess()
     if not dist.is_available() or not dist.is_initialized():
-        need = "torch.distributed, initialized, for a problem of several ranks"
+        need = "torch.distributed initialized, for world_size > 1"
         raise ConfigurationError("group", got="none", need=need)
     ranks = GroupRanks(group if group is not None else dist.group.WORLD)
     if (ranks.size, ranks.rank) != (parallel.world_size, parallel.rank):
@@ -84,7 +85,10 @@ def max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
 
 
 def first_failure(ranks: Ranks, message: str) -> str:
-    """Return the first failure of any rank, or "". With several ranks it names the rank."""
+    """Return the failure of the lowest failing rank, or "".
+
+    If there are several ranks, the message begins with the rank.
+    """
     messages = ranks.all_gather(message)
     rank = next((r for r, message_of_rank in enumerate(messages) if message_of_rank), None)
     if rank is None:

@@ -22,7 +22,7 @@ from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compa
 
 _FIRST_ROWS = 4  # rows of an output that are compared, in addition to the last one
 _MAX_CALLS = 4
-_FEW_TOKENS = 256  # up to this number calls are short, and more of them are timed
+_FEW_TOKENS = 256  # up to this number calls are short, so time _MAX_CALLS inputs instead of 2
 _INPUT_SEED = 1000
 _WEIGHT_SEED = 11
 _DISTINCT_EXPERTS = 4
@@ -49,10 +49,11 @@ class ExpectedRows:
 
 @dataclass
 class TuneWorkload:
-    """The workload of one number of tokens, for all choices.
+    """Inputs and expected output for one token count, shared by all choices.
 
-    inputs: one per call. flush: overwrite the L2 cache before each call. fastest: seconds of each
-    stage in the choice with the fastest one. first_output: the output of the first correct choice.
+    inputs: one per call. flush: overwrite the L2 cache before each call. fastest: for each stage,
+    its lowest time in seconds over all choices so far. first_output: the output of the first
+    correct choice.
     """
 
     problem: Problem
@@ -79,14 +80,19 @@ class TuneWorkload:
     def _compare_outputs(self, out: torch.Tensor, first_output: torch.Tensor) -> str:
         """Compare two outputs: they may differ by the sum of their allowed errors."""
         expected = self.expected
-        recipe_error = float((expected.recipe_rows - expected.exact).norm() / expected.exact.norm())
+        reference_error = float(
+            (expected.recipe_rows - expected.exact).norm() / expected.exact.norm()
+        )
         difference, reference = (
             (out.float() - first_output.float()).flatten(1),
             first_output.float().flatten(1),
         )
         error = float(difference.norm() / reference.norm())
         worst_row = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
-        bound, row_bound = 2 * (FACTOR * recipe_error + EPS), 2 * ROW_FACTOR * (recipe_error + EPS)
+        bound, row_bound = (
+            2 * (FACTOR * reference_error + EPS),
+            2 * ROW_FACTOR * (reference_error + EPS),
+        )
         if not error <= bound:
             return f"differs from another correct choice by {error:.2e}, more than {bound:.2e}"
         if not worst_row <= row_bound:
@@ -100,7 +106,7 @@ class TuneWorkload:
 class Workloads:
     """Creates the workload of each token count in `tokens`, at most problem.tokens.
 
-    The first input for fewer tokens is the beginning of that for more, so the oracle runs once.
+    For every token count, the first input is a prefix of the largest one, so the oracle runs once.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class Workloads:
         first_input = (x_TH[:tokens], routing.of(slice(tokens)))
         calls = _MAX_CALLS if tokens <= _FEW_TOKENS else 2
         inputs = (first_input, *(self._draw_input(tokens, index) for index in range(1, calls)))
-        flush = self._stays_in_cache(problem, first_input[1])
+        flush = self._needs_l2_flush(problem, first_input[1])
         return TuneWorkload(problem, inputs, self._expected.up_to(tokens), flush)
 
     def _draw_input(self, tokens: int, index: int) -> Input:
@@ -134,12 +140,13 @@ class Workloads:
         exact = oracle(x_TH[rows], self.weights, rows_routing, problem)
         return ExpectedRows(rows, exact, recipe(x_TH[rows], self.weights, rows_routing, problem))
 
-    def _stays_in_cache(self, problem: Problem, routing: Routing) -> bool:
+    def _needs_l2_flush(self, problem: Problem, routing: Routing) -> bool:
         """Return whether a call could hit L2 lines that the previous call has loaded."""
         load = load_of(routing, problem, self.weights.expert_map)
         bytes_moved = work_of(problem, problem.scheme, [load]).bytes
         size = l2_bytes(self._device)
-        # Use a single set of weights, since all choices would have to be checked on each set.
+        # memory=0 allows one set of weights only: with several, every choice would have to be
+        # verified on each.
         return rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
 
 

@@ -42,8 +42,8 @@ def check_process(generation: int) -> None:
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
     """Open a new communicator over `store`: gloo for "cpu", NCCL for "cuda".
 
-    Raises RuntimeError if a rank does not connect within `deadline_s`; for NCCL, within at least
-    half a minute.
+    Raises RuntimeError if a rank does not connect within `deadline_s`, or within half a minute for
+    NCCL if that is longer.
     """
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
@@ -51,7 +51,8 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
     current_device = torch.device("cuda", torch.cuda.current_device())
 
     def create() -> Any:
-        # torch's watchdog ends the process. The deadline here is far shorter, and raises.
+        # NCCL's watchdog would abort the process, so its timeout is much longer than that of
+        # run_with_timeout, which raises.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -84,10 +85,11 @@ def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
 
 
 def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
-    """Return the key prefix for ranks that now create a manager; it is the same on each.
+    """Agree on a store key prefix for the manager that the ranks create now.
 
-    Ranks count their attempts. A rank that missed one, because its own was rejected earlier, joins
-    the latest attempt of the others, unless that has failed.
+    Every rank gets the same prefix. Ranks count their attempts. A rank whose count lags, because it
+    failed before it reached the store, joins the latest attempt of the others; if that has failed,
+    it starts a new one.
     """
     keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
     attempts_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
@@ -110,7 +112,7 @@ def _parse_counter(key: str, value: bytes) -> int:
 def new_prefix_store(
     group: dist.ProcessGroup, deadline_s: float, *, prefix: str = ""
 ) -> PrefixStore:
-    """Return the group's store, prefixed with the keys of a new meeting and `prefix`.
+    """Return the group's store under the prefix of a new attempt, followed by `prefix`.
 
     Raises RuntimeError if the store does not answer in time.
     """
@@ -146,24 +148,26 @@ def member_group(group: object | None) -> dist.ProcessGroup:
 
 
 def supported_device(group: dist.ProcessGroup, requested: str | None) -> str:
-    """Return the device type that the group's backends serve, a GPU first.
+    """Return `requested`, or else the device type that the group's backends support, cuda first.
 
     Raises ConfigurationError if there is none.
     """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-    served = [device for device in ("cuda", "cpu") if backends.get(device) == BACKENDS[device]]
-    if not served or (requested is not None and requested not in served):
+    device_types = [
+        device for device in ("cuda", "cpu") if backends.get(device) == BACKENDS[device]
+    ]
+    if not device_types or (requested is not None and requested not in device_types):
         need = " or ".join(
             f"{BACKENDS[d]} for {d}" for d in ([requested] if requested else BACKENDS)
         )
         raise ConfigurationError("process group's backend", got=config, need=need)
-    return requested or served[0]
+    return requested or device_types[0]
 
 
-def check_device_type(device: torch.device | str, served: str) -> None:
-    """Raise DeviceError unless `device` is of the type `served`, which the group serves."""
+def check_device_type(device: torch.device | str, group_device_type: str) -> None:
+    """Raise DeviceError unless the type of `device` is `group_device_type`."""
     kind = torch.device(device).type
-    if kind != served:
-        need = f"{served}: the group's backend is {BACKENDS[served]}"
+    if kind != group_device_type:
+        need = f"{group_device_type}: the group's backend is {BACKENDS[group_device_type]}"
         raise DeviceError("tensors of an exchange", got=kind, need=need)

@@ -72,7 +72,7 @@ def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
         ({"c": (30, 41)}, ShapeError, r"c: got \(30, 41\), need \(30, 40\)"),
         ({"batch_size": 3}, ShapeError, r"seg_indptr: got \(3,\), need \(4,\)"),
         ({"weight_indices": [0, 1, 1]}, ShapeError, "weight_indices"),
-        ({"block_shape": [32, 32]}, ConfigurationError, "need use_fp8_w8a8 with it"),
+        ({"block_shape": [32, 32]}, ConfigurationError, "need None unless use_fp8_w8a8=True"),
         ({"use_fp8_w8a8": True}, DtypeError, "a: got float32, need float8_e4m3fn"),
         ({"fp8": True}, ConfigurationError, "scale_a: got None"),
         ({"fp8": True, "scale_a": (30,)}, ShapeError, r"scale_a: got \(30,\), need \(2,\)"),

@@ -109,7 +109,9 @@ def test_the_backend_has_a_pool_s_buffers() -> None:
     assert torch.equal(out, want)
     assert out.any()
     _, other = made(base(), "merged", 2)
-    with pytest.raises(ConfigurationError, match="pool: got 10 rows of A of w1, ranks of 5"):
+    with pytest.raises(
+        ConfigurationError, match="pool: got lora_a13 with 10 rows, lora_a2 with rank 5"
+    ):
         LoRABackend(other.pools[3])
     with pytest.raises(ConfigurationError, match="mode: got merged, need parallel_delta"):
         other.backend(3)
@@ -173,7 +175,9 @@ def test_parts_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3])
     over = replace(layer.problem.parallel, world_size=2)
     monkeypatch.setattr(layer, "problem", replace(layer.problem, parallel=over))
-    with pytest.raises(UnsupportedError, match="prepare_finalize: got a part over ranks"):
+    with pytest.raises(
+        UnsupportedError, match="prepare_finalize: got a part that exchanges tokens"
+    ):
         FusedMoEWithLoRA(layer, manager)
 
 

@@ -192,7 +192,7 @@ def test_errors_name_what_there_is_and_what_is_needed(tmp_path: Path) -> None:
         (MIXTRAL | {"model_type": "mixtra"}, "such as mixtral"),
         ({"text_config": {"model_type": "llama"}}, "got text_config.model_type = 'llama'"),
         (without(MIXTRAL, "num_local_experts"), "got no num_experts or num_local_experts"),
-        (MIXTRAL | {"model_type": "doge"}, "'doge': its experts are rows of an embedding"),
+        (MIXTRAL | {"model_type": "doge"}, "'doge': its experts are embedding rows"),
         (HUNYUAN | {"num_experts_per_tok": 4}, "moe_topk = [8, 8, 8], num_experts_per_tok = 4"),
     ):
         with pytest.raises(ConfigurationError) as caught:

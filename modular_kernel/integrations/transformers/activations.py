@@ -15,7 +15,7 @@ from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec
 _PROBE_PAIRS = 4096
 
 # Substrings of the names of attributes that can be an alpha or a limit.
-_KINDS = {"alpha": ("alpha", "beta", "softcap"), "limit": ("limit", "softcap")}
+_PARAMETER_WORDS = {"alpha": ("alpha", "beta", "softcap"), "limit": ("limit", "softcap")}
 
 Facts = tuple[object, ...]
 
@@ -24,7 +24,7 @@ def activation_of(module: torch.nn.Module) -> ActivationSpec:
     """Return the activation between the module's projections, by comparison with all known ones.
 
     The module's `_apply_gate`, or `act_fn` if it has no gate, is called once with float32 values
-    from 0 to +-10000, with more of them around its limits. Synchronizes with the device. Raises
+    from -10000 to 10000, more of them near possible limits. Synchronizes with the device. Raises
     UnsupportedError if no activation matches.
     """
     with _disable_current_modes():  # real values are needed, even during tracing
@@ -34,8 +34,8 @@ def activation_of(module: torch.nn.Module) -> ActivationSpec:
 def _activation_of(module: torch.nn.Module) -> ActivationSpec:
     gated = getattr(module, "has_gate", True)
     function: Callable[[torch.Tensor], torch.Tensor] = getattr(module, activation_attribute(module))
-    numbers = dict(zip(_KINDS, _candidates_by_kind(module), strict=True))
-    probe = _probe(_rows(module), numbers["limit"])
+    candidates = dict(zip(_PARAMETER_WORDS, _candidates_by_kind(module), strict=True))
+    probe = _probe(_gate_up_size(module), candidates["limit"])
     device = next(iter(module.parameters())).device
     try:
         with torch.no_grad():
@@ -44,9 +44,10 @@ def _activation_of(module: torch.nn.Module) -> ActivationSpec:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         got = f"{activation_attribute(module)} that raised {type(e).__name__}: {e}"
         raise unsupported_error(module, got, "a function of (rows, columns) values") from e
-    for spec in _candidates(gated, numbers):
-        if _same(values, probe, spec):
-            # Weights that were loaded packed may have another row order than the module's.
+    for spec in _candidate_specs(gated, candidates):
+        if _matches(values, probe, spec):
+            # Weights loaded packed may have another row order than the module's code: the one that
+            # _mk_interleaved records.
             interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
             return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
@@ -68,59 +69,59 @@ def facts_of(module: torch.nn.Module) -> Facts:
 def alpha_and_limit_candidates(
     module: torch.nn.Module,
 ) -> tuple[tuple[tuple[str, ...], float], ...]:
-    """Return candidates for an activation's alpha or limit: path of an attribute, and its value.
+    """Return (path, value) of each attribute that may be the activation's alpha or limit.
 
     These are attributes of the module and of its `act_fn`. Raises UnsupportedError for a tensor
     with a value per expert.
     """
-    numbers = _numbers_of_attributes(module, ())
+    candidates = _numbers_of_attributes(module, ())
     act = vars(module).get("_modules", {}).get("act_fn")
     if act is not None and act._modules:
         for path, inner in act.named_modules():
-            numbers += _numbers_of_attributes(inner, ("act_fn", *filter(None, path.split("."))))
+            candidates += _numbers_of_attributes(inner, ("act_fn", *filter(None, path.split("."))))
     elif act is not None:
-        numbers += _numbers_of_attributes(act, ("act_fn",))
-    return tuple(numbers)
+        candidates += _numbers_of_attributes(act, ("act_fn",))
+    return tuple(candidates)
 
 
 def _numbers_of_attributes(
-    module: torch.nn.Module, way: tuple[str, ...]
+    module: torch.nn.Module, path_prefix: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], float]]:
-    numbers = []
+    candidates = []
     for name, value in vars(module).items():
-        named = name if not way else f"{way[-1]} {name}"
-        if not any(word in named for words in _KINDS.values() for word in words):
+        qualified_name = name if not path_prefix else f"{path_prefix[-1]} {name}"
+        if not any(word in qualified_name for words in _PARAMETER_WORDS.values() for word in words):
             continue
         if isinstance(value, torch.Tensor):
             raise unsupported_error(module, f"{name}, a tensor", "one number for all experts")
         if isinstance(value, (int, float)) and isfinite(value) and value > 0:
-            numbers.append(((*way, name), float(value)))
-    return numbers
+            candidates.append(((*path_prefix, name), float(value)))
+    return candidates
 
 
 def _candidates_by_kind(module: torch.nn.Module) -> Iterator[list[float]]:
     """Yield the candidates for alpha, then those for the limit."""
-    numbers = [(" ".join(path), value) for path, value in alpha_and_limit_candidates(module)]
-    for words in _KINDS.values():
-        yield [value for name, value in numbers if any(word in name for word in words)]
+    candidates = [(" ".join(path), value) for path, value in alpha_and_limit_candidates(module)]
+    for words in _PARAMETER_WORDS.values():
+        yield [value for name, value in candidates if any(word in name for word in words)]
 
 
-def _rows(module: torch.nn.Module) -> int:
-    """Return N of the first projection, (e, N, K) or transposed."""
+def _gate_up_size(module: torch.nn.Module) -> int:
+    """Return N of the first projection, (e, N, K), or (e, K, N) if it is transposed."""
     gated = getattr(module, "has_gate", True)
     shape = getattr(module, "gate_up_proj" if gated else "up_proj").shape
     packed = hasattr(module, "_mk_interleaved")
     return int(shape[2 if getattr(module, "is_transposed", False) and not packed else 1])
 
 
-def _candidates(gated: bool, numbers: dict[str, list[float]]) -> Iterator[ActivationSpec]:
+def _candidate_specs(gated: bool, candidates: dict[str, list[float]]) -> Iterator[ActivationSpec]:
     if not gated:
         yield from (ActivationSpec(kind) for kind in UNGATED)
         return
     for interleaved in (False, True):
         for kind in GATED:
-            alphas = numbers["alpha"] if kind in ("swiglu_oai", "situ") else [None]
-            limits: list[float | None] = [*numbers["limit"]] if kind != "silu" else []
+            alphas = candidates["alpha"] if kind in ("swiglu_oai", "situ") else [None]
+            limits: list[float | None] = [*candidates["limit"]] if kind != "silu" else []
             if not kind.startswith("swiglu"):
                 limits = [None, *limits]
             for alpha, limit in product(alphas, limits):
@@ -138,8 +139,11 @@ def _probe(columns: int, limits: list[float]) -> torch.Tensor:
     return values[torch.randint(len(values), shape, generator=generator)]
 
 
-def _same(found: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:
-    """Return whether `found` equals `spec` of the probe, up to float32's error in 1 + tanh(-x)."""
+def _matches(found: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:
+    """Return whether `found` matches `spec` applied to `probe`.
+
+    The absolute tolerance covers the cancellation of 1 + tanh(-x) in float32.
+    """
     expected = activation(probe, spec)
     if found.shape != expected.shape:
         return False

@@ -1,4 +1,4 @@
-"""Classes of outcomes of a call with random input."""
+"""Kinds of outcomes of a call with random input."""
 
 import traceback
 from collections.abc import Callable
@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FuzzOutcome:
-    """Outcome of a call. kind: one of GOOD or BAD. what: the configuration and what is wrong."""
+    """Outcome of a call.
+
+    kind: an element of GOOD or BAD. what: the configuration, and the defect if the kind is BAD.
+    """
 
     kind: str
     what: str = ""
