@@ -9,6 +9,7 @@ allocate their own.
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from modular_kernel.utils.tensor_checks import span, wants_gradient
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 
 
-class BoundCalls:
+class BoundCalls(ABC):
     """Calls of a kernel in one workspace, of at most `problem.tokens` tokens.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
@@ -47,19 +48,21 @@ class BoundCalls:
         self._recorded = recording.RecordedCalls()
         kernel.count_invalid_ids_on(device)
 
+    @abstractmethod
     def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
         """Return the output of a call; None for a new shape of x, which is then checked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output of a call without `out`, after x was checked."""
-        raise NotImplementedError
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
         """Return whether one of the addresses is inside an output that these calls reuse."""
         return False
 
-    def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
+    def _check_own_output(  # noqa: B027 (nothing to check if every call has a new output)
+        self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor
+    ) -> None:
         """Raise ConfigurationError if a call reads an output that these calls reuse."""
 
     def _forget_recorded(self) -> None:

@@ -13,7 +13,7 @@ COUNT = 4
 
 _EXPERTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
 _TOP_K = (2, 4, 6, 8)
-_STEP = 256  # sizes are multiples of it: every block and group size of the schemes divides it
+_STEP = 256  # every sampled size is a multiple of 256, which all block and group sizes divide
 _HIDDEN = (1024, 8192)
 _INTERMEDIATE = (512, 4096)
 # Ranges of E * H * I: one layer is large, one small, and the others are anything between.

@@ -10,7 +10,7 @@ inplace_fused_experts, which torch.compile traces without a graph break. Eager c
 dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call__`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Unpack
 
@@ -105,7 +105,7 @@ def _fused_experts(
         1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor),
     )
     arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
-    direct = _needs_no_operator(x_TH)
+    direct = _may_skip_dispatcher((x_TH, weights_TK, ids_TK, *weights.values()))
     if config.inplace:
         run = _run_in_place if direct else inplace_fused_experts
         run(*arguments, config.chunk_tokens)
@@ -207,16 +207,17 @@ def topk_tensors(
     return weights_TK, ids_TK
 
 
-def _needs_no_operator(x_TH: torch.Tensor) -> bool:
-    """Return whether nothing traces or intercepts this call, so that it may skip the dispatcher.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
-    An operator written in Python costs the host tens of microseconds.
+
+def _may_skip_dispatcher(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether neither torch.compile, a dispatch mode nor a tensor subclass sees the call.
+
+    Calling the function instead of its operator saves the host tens of microseconds.
     """
-    return (
-        not is_compiling()
-        and type(x_TH) in (torch.Tensor, torch.nn.Parameter)
-        and not torch._C._len_torch_dispatch_stack()
-    )
+    if is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(tensor) in _PLAIN for tensor in tensors)
 
 
 # ------------------------------------------------------------------------------ torch operators
@@ -285,7 +286,12 @@ _weights_cache = WeightsCache()
 def _weights(
     w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
 ) -> ExpertWeights:
-    """Return the ExpertWeights of a call; the same object for the same tensors."""
+    """Return the ExpertWeights of a call; the same object for the same tensors.
+
+    Not if `weights_of` may copy one of them: a write that torch does not track would be missed.
+    """
+    if not all(tensor is None or tensor.is_contiguous() for tensor in extras):
+        return weights_of(w1, w2, extras, quant)
 
     def make(aliases: list[torch.Tensor | None]) -> ExpertWeights:
         first, second, *others = aliases

@@ -63,9 +63,9 @@ def has_gradient(entry: str, *, quantized: bool) -> bool:
 
 
 def gradient_of(tensor: torch.Tensor, entry: str, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a tensor, from that of the field that its entry makes of it.
+    """Map the gradient of an ExpertWeights field back to the tensor that the field is made from.
 
-    entry: of `fields`, one for which `has_gradient` is true.
+    entry: the tensor's entry in `fields`. `has_gradient` must be true for it.
     """
     _, *steps = entry.split(":")
     if steps.count("t") % 2:

@@ -1,14 +1,15 @@
 """Automatic preparation: a kernel prepares weights the first time it uses them.
 
 `AUTO_PREPARED.find(...)` returns the weights with prepared tensors (see
-`modular_kernel.quant.prepared`), deriving them on first use. They are kept as long as the memory of
-the source weights is alive, whatever object refers to it, and shared by all kernels whose experts
-read the same layout. After a write that torch tracks they are derived again, in the same memory,
-so that CUDA graphs which read them stay valid.
+`modular_kernel.quant.prepared`), which it derives on first use. The prepared tensors are freed with
+the storages of the weights. All kernels whose experts read the same layout share them. After a
+write that torch tracks, they are derived again in the same memory, so that CUDA graphs that read
+them stay valid.
 """
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,6 +39,7 @@ class _Entry:
     tensors: dict[str, torch.Tensor]
     prepare: Prepare
     storages: tuple[StorageWeakRef, ...]
+    token: object  # identifies the entry without keeping its tensors alive
 
     def is_alive(self) -> bool:
         """Return whether all source storages exist: no other can then have their addresses."""
@@ -79,23 +81,26 @@ class AutoPrepared:
             if entry is not None and not entry.is_alive():
                 entry = None
             if entry is None:
-                self._drop_dead()
                 tensors = self._allocate(weights, specs, layout)
                 if tensors is None:
                     return None
                 _derive(weights, tensors, layout, prepare)
-                entry = _Entry(tensors, prepare, tuple(map(storage_of, sources)))
+                entry = _Entry(tensors, prepare, tuple(map(storage_of, sources)), object())
                 self._entries[key] = entry
+                for source in sources:
+                    storage = source.untyped_storage()
+                    weakref.finalize(storage, self._discard, key, entry.token).atexit = False
             elif not prepared.is_current(weights, entry.tensors):
                 _derive(weights, entry.tensors, layout, prepare)
         return replace(weights, **entry.tensors)
 
     def refresh(self, weights: ExpertWeights) -> None:
-        """Derive the prepared tensors of weights that were written since, without waiting for a
-        call. A captured CUDA graph would otherwise read the old values.
+        """Derive the prepared tensors again if the weights have been written to.
+
+        The next call would do so, but a captured CUDA graph would read the old values.
         """
         with self._lock:
-            for (layout, *addresses), entry in self._entries.items():
+            for (layout, *addresses), entry in tuple(self._entries.items()):
                 sources = prepared.sources_of(weights, entry.tensors)
                 if tuple(addresses) != _addresses(sources) or not entry.is_alive():
                     continue
@@ -105,17 +110,18 @@ class AutoPrepared:
     def held_bytes(self) -> dict[torch.device, int]:
         """Return the bytes of the prepared tensors by device."""
         nbytes_by_device: dict[torch.device, int] = {}
-        with self._lock:
-            self._drop_dead()
-            for entry in self._entries.values():
-                for tensor in entry.tensors.values():
-                    nbytes_by_device[tensor.device] = (
-                        nbytes_by_device.get(tensor.device, 0) + tensor.nbytes
-                    )
+        for entry in tuple(self._entries.values()):
+            for tensor in entry.tensors.values():
+                nbytes_by_device[tensor.device] = (
+                    nbytes_by_device.get(tensor.device, 0) + tensor.nbytes
+                )
         return nbytes_by_device
 
-    def _drop_dead(self) -> None:
-        self._entries = {key: entry for key, entry in self._entries.items() if entry.is_alive()}
+    def _discard(self, key: _Key, token: object) -> None:
+        """Free an entry, as soon as one of its source storages is freed, in whatever thread."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.token is token:
+            self._entries.pop(key, None)
 
     def _allocate(
         self, weights: ExpertWeights, specs: Mapping[str, BufferSpec], layout: str

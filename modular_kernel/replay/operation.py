@@ -11,6 +11,7 @@ from modular_kernel.replay.recording import RecordedCall, layout_and_pointers, r
 _MAX_SIGNATURES = 256
 _UNSEEN, _SEEN_ONCE, _NOT_REPLAYABLE = "unseen", "seen once", "not replayable"
 _C: Any = torch._C
+_get_device = torch.Tensor.get_device
 
 
 class ReplayedOperation:
@@ -31,7 +32,7 @@ class ReplayedOperation:
 
         key: everything besides the tensors that determines the launches.
         """
-        index = tensors[0].get_device()
+        index = _get_device(tensors[0])
         if index < 0 or index != _C._cuda_getDevice() or recorder() is not None:
             launch()
             return

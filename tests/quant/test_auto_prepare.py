@@ -4,6 +4,7 @@ import gc
 import logging
 import pickle
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -105,9 +106,11 @@ def test_they_are_freed_with_the_memory_of_the_weights() -> None:
     alias = i.weights.w1[:1]
     held = AUTO_PREPARED.held_bytes()[CPU]
     assert held > before
+    gone = weakref.ref(next(reversed(AUTO_PREPARED._entries.values())).tensors["w1_tiles"])
     del i
     gc.collect()
-    assert AUTO_PREPARED.held_bytes().get(CPU, 0) == before  # w2 and the scales are gone
+    assert gone() is None  # at once, since w2 and the scales are gone
+    assert AUTO_PREPARED.held_bytes().get(CPU, 0) == before
     del alias
 
 
