@@ -92,7 +92,7 @@ help:
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
-	@echo "make bench   our layers beside public ones on this GPU: the README's table and plot, in out/bench"
+	@echo "make bench   compares our layers with public ones on this GPU; table and plot in out/bench"
 	@echo "make fuzz    everything public with 50,000 random inputs"
 	@echo "make check   lint, format, spelling, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"

@@ -6,7 +6,7 @@
 
 Nothing is imported, so the site is built without torch. Each name becomes an object of Sphinx's
 Python domain, with an entry in the index, a link to its source, and types that link to where they
-are documented. Docstrings are Markdown: indented blocks are code, names stand in backticks.
+are documented. Docstrings are Markdown: indented blocks are code, and names are in backticks.
 """
 
 import ast

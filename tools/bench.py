@@ -1,4 +1,4 @@
-"""The benchmark behind the README's table and plot: our layers beside public ones, in one run.
+"""Compare our layers with public ones in one run: the README's table and plot.
 
     make bench                                            # all layers and schemes
     make bench ARGS="--schemes bf16,fp8 --minutes 8"      # a part of it
@@ -268,7 +268,7 @@ def bench(  # noqa: PLR0913  its parameters are the options
     ] = False,
     compile_block: Annotated[int | None, typer.Option(hidden=True)] = None,
 ):
-    """Time our layers beside public ones and render the README's table and plot."""
+    """Time our layers and public ones, interleaved, and render the README's table and plot."""
     started = time.monotonic()
     report = load_reports(load) if load else None
     if report is None:

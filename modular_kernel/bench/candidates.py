@@ -87,7 +87,7 @@ class Layer(ABC):
         """Prepare for calls with problem.tokens tokens; untimed, before the first of them."""
 
     def note(self, problem: Problem) -> str:
-        """Return what its row should say about calls with problem.tokens tokens."""
+        """Return the note in the row of this layer for calls of problem.tokens tokens."""
         return ""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Our layers beside the best public peer of every cell: ratios, a Markdown table, and a plot.
+"""Comparison of our layers with the fastest public one in every cell: ratios, table and plot.
 
 Four columns are compared with the peers: FusedMoE with default arguments, the composed layer, the
 fastest part whose matrix products are our own kernels, and the fastest part that runs those of
@@ -230,7 +230,7 @@ def document(report: Report) -> str:
     env = report.environment
     versions = [f"{name} {env[name]}" for name in ("torch", "triton", "driver") if env.get(name)]
     lines = [
-        f"# Our layers beside public ones on {env.get('device')}",
+        f"# Our layers and public ones on {env.get('device')}",
         "",
         f"{str(env.get('date'))[:10]}, {', '.join(versions)}. `{env.get('command')}`",
         "",

@@ -13,8 +13,8 @@ _SIZE_FIELDS = ("experts", "top_k", "hidden", "intermediate")
 _LEGEND = "E: number of experts. K: top-k. H: hidden size. I: intermediate size."
 _LAYERS = """
 Layers for benchmarks and tuning: plain SwiGLU, no bias, no scaling factor,
-router weight on the output. A layer has the sizes of a model, or of one rank's
-shard of it (TP N: 1/N of I, EP N: 1/N of E)."""
+router weight on the output. A layer has the sizes of a whole model, or of the
+shard of one rank (TP N: I / N, EP N: E / N)."""
 
 
 def list_models(

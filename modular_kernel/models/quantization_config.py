@@ -66,7 +66,7 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
     if quantization is None:
         if config.get("expert_dtype") is not None:
             got = f"expert_dtype = {_shorten(config['expert_dtype'])}"
-            raise _error(path, got, "a quantization_config beside it, or no expert_dtype")
+            raise _error(path, got, "a quantization_config too, or no expert_dtype")
         return None
     if not isinstance(quantization, dict):
         raise _error(path, _shorten(quantization), "an object")

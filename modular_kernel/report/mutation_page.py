@@ -130,7 +130,7 @@ def _survivors(scores: tuple[Record, ...], known: dict[str, str]) -> tuple[Block
         Text(
             "A mutant in code that several parts share survives in each of them. `mk test "
             "--mutate PART --only ID` shows the change and runs it again. A mutant that looks "
-            "equivalent counts as survived until a proof of it is reviewed."
+            "equivalent counts as survived until its equivalence is proven and reviewed."
         ),
         Table(("id", "place", "change", "part", "reason"), rows),
     )

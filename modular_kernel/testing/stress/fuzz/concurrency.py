@@ -292,7 +292,7 @@ def forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for each ste
         found = actions[case.in_child]()
         return b"right" if _same(found, expected) else b"wrong"
 
-    what = f"forks of {' x '.join(case.parts)}, {case.steps} beside; then {case.in_child}"
+    what = f"forks of {' x '.join(case.parts)}, during {case.steps}; then {case.in_child}"
     threads = [threading.Thread(target=busy, args=(s,), daemon=True) for s in case.steps]
     for thread in threads:
         thread.start()

@@ -49,7 +49,7 @@ def _shrunk_behind_offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
 
 
 def _offset(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Return a view that starts at a misaligned address, beside NaN."""
+    """Return a view that starts at a misaligned address, next to NaN."""
     offset = 1 + amount % 17
     flat = _surrounded(tensor.flatten(), offset)
     return flat[offset : offset + tensor.numel()].view(tensor.shape)
@@ -75,9 +75,9 @@ def _permuted(tensor: torch.Tensor, amount: int) -> torch.Tensor:
 def _wide_rows(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     """Return rows that are part of longer ones, which hold NaN."""
     extra = 1 + amount % 5
-    beside = tensor.new_zeros(*tensor.shape[:-1], extra)
-    beside = beside.fill_(torch.nan) if beside.is_floating_point() else beside.fill_(7)
-    return torch.cat([tensor, beside], -1)[..., : tensor.shape[-1]]
+    padding = tensor.new_zeros(*tensor.shape[:-1], extra)
+    padding = padding.fill_(torch.nan) if padding.is_floating_point() else padding.fill_(7)
+    return torch.cat([tensor, padding], -1)[..., : tensor.shape[-1]]
 
 
 def _expanded(tensor: torch.Tensor, _: int) -> torch.Tensor:

@@ -108,7 +108,7 @@ class InputChoices:
     invalid_id: int | None = None
     int32_ids: bool = False
     signed_weights: bool = False
-    nan_beside_x: bool = False
+    nan_padding: bool = False
     zero_row: bool = False
 
 
@@ -122,7 +122,7 @@ def input_choices() -> st.SearchStrategy[InputChoices]:
         invalid_id=st.one_of(st.none(), st.integers(0, 7)),
         int32_ids=st.booleans(),
         signed_weights=chance(30),
-        nan_beside_x=chance(10),
+        nan_padding=chance(10),
         zero_row=chance(10),
     )
 
@@ -149,7 +149,7 @@ def make_inputs(problem: Problem, choices: InputChoices) -> CallInputs:
     if choices.signed_weights:
         router = router * torch.randn(shape, generator=generator)
     x_TH = normal(tokens, problem.hidden)
-    if choices.nan_beside_x and not problem.inplace:
+    if choices.nan_padding and not problem.inplace:
         x_TH = torch.cat([x_TH, torch.full_like(x_TH, torch.nan)], 1)[:, : problem.hidden]
     if choices.zero_row and tokens:
         x_TH[0] = 0
