@@ -126,12 +126,12 @@ PLANTED: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]], ...] =
         (WRONG,),
     ),
     ("stored_files", saved_choices, "_is_line", lambda *_: True, (RAW, WRONG)),
-    ("stored_files", config_file, "_of_layers", lambda _, config: config, (RAW,)),
+    ("stored_files", config_file, "_find_model_config", lambda _, config: config, (RAW,)),
     ("composed_call", autotune, "expect", _nothing, (RAW, ACCEPTED)),
     ("checkpoints", slices.LayerSource, "check", lambda _: {}, (RAW, WRONG, ACCEPTED)),
     ("checkpoints", slices.LayerSource, "_check_extra", _nothing, (ACCEPTED,)),
     ("checkpoints", importers_stored.StoredTensor, "check", _nothing, (RAW, WRONG)),
-    ("checkpoints", importers_files, "_raised", lambda: (KeyError,), (RAW,)),
+    ("checkpoints", importers_files, "_library_errors", lambda: (KeyError,), (RAW,)),
 )
 
 
