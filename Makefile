@@ -84,7 +84,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
+	@echo "make demo    small models and quantized checkpoints, each checked and timed on this machine"
 	@echo "make test    a test suite of about eight minutes on a CPU: kernels interpreted, then compiled"
 	@echo "make test-rest      most of the tests that 'make test' leaves out, in about twelve minutes"
 	@echo "make test-all       every test"

@@ -221,8 +221,8 @@ def update_readme(report):
     lines = [
         "",
         f"{shapes} layers with sizes drawn at random on {env.get('device')}, {versions},",
-        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours, so",
-        "more than 1 is faster.",
+        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours:",
+        "here, unlike in the other tables, more than 1 is faster.",
         "",
         *standings_table(report),
         "",

@@ -3,10 +3,14 @@
     python tools/bench_host_time.py --json host.json
     python tools/bench_host_time.py --profile fp8_w8a8_block:64
 
-Each time is the median of `--calls` calls, each issued to an idle GPU. Rows: a kernel, a kernel
-with an `ExpertWeights` and a `Routing` made anew, a plan, `FusedMoE` with a router, and
-`fused_experts` where it has the scheme; the kernel once more under `torch.set_default_device` and
-in deterministic mode, without its fill of new outputs.
+Each time is the median of `--calls` calls, each issued to an idle GPU. The calls are
+
+- a kernel, and a kernel with a new `ExpertWeights` and `Routing` in every call;
+- a plan;
+- `FusedMoE` with a router;
+- `fused_experts`, for the schemes that it supports;
+- the kernel and `FusedMoE` under `torch.set_default_device`;
+- the kernel in deterministic mode, with `torch.utils.deterministic.fill_uninitialized_memory` off.
 """
 
 import argparse

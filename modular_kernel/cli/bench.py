@@ -63,7 +63,7 @@ class Method:
         ),
     ] = None
     routing: Annotated[
-        str, option("Routing patterns: uniform, zipf, zipfA or hotN (hot1: all to one).")
+        str, option("Routing patterns: uniform, zipf, zipfA or hotN (one expert in every token).")
     ] = "uniform"
     eager: Annotated[bool, option("Time eager calls instead of CUDA graph replays.")] = False
     prepared: Prepared = False
@@ -128,11 +128,12 @@ def bench(
     dsv3_ep8, qwen3_30b, gptoss and dsv3_256. --quant takes several schemes.
 
     Method: a layer is timed from x, top-k ids and top-k weights to y. A CUDA graph captures several
-    calls, each on its own input so that the L2 cache is cold. The reported time is the median
-    replay divided by the number of calls, after 25 ms of warm-up replays. The roofline ("floor") is
-    max(flops / peak, bytes / bandwidth), with peaks measured in the same run; bytes are the weights
-    of the routed experts, x and y, each counted once. Every row is first compared with a float64
-    reference; a row that is WRONG is not timed. Without a GPU, wall-clock time is reported.
+    calls, each on its own input and, where weights would stay in L2, on its own copy of them. The
+    reported time is the median replay divided by the number of calls, after 25 ms of warm-up
+    replays. The roofline ("floor") is max(flops / peak, bytes / bandwidth), with peaks measured in
+    the same run; bytes are the weights of the routed experts, x and y, each counted once. Every row
+    is first compared with a float64 reference; a row that is WRONG is not timed. Without a GPU,
+    wall-clock time is reported.
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
     Each has name, quant, setup(problem, weights) and call(x, routing); see that module and

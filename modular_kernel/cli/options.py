@@ -32,7 +32,7 @@ Prepared = Annotated[bool, option("Use prepared weights (kernel.prepare_weights)
 AsJson = Annotated[
     str | None,
     option(
-        "Print JSON instead of text; with a file, write it there.",
+        "Print JSON instead of text; with a file, write JSON to it and print text.",
         "--json",
         metavar="[FILE]",
         type=FilePath(FileUse.WRITE_OR_STDOUT, as_text=True),

@@ -96,6 +96,8 @@ class ClusterOptions:
     def world_sizes(self, options: ProblemOptions) -> tuple[int, ...]:
         """Return the numbers of ranks: of --world-size, of --worlds, or the default."""
         if options.world_size is not None:
+            if self.worlds is not None:
+                raise ConfigurationError("--worlds", got="--world-size too", need="one of the two")
             return (options.world_size,)
         if self.worlds is not None:
             return self.worlds
@@ -110,7 +112,7 @@ def plan(
     compare: Annotated[
         tuple[Path, ...],
         option(
-            "Compare the model with the measured rows of this file instead; may be repeated.",
+            "Only compare the model with the measured rows of this file; may be repeated.",
             type=FilePath(FileUse.READ),
         ),
     ] = (),
@@ -136,6 +138,9 @@ def plan(
     from modular_kernel.perf_model.experts_time import PART
     from modular_kernel.perf_model.load import Groups
 
+    if options.ranks_per_host is not None:
+        got = f"--ranks-per-host {options.ranks_per_host}"
+        raise ConfigurationError("mk plan", got=got, need="--per-host: GPUs per host")
     cluster, one_rank = cluster_options.cluster(), replace(options, world_size=None).problem()
     if one_rank.expert_map or one_rank.local_experts is not None:
         raise ConfigurationError(

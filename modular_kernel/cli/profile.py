@@ -37,7 +37,10 @@ class ProfileOptions:
         option("A second pairing to compare with on the same inputs, as two names."),
     ] = None
     routing: Annotated[
-        str, option("Routing pattern: uniform, zipf, zipfA (zipf1.2) or hotN (hot1: all to one).")
+        str,
+        option(
+            "Routing pattern: uniform, zipf, zipfA (zipf1.2) or hotN (one expert in every token)."
+        ),
     ] = "uniform"
     calls: Annotated[
         int | None,

@@ -421,8 +421,9 @@ class FusedMoE(ExpertParameters):
     def prepare_weights(self) -> None:
         """Precompute what the experts derive from the weights; call it after loading.
 
-        See FusedMoEModularKernel.prepare_weights. Replacing a parameter drops what was prepared, so
-        prepare again afterwards. Raises StateError as `weights` does.
+        See FusedMoEModularKernel.prepare_weights. Calls on a GPU do this on their own, with weaker
+        checks. If a parameter is replaced, the prepared tensors are dropped. Raises StateError as
+        `weights` does.
         """
         weights, kernel = self.plain_weights(), self._own_kernel
         device = weights.w2.device

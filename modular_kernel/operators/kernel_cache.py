@@ -1,4 +1,4 @@
-"""Cache of kernels by capacity, shared by layers of equal shape at any token count.
+"""LRU cache of kernels by pairing, problem and device, shared by layers of equal shape.
 
     cache = KernelCache()
     y_TH = cache.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)

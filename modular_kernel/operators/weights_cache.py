@@ -24,8 +24,9 @@ class _Entry:
 class WeightsCache:
     """ExpertWeights by the first tensor of a call, as long as that object is alive.
 
-    An entry is replaced if a tensor is another object, or was moved, reshaped or written to. It
-    holds aliases of the tensors, not the tensors, so that it is freed with the first one.
+    An entry is replaced if a tensor is another object, or was moved, reshaped or written to. Writes
+    that torch does not track, to `.data` and to inference tensors, are not noticed. An entry holds
+    aliases of the tensors, not the tensors, so that it is freed with the first one.
     """
 
     def __init__(self) -> None:

@@ -42,12 +42,12 @@ class _Entry:
     token: object  # identifies the entry without keeping its tensors alive
 
     def is_alive(self) -> bool:
-        """Return whether all source storages exist: no other can then have their addresses."""
+        """Return whether all source storages exist, so that no other can have their addresses."""
         return not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
 
 
 class AutoPrepared:
-    """Prepared tensors by layout and by the memory of their sources."""
+    """Cache of prepared tensors, keyed by layout and by the addresses of their sources."""
 
     def __init__(self) -> None:
         self._entries: dict[_Key, _Entry] = {}
@@ -164,8 +164,8 @@ def _derive(
 
 def _warn_short(nbytes: int, free: int, device: torch.device) -> None:
     _LOG.warning(
-        "4-bit weights stay as loaded, which is slower: preparing them takes %d MiB, and %d MiB "
-        "are free on %s, of which %d%% of its memory are left free",
+        "4-bit weights stay as loaded, which is slower: preparing them takes %d MiB; %d MiB are "
+        "free on %s, and %d%% of its memory must stay free",
         nbytes >> 20, free >> 20, device, round(100 * _MIN_FREE),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ _get_device = torch.Tensor.get_device
 
 
 class ReplayedOperation:
-    """The launches of an operation by signature, recorded in its second call with that signature.
+    """Records an operation's launches in the second call with a signature, and replays them later.
 
     A signature is the key, and shape, strides, dtype, device and alignment of each tensor. Calls
     with a number of tokens that occurs once are therefore not recorded. At most 256 signatures are

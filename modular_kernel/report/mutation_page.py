@@ -180,7 +180,7 @@ def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
     if not outcomes:
         return ()
     killed = sum(outcome.startswith("killed") for outcome in outcomes)
-    subject = f"Of the {len(outcomes)} that survive full"
+    subject = f"Of the {len(outcomes)} that full does not kill"
     return (Text(f"{subject}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
 
 

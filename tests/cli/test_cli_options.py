@@ -211,6 +211,8 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("check --model gpt-2", "model: got 'gpt-2', need gpt-oss-"),
         ("check --model=", "model: got '', need a name of `mk models`"),
         ("plan --worlds 8 --model=", "model: got '', need a name of `mk models`"),
+        ("plan --worlds 8 --world-size 16", "--worlds: got --world-size too, need one of the two"),
+        ("plan --ranks-per-host 4", "got --ranks-per-host 4, need --per-host"),
         ("plan --tokens-list=", "--tokens-list: got '', need numbers from 1 to 1048575"),
         ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),

@@ -74,7 +74,7 @@ def test_scopes_name_modules_and_tests_that_are_there() -> None:
 def test_tests_are_watched_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
     path = file_of(MODULE)
     assert path is not None
-    monkeypatch.setattr(tool, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(tool, "_MAX_TEST_S", 60.0)
     loading, tests = tool.cover_tests({str(path)}, {MODULE}, [SEQUENCES, NOTICES], [NOTICES])
     assert [test.name for test in tests] == [SEQUENCES]
     one = next(m for m in mutants_of(MODULE, path) if "right=True" in m.diff())
