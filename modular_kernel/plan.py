@@ -96,8 +96,11 @@ class BoundCalls(ABC):
         recorded = self._recorded.find(signature)
         if recorded is None or not self._may_replay(recorded, tensors, pointers, bound, out):
             if not checked:
-                self._checked(x_TH, weights, routing, out, output)
-            return self._run(x_TH, weights, routing, output, signature, named=out is not None)
+                bound, output = self._checked(x_TH, weights, routing, out, output)
+            weights = bound.prepared or weights
+            return self._run(
+                x_TH, weights, routing, output, signature, bound, named=out is not None
+            )
         # All other inputs of the checks are in the signature or covered by `_may_replay`.
         if wants_gradient((*tensors, *bound.tensors)):
             validate.check_no_grad(x_TH, weights, routing, out)
@@ -185,17 +188,15 @@ class BoundCalls(ABC):
         routing: Routing,
         out: torch.Tensor,
         signature: Hashable,
+        bound: recording.CheckedWeights,
         *,
         named: bool,
     ) -> torch.Tensor:
         """Run a checked call through the parts' host code; record the first of its signature.
 
-        named: the caller passed `out`.
+        weights: those that the call reads, possibly prepared. named: the caller passed `out`.
         """
         kernel = self.kernel
-        bound = kernel.known_weights.bound(weights, self._device)
-        assert bound is not None
-        weights = bound.prepared or weights
         self._poison(out)
         if self._makes_output and not named:
             return self._start(x_TH, weights, routing, None).finish()

@@ -33,11 +33,10 @@ from modular_kernel.integrations.fused_moe_options import (
     quant_of,
     split_options,
 )
-from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.ops.route import route
 from modular_kernel.spec.problem import Combine
 from modular_kernel.spec.router import MAX_TOP_K, RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import ExpertWeights, Routing, check_lead
+from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor, check_tensors
 
@@ -217,7 +216,7 @@ def _may_skip_dispatcher(tensors: Iterable[torch.Tensor | None]) -> bool:
     """
     if is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    return all(type(tensor) in _PLAIN for tensor in tensors)
+    return all(type(t) in _PLAIN and not (t is not None and t.is_meta) for t in tensors)
 
 
 # ------------------------------------------------------------------------------ torch operators
@@ -239,7 +238,7 @@ def _run(  # noqa: PLR0913 (as the operator below)
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     combine = Combine.TOPK_WEIGHTED if no_combine else Combine.SUM
-    routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
+    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, combine, False, chunk_tokens)
     return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
@@ -270,7 +269,7 @@ def _run_in_place(  # noqa: PLR0913 (as the operator below)
     scale: float,
     chunk_tokens: int | None = None,
 ) -> None:
-    routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
+    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
     kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
@@ -278,25 +277,3 @@ def _run_in_place(  # noqa: PLR0913 (as the operator below)
 inplace_fused_experts = torch.library.custom_op(
     "modular_kernel::inplace_fused_experts", _run_in_place, mutates_args=("hidden_states",)
 )
-
-
-_weights_cache = WeightsCache()
-
-
-def _weights(
-    w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
-) -> ExpertWeights:
-    """Return the ExpertWeights of a call; the same object for the same tensors.
-
-    Not if `weights_of` may copy one of them: a write that torch does not track would be missed.
-    """
-    if not all(tensor is None or tensor.is_contiguous() for tensor in extras):
-        return weights_of(w1, w2, extras, quant)
-
-    def make(aliases: list[torch.Tensor | None]) -> ExpertWeights:
-        first, second, *others = aliases
-        assert first is not None
-        assert second is not None
-        return weights_of(first, second, others, quant)
-
-    return _weights_cache.get((w1, w2, *extras), quant, make)

@@ -8,10 +8,10 @@ A call of T tokens runs on the kernel for the next power of two.
 
 import threading
 import weakref
-from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -106,6 +106,7 @@ class KernelsBySize:
             self._kernels[(tokens - 1).bit_length()] = weakref.ref(kernel), dtype
         else:
             dtype = entry[1]
+            self._cache.mark_used(kernel)
         return kernel(x_TH, weights, _with_ids_of(dtype, routing))
 
 
@@ -116,8 +117,10 @@ class KernelCache:
     """
 
     def __init__(self, *, max_kernels: int = 256) -> None:
-        self.kernels: OrderedDict[_Key, FusedMoEModularKernel] = OrderedDict()
+        self.kernels: dict[_Key, FusedMoEModularKernel] = {}
         self._max_kernels = max_kernels
+        self._next_use = count().__next__  # atomic
+        self._last_use: dict[int, int] = {}  # by id of the kernel
         self._lock = threading.RLock()
         forks.on_fork(self)
 
@@ -143,10 +146,15 @@ class KernelCache:
                 kernel = make_kernel(*pairing, problem, machine=machine_of(kind))
                 kernel.count_invalid_ids_on(device)
                 self.kernels[key] = kernel
-            self.kernels.move_to_end(key)
+            self.mark_used(kernel)
             while len(self.kernels) > self._max_kernels:
-                self.kernels.popitem(last=False)
+                oldest = min(self.kernels, key=lambda key: self._last_use[id(self.kernels[key])])
+                del self._last_use[id(self.kernels.pop(oldest))]
         return kernel
+
+    def mark_used(self, kernel: FusedMoEModularKernel) -> None:
+        """Record a use of a kernel, so that those used least recently are evicted."""
+        self._last_use[id(kernel)] = self._next_use()
 
     def kernels_by_size(
         self, pairing: Pairing, problem: Problem, device: torch.device

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,9 +41,10 @@ class _Entry:
     prepare: Prepare
     storages: tuple[StorageWeakRef, ...]
     token: object  # identifies the entry without keeping its tensors alive
+    finalizers: list[Any]  # one for each storage, which frees the entry
 
     def is_alive(self) -> bool:
-        """Return whether all source storages exist, so that no other can have their addresses."""
+        """Return whether all source storages exist."""
         return not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
 
 
@@ -84,12 +86,19 @@ class AutoPrepared:
                 tensors = self._allocate(weights, specs, layout)
                 if tensors is None:
                     return None
-                _derive(weights, tensors, layout, prepare)
-                entry = _Entry(tensors, prepare, tuple(map(storage_of, sources)), object())
+                try:
+                    _derive(weights, tensors, layout, prepare)
+                except torch.OutOfMemoryError:  # of temporary tensors
+                    _warn_short(sum(t.nbytes for t in tensors.values()), 0, weights.w1.device)
+                    return None
+                token = object()
+                storages = [source.untyped_storage() for source in sources]
+                finalizers = [weakref.finalize(s, self._discard, key, token) for s in storages]
+                for finalizer in finalizers:
+                    finalizer.atexit = False
+                storage_refs = tuple(map(storage_of, sources))
+                entry = _Entry(tensors, prepare, storage_refs, token, finalizers)
                 self._entries[key] = entry
-                for source in sources:
-                    storage = source.untyped_storage()
-                    weakref.finalize(storage, self._discard, key, entry.token).atexit = False
             elif not prepared.is_current(weights, entry.tensors):
                 _derive(weights, entry.tensors, layout, prepare)
         return replace(weights, **entry.tensors)
@@ -122,6 +131,8 @@ class AutoPrepared:
         entry = self._entries.get(key)
         if entry is not None and entry.token is token:
             self._entries.pop(key, None)
+            for finalizer in entry.finalizers:
+                finalizer.detach()
 
     def _allocate(
         self, weights: ExpertWeights, specs: Mapping[str, BufferSpec], layout: str
@@ -148,7 +159,10 @@ def has_room(nbytes: int, free: int, total: int) -> bool:
 
 
 def _addresses(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    return tuple((t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources)
+    return tuple(
+        (t.device, t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype)
+        for t in sources
+    )
 
 
 def _derive(

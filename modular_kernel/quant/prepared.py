@@ -42,10 +42,13 @@ _PREPARE_AGAIN = (
 
 
 class _Source(NamedTuple):
-    """Identity of a source tensor: its memory and layout, and its version counter."""
+    """Identity of a source tensor: its storage, address and layout, and its version counter.
+
+    The address alone is not sufficient: if a storage is resized to 0, another can have it.
+    """
 
     memory_key: tuple[object, ...]
-    storage: StorageWeakRef  # while it is alive, no other storage can have the same address
+    storage: StorageWeakRef
 
     def matches(self, tensor: torch.Tensor) -> bool:
         expired: bool = self.storage.expired()  # type: ignore[no-untyped-call]
@@ -207,7 +210,9 @@ def prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), _version(tensor), tensor.shape, tensor.stride(), tensor.dtype
+    storage = tensor.untyped_storage()._cdata
+    layout = tensor.shape, tensor.stride(), tensor.dtype
+    return storage, tensor.data_ptr(), _version(tensor), *layout
 
 
 def _tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:

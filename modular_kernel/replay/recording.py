@@ -186,10 +186,11 @@ class CheckedWeights:
     places: pointers, shapes, strides and dtypes at the time of the check. spans: their address
     ranges. bits: bitwise or of all pointers. signature: number that identifies layout and dtypes.
     unwritten, versions: tensors that must not be written, because they are prepared or sources of
-    prepared ones, with their version counters; inference tensors have none. storages: of the
-    sources. While a storage is alive, no other can have its address. prepared: the weights with
-    tensors that the kernel has prepared by itself, which calls read instead; None if it has not.
-    postponed: it will prepare them in a later call, outside the capture of a CUDA graph.
+    prepared ones, with their version counters; inference tensors have none. sources, storages: of
+    prepared tensors; if a storage is resized to 0, another can have its address. prepared: the
+    weights with tensors that the kernel has prepared by itself, which calls read instead; None if
+    it has not. postponed: it will prepare them in a later call, outside the capture of a CUDA
+    graph.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -202,6 +203,7 @@ class CheckedWeights:
     bits: int
     unwritten: tuple[torch.Tensor, ...]
     versions: list[int]
+    sources: tuple[torch.Tensor, ...]
     storages: tuple[StorageWeakRef, ...]
     prepared: ExpertWeights | None = None
     postponed: bool = False
@@ -210,8 +212,8 @@ class CheckedWeights:
         """Return whether all tensors are where they were, and unwritten if tracked."""
         if self.versions != [*map(_version, self.unwritten)]:
             return False
-        for storage in self.storages:
-            if _expired(storage.cdata):
+        for source, storage in zip(self.sources, self.storages, strict=True):
+            if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
                 return False
         return self.places == _places(self.tensors)
 
@@ -289,6 +291,7 @@ class CheckedWeightsCache:
             bits=reduce(or_, pointers, 0),
             unwritten=versioned,
             versions=[*map(_version, versioned)],
+            sources=tuple(sources),
             storages=tuple(map(storage_of, sources)),
             prepared=None if auto_prepared is None else run_weights,
             postponed=postponed,

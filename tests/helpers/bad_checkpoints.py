@@ -373,7 +373,7 @@ BAD: dict[str, Case] = {
     "an index that leads out": (
         index(lambda m: m.update({W1: "../x.safetensors"})),
         WeightsError,
-        "w1.weight in '../x.safetensors', need a name of a file",
+        "w1.weight in '../x.safetensors', need a file in the folder",
     ),
     "an index to a file that is not there": (
         index(lambda m: m.update({W1: "x.safetensors"})),

@@ -266,3 +266,12 @@ def test_gradients_are_refused_before_a_call(wanting: str) -> None:
         call()
     with torch.inference_mode():
         call()
+
+
+@pytest.mark.parametrize("options", [{}, {"inplace": True}, {"no_combine": True}], ids=str)
+def test_meta_tensors_have_a_meta_output(options: dict[str, Any]) -> None:
+    x, w1, w2 = (torch.empty(s, device="meta") for s in ((4, 64), (4, 64, 64), (4, 64, 32)))
+    topk = torch.empty(4, 2, device="meta"), torch.empty(4, 2, dtype=torch.int32, device="meta")
+    output = fused_experts(x, w1, w2, topk, **options)
+    assert output.is_meta
+    assert output.shape == ((4, 2, 64) if "no_combine" in options else (4, 64))

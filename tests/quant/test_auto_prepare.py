@@ -15,10 +15,11 @@ from prepared_samples import CPU, NO_GPU, PAIR, called, launched_tiles, made_lay
 
 from experts.triton.contiguous import TritonExperts
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
-from modular_kernel import FusedMoEModularKernel, make_kernel
+from modular_kernel import FusedMoEModularKernel, make_kernel, validate
 from modular_kernel.quant import auto_prepare, prepared
 from modular_kernel.quant.auto_prepare import AUTO_PREPARED
 from modular_kernel.replay import recording
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 
 pytestmark = NO_GPU
@@ -194,3 +195,70 @@ def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
     called(kernel, i)
     called(kernel, i)
     assert prepared_counts == [0]
+
+
+def on_buffer(weights: ExpertWeights, buffer: bytearray) -> ExpertWeights:
+    """Return the weights as views of a new storage over `buffer`, whose bytes are kept."""
+    flat, start, views = torch.frombuffer(buffer, dtype=torch.uint8), 0, {}
+    for name in ("w1", "w1_scale", "w2", "w2_scale"):
+        tensor = getattr(weights, name)
+        views[name] = flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += -(-tensor.nbytes // 64) * 64
+    return replace(weights, **views)
+
+
+def test_another_storage_at_the_same_address_is_not_taken_for_the_first(
+    prepared_counts: list[int],
+) -> None:
+    """An address is reused while a storage is alive if that storage was resized to 0."""
+    kernel, i = auto_kernel()
+    buffer = bytearray(4 * sum(t.nbytes for t in vars(i.weights).values() if t is not None) + 1024)
+    first = on_buffer(i.weights, buffer)
+    second = on_buffer(i.weights, buffer)
+    for weights, shift in ((first, 0), (second, 1)):
+        for name in ("w1", "w1_scale", "w2", "w2_scale"):
+            getattr(weights, name).data.copy_(getattr(i.weights, name).roll(shift, 0))
+        called(kernel, i, weights)
+    assert prepared_counts == [0, 1]
+    manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
+    expected = called(manual, i, kernel.prepare_weights(second))
+    assert torch.equal(called(kernel, i, second), expected)
+
+
+def test_a_write_of_another_thread_during_a_call_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, i = auto_kernel()
+    plan, check = kernel.plan(), validate.check_routing
+
+    def write_and_check(*arguments: Any) -> None:
+        assert i.weights.w1_scale is not None
+        i.weights.w1_scale.mul_(1)
+        check(*arguments)
+
+    monkeypatch.setattr(validate, "check_routing", write_and_check)
+    assert plan(i.x_TH, i.weights, i.routing).isfinite().all()
+
+
+def test_memory_that_runs_out_while_preparing_leaves_the_weights_as_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, i = auto_kernel()
+    expected = called(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(GroupedW4Path, "prepare", fail)
+    assert torch.equal(called(kernel, i), expected)
+
+
+def test_nothing_accumulates_if_one_of_the_sources_is_replaced() -> None:
+    kernel, i = auto_kernel()
+    registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    counts = []
+    for _ in range(4):
+        called(kernel, i, replace(i.weights, w1=i.weights.w1.clone()))
+        gc.collect()
+        counts.append((len(registry), len(AUTO_PREPARED._entries)))
+    assert counts[1:] == counts[:-1]

@@ -1,0 +1,36 @@
+"""The cache of kernels that layers and operators share."""
+
+import torch
+
+from modular_kernel.operators.kernel_cache import NO_EP, KernelCache
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.random_inputs import random_inputs
+
+CPU = torch.device("cpu")
+PAIR = (NO_EP, "TorchExperts")
+
+
+def test_the_kernel_that_was_used_least_recently_is_evicted() -> None:
+    cache = KernelCache(max_kernels=2)
+    problems = [
+        Problem(16, hidden, intermediate=16, experts=4, top_k=2, dtype=torch.float32)
+        for hidden in (16, 32, 48)
+    ]
+    first, second, third = (cache.kernels_by_size(PAIR, problem, CPU) for problem in problems)
+    calls = [random_inputs(problem, CPU) for problem in problems]
+    for kernels, index in ((first, 0), (second, 1), (first, 0), (first, 0), (third, 2)):
+        kernels.run(*calls[index])
+    assert [key[1].hidden for key in cache.kernels] == [16, 48]
+    kept = list(cache.kernels.values())[0]
+    first.run(*calls[0])
+    assert list(cache.kernels.values())[0] is kept
+
+
+def test_an_evicted_kernel_is_made_again() -> None:
+    cache = KernelCache(max_kernels=1)
+    problem = Problem(16, 16, intermediate=16, experts=4, top_k=2, dtype=torch.float32)
+    kernels, call = cache.kernels_by_size(PAIR, problem, CPU), random_inputs(problem, CPU)
+    expected = kernels.run(*call)
+    cache.kernels.clear()
+    assert torch.equal(kernels.run(*call), expected)
+    assert len(cache.kernels) == 1
