@@ -55,7 +55,7 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
         "tokens": (None, (1,)),
         "budget": (0, 2.5, 16.0, 2**31, 2**63),
         "folder": (None,),
-        "tell": (None, print, int),
+        "on_bucket": (None, print, int),
     },
     Placement: {},
 }
