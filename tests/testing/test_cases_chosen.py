@@ -130,8 +130,8 @@ WRONG = (
         SourceDefect(
             "the largest values are kept in 16 bits",
             "modular_kernel/ops/quantize.py",
-            'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)',
-            'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.bfloat16)',
+            'specs[f"{prefix}_partials"] = BufferSpec((num_partials,), torch.float32)',
+            'specs[f"{prefix}_partials"] = BufferSpec((num_partials,), torch.bfloat16)',
         ),
         ("T5-H1040",),
     ),
@@ -307,8 +307,8 @@ def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
     first = SourceDefect(
         "every program quantizes the first groups",
         "modular_kernel/ops/kernels/permute_quantize.py",
-        "groups = tl.program_id(0) % shares * BLOCK_G",
-        "groups = tl.program_id(1) % shares * BLOCK_G",
+        "groups = tl.program_id(0) % group_blocks * BLOCK_G",
+        "groups = tl.program_id(1) % group_blocks * BLOCK_G",
     )
     pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
     cases = [case for case in handpicked_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
