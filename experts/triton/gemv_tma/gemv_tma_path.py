@@ -217,4 +217,8 @@ def _weights(product: GemmOperands, box_rows: int) -> dict[str, object]:
 
 
 def _ring(tile: LaunchConfig, depth: int) -> dict[str, object]:
-    return {"EACH": tile.block_k // PANEL, "STAGES": tile.num_stages, "PIECES": pieces(depth)}
+    return {
+        "PANELS_PER_STAGE": tile.block_k // PANEL,
+        "STAGES": tile.num_stages,
+        "PIECES": pieces(depth),
+    }
