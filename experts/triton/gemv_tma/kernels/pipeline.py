@@ -279,7 +279,7 @@ def multiply(
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr):
-    """Allocate a ring of STAGES stages with EACH panels, and its full and empty barriers."""
+    """Allocate a ring of STAGES stages of PANELS_PER_STAGE panels, and its barriers."""
     ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS_PER_STAGE, ROWS, PANEL], SWIZZLED)
     full, empty = barriers(STAGES, 1)
     return ring, full, empty
