@@ -80,7 +80,7 @@ setup(
         "transformers": ["transformers>=5.23"],
         # NVIDIA's license, 330 MB. Its name is not that of the package on the index called cutlass.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
-        "bench": ["matplotlib>=3.8", "typer>=0.16"],
+        "bench": ["matplotlib>=3.8"],
         "interpreter": ["ml_dtypes>=0.5"],
         "test": [
             "pytest>=8",

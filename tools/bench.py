@@ -21,11 +21,10 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
 
 import bench_peers
+import click
 import in_checkout  # finds the packages
-import typer
 
 from modular_kernel.bench.candidates import (
     BenchOffer,
@@ -81,7 +80,7 @@ def named_schemes(text):
     unknown = [word for word in words(text) if word not in names]
     if unknown or not words(text):
         got = ", ".join(unknown) or "no scheme"
-        raise typer.BadParameter(f"got {got}, need some of {', '.join(SCHEMES)}")
+        raise click.BadParameter(f"got {got}, need some of {', '.join(SCHEMES)}")
     return list(dict.fromkeys(names[word] for word in words(text)))
 
 
@@ -91,7 +90,7 @@ def token_counts(text):
     except ValueError:
         tokens = ()
     if not tokens or min(tokens) < 1:
-        raise typer.BadParameter(f"got {text!r}, need numbers from 1 on, such as 1,16,64")
+        raise click.BadParameter(f"got {text!r}, need numbers from 1 on, such as 1,16,64")
     return tokens
 
 
@@ -103,7 +102,7 @@ def selected_layers(text, seed, *, tiny):
         return [layers[number] for number in numbers if number >= 0 or layers[len(layers)]]
     except (ValueError, IndexError):
         need = f"numbers from 0 to {len(layers) - 1}"
-        raise typer.BadParameter(f"got {text!r}, need {need}") from None
+        raise click.BadParameter(f"got {text!r}, need {need}") from None
 
 
 def our_offers(quant, cells, machine, *, compose_seconds, prepare):
@@ -191,10 +190,10 @@ def compile_first(blocks, workers, seconds):
                 command, capture_output=True, text=True, timeout=seconds, check=False
             )
         except subprocess.TimeoutExpired:
-            typer.echo(f"compiling {blocks[number].name}: ended after {seconds:.0f} s", err=True)
+            click.echo(f"compiling {blocks[number].name}: ended after {seconds:.0f} s", err=True)
             return
         if result.returncode:
-            typer.echo(f"compiling {blocks[number].name}: {result.stderr[-300:]}", err=True)
+            click.echo(f"compiling {blocks[number].name}: {result.stderr[-300:]}", err=True)
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(compile_block, range(len(blocks))))
@@ -204,11 +203,11 @@ def render(report, out):
     """Write the Markdown document and the plot, and print the tables."""
     (out / "bench.md").write_text(document(report), encoding="utf-8")
     if find_spec("matplotlib") is None:
-        typer.echo("no plot: matplotlib is not installed", err=True)
+        click.echo("no plot: matplotlib is not installed", err=True)
     elif any(row.timed for row in report.rows):
         plot_standings(report, out / "bench.svg")
     lines = [*standings_table(report), "", *layers_table(report), "", *missing_lines(report)]
-    typer.echo("\n".join(lines))
+    click.echo("\n".join(lines))
 
 
 def update_readme(report):
@@ -233,40 +232,57 @@ def update_readme(report):
     README.write_text(text, encoding="utf-8")
 
 
+@click.command(context_settings={"show_default": True})
+@click.option("--layers", default="", help="Numbers of the drawn layers, such as 0,2.")
+@click.option("--seed", default=SEED, help=f"Seed of the {COUNT} layers.")
+@click.option("--schemes", default=",".join(SCHEMES), help="Schemes.")
+@click.option("--tokens", default="", help="Numbers of tokens.")
+@click.option("--routing", default=",".join(ROUTINGS), help="Distributions.")
+@click.option("--peers", default="", help="Beginnings of peers' names.  [default: all]")
+@click.option("--minutes", type=float, help="No cell begins later; layers and schemes share it.")
+@click.option("--rounds", default=ROUNDS, help="Timed replays of each layer in a cell.")
+@click.option("--workers", default=0, help="Processes that compile kernels first.")
+@click.option("--compile-minutes", default=4.0, help="Time limit of each of them.")
+@click.option("--compose-seconds", default=8.0, help="Budget of compose per layer and scheme.")
+@click.option("--prepare/--no-prepare", default=True, help="Prepare weights if the experts can.")
+@click.option("--bandwidth", type=float, help="TB/s of the roofline.  [default: as measured]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default="out/bench",
+    help="Folder of bench.json, bench.md, bench.svg.",
+)
+@click.option(
+    "--load",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Render this record instead; may be repeated.",
+)
+@click.option("--readme", is_flag=True, help="Replace the README's section.")
+@click.option("--tiny", is_flag=True, help="Small layers, on any machine.")
+@click.option("--dry-run", is_flag=True, help="List the layers and what would be timed.")
+@click.option("--compile-block", type=int, hidden=True)
 def bench(  # noqa: PLR0913  its parameters are the options
-    layers: Annotated[str, typer.Option(help="Numbers of the drawn layers, such as 0,2.")] = "",
-    seed: Annotated[int, typer.Option(help=f"Seed of the {COUNT} layers.")] = SEED,
-    schemes: Annotated[str, typer.Option(help="Schemes.")] = ",".join(SCHEMES),
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = "",
-    routing: Annotated[str, typer.Option(help="Distributions.")] = ",".join(ROUTINGS),
-    peers: Annotated[
-        str, typer.Option(help="Beginnings of peers' names.  [default: all]", show_default=False)
-    ] = "",
-    minutes: Annotated[
-        float | None, typer.Option(help="No cell begins later; layers and schemes share the time.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Timed replays of each layer in a cell.")] = ROUNDS,
-    workers: Annotated[int, typer.Option(help="Processes that compile kernels first.")] = 0,
-    compile_minutes: Annotated[float, typer.Option(help="Time limit of each of them.")] = 4.0,
-    compose_seconds: Annotated[
-        float, typer.Option(help="Budget of compose for each layer and scheme.")
-    ] = 8.0,
-    prepare: Annotated[bool, typer.Option(help="Prepare weights where the experts can.")] = True,
-    bandwidth: Annotated[
-        float | None, typer.Option(help="TB/s of the roofline.  [default: as measured]")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of bench.json, bench.md, bench.svg.")] = Path(
-        "out/bench"
-    ),
-    load: Annotated[
-        list[Path] | None, typer.Option(help="Render this record instead; may be repeated.")
-    ] = None,
-    readme: Annotated[bool, typer.Option("--readme", help="Replace the README's section.")] = False,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small layers, on any machine.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the layers and what would be timed.")
-    ] = False,
-    compile_block: Annotated[int | None, typer.Option(hidden=True)] = None,
+    *,
+    layers,
+    seed,
+    schemes,
+    tokens,
+    routing,
+    peers,
+    minutes,
+    rounds,
+    workers,
+    compile_minutes,
+    compose_seconds,
+    prepare,
+    bandwidth,
+    out,
+    load,
+    readme,
+    tiny,
+    dry_run,
+    compile_block,
 ):
     """Time our layers and public ones, interleaved, and render the README's table and plot."""
     started = time.monotonic()
@@ -275,7 +291,7 @@ def bench(  # noqa: PLR0913  its parameters are the options
         quants, wanted = named_schemes(schemes), words(peers)
         machine = this_machine()
         if machine.device != "cuda" and not (tiny or dry_run):
-            raise typer.BadParameter("got no GPU, need one, or --tiny, or --dry-run")
+            raise click.BadParameter("got no GPU, need one, or --tiny, or --dry-run")
         blocks = blocks_of(
             selected_layers(layers, seed, tiny=tiny),
             quants,
@@ -304,12 +320,12 @@ def bench(  # noqa: PLR0913  its parameters are the options
             return
         if workers:
             compile_first(blocks, workers, compile_minutes * 60)
-            typer.echo(f"compiled in {time.monotonic() - started:.0f} s", err=True)
+            click.echo(f"compiled in {time.monotonic() - started:.0f} s", err=True)
         seconds = None if minutes is None else minutes * 60 - (time.monotonic() - started)
         out.mkdir(parents=True, exist_ok=True)
         report = run_interleaved(
             replace(comparison, seconds=seconds),
-            lambda line: typer.echo(line, err=True),
+            lambda line: click.echo(line, err=True),
             lambda unfinished: unfinished.write(out / "bench.json"),
         )
     out.mkdir(parents=True, exist_ok=True)
@@ -323,12 +339,12 @@ def list_blocks(blocks, missing):
     for block in blocks:
         cell = block.cells[0]
         size = cell.problem.experts * cell.problem.hidden * cell.problem.intermediate
-        typer.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cells)} cells")
+        click.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cells)} cells")
         for offer in block.offers:
             library = f", products of {offer.library}" if offer.library else ""
-            typer.echo(f"  {offer.name} {offer.quant} ({offer.origin}{library})")
+            click.echo(f"  {offer.name} {offer.quant} ({offer.origin}{library})")
     for name in missing:
-        typer.echo(f"not installed: {name}")
+        click.echo(f"not installed: {name}")
 
 
 def load_reports(paths):
@@ -336,4 +352,4 @@ def load_reports(paths):
 
 
 if __name__ == "__main__":
-    typer.run(bench)
+    bench()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from modular_kernel.bench.candidates import (
     BenchOffer,
@@ -345,9 +344,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def invoke(tool: ModuleType, *arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(tool.bench)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(tool.bench, list(arguments))
 
 
 def test_a_dry_run_lists_layers_offers_and_what_is_not_installed(tool: ModuleType) -> None:
