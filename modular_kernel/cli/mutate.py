@@ -36,6 +36,10 @@ class MutationOptions:
     mutants: Annotated[
         str, option("With --mutate: number of source mutants to sample, all, or 0.", metavar="N")
     ] = "150"
+    sample_seed: Annotated[
+        str | None,
+        option("With --mutate: seed of the sample.  [default: the version]", metavar="TEXT"),
+    ] = None
     bits: Annotated[
         int | None,
         option(
@@ -62,9 +66,12 @@ class MutationOptions:
 
         single_case: whether --one is set.
         """
-        if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
-            need = "--mutate PART in addition"
-            raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
+        options = (self.only, self.mutants, self.sample_seed, self.save)
+        if self.mutate is None and options != (None, "150", None, None):
+            names, need = "--only, --mutants, --sample-seed, --save", "--mutate PART in addition"
+            raise ConfigurationError(names, got="no --mutate", need=need)
+        if self.sample_seed is not None and self.only is not None:
+            raise ConfigurationError("--sample-seed", got="--only too", need="only one of them")
         if self.resume and self.save is None:
             raise ConfigurationError("--resume", got="no --save", need="--save FOLDER in addition")
         if self.bits is not None and self.only is None:
@@ -240,6 +247,7 @@ def _mutation_scores(
                 mutation_score(
                     survey,
                     count=count,
+                    seed=options.sample_seed,
                     ident=options.only,
                     known_outcomes=known,
                     recorded=dead,

@@ -16,7 +16,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for
-from modular_kernel.testing.mutation import Mutant, mutants_of
+from modular_kernel.testing.mutation import Mutant, default_seed, mutants_of
 from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, draw_problems
 from modular_kernel.testing.mutation.code_equivalence import same_code
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage
@@ -93,6 +93,13 @@ def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path)
     assert record["mutants"] == (
         record["executed"] + sum(record["apart"].values()) + sum(record["not_executed"].values())
     )
+    code, other = mutate("--mutants", "6", "--sample-seed", "another")
+    assert (record["seed"], other["seed"]) == (default_seed(), "another")
+    assert identities(other) != identities(record)
+
+
+def identities(record: dict[str, Any]) -> set[str]:
+    return {*record["died"], *(survivor["id"] for survivor in record["survivors"])}
 
 
 def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) -> None:
@@ -216,6 +223,8 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
         ("--mutate", "TorchAll2AllPrepareAndFinalize"),
         ("--mutate", "TorchExperts,TritonExperts", "--only", "12345678"),
         ("--mutate", "TorchExperts", "--resume"),
+        ("--mutate", "TorchExperts", "--only", "12345678", "--sample-seed", "a"),
+        ("--sample-seed", "a"),
     ],
 )
 def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
