@@ -23,6 +23,8 @@ from modular_kernel.utils.argument_checks import (
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Size = Annotated[int, Between(0, MAX_INT32)]
+# The largest K of the router and of every part here. Parts over libraries may declare less.
+MAX_TOP_K = 32
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
