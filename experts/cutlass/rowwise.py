@@ -15,6 +15,7 @@ from experts.cutlass.scaled_mm import (
     scale_specs,
 )
 from experts.derived_requirements import batched_requirements
+from modular_kernel.spec.problem import MAX_TOP_K
 from modular_kernel.tensors import BatchedShape
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -33,6 +34,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
         devices=frozenset({"cuda"}),
         archs=ARCHS,
         dtypes=frozenset({torch.bfloat16}),
+        top_k=(1, MAX_TOP_K),  # torch gets sorted rows and does not see K
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
         max_experts=MAX_EXPERTS,

@@ -18,7 +18,7 @@ from experts.deepgemm.library import (
     load,
 )
 from experts.derived_requirements import batched_requirements
-from modular_kernel.spec.problem import IdSpace, Problem
+from modular_kernel.spec.problem import MAX_TOP_K, IdSpace, Problem
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -43,6 +43,7 @@ class DeepGemmExperts(SortedRowsExperts):
         providers=(DEEP_GEMM,),
         archs=frozenset({(9, 0)}),  # sm_100 needs scales in another format
         dtypes=frozenset({torch.bfloat16}),
+        top_k=(1, MAX_TOP_K),  # the library gets sorted rows and does not see K
         hidden_multiple=BLOCK,
         intermediate_multiple=BLOCK,
         schemes=frozenset({"none", "fp8_w8a8_block"}),

@@ -27,7 +27,14 @@ from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.replay import stages
-from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce
+from modular_kernel.spec.problem import (
+    MAX_TOP_K,
+    ActivationFormat,
+    IdSpace,
+    Machine,
+    Problem,
+    Reduce,
+)
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -63,6 +70,9 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         triton=True,
         archs=frozenset({(9, 0), (10, 0)}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
+        # 0.7.2.post1 has a fused prologue for K of 1, 2, 4, 6 and 8. For any other K it sorts in
+        # three kernels, which have no bound.
+        top_k=(1, MAX_TOP_K),
         graph_capturable=True,
         reduce=Reduce.NOOP,
         activations=frozenset(ACTIVATIONS),

@@ -18,7 +18,7 @@ from experts.triton_kernels.tile_maps import (
 )
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.ops.sort import sort_pairs, sort_specs
-from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.problem import MAX_TOP_K, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -51,6 +51,7 @@ class TritonKernelsExperts(SortedRowsExperts):
         providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
+        top_k=(1, MAX_TOP_K),  # the library gets sorted rows and does not see K
         hidden_multiple=8,  # rows on 16-byte addresses
         intermediate_multiple=8,
         schemes=frozenset({"none", "mxfp4_w4a16"}),

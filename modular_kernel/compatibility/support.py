@@ -12,6 +12,7 @@ import torch
 
 from modular_kernel.spec.problem import (
     GATED,
+    MAX_TOP_K,
     UNGATED,
     ActivationFormat,
     Machine,
@@ -63,7 +64,7 @@ class Requirements:
     packages_from: str = ""
     packages_extra: str = ""
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
-    top_k: tuple[int, int] = (1, 16)
+    top_k: tuple[int, int] = (1, MAX_TOP_K)
     hidden_multiple: Count = 1
     hidden_sizes: frozenset[int] | None = None
     inplace: bool = True

@@ -34,8 +34,8 @@ from modular_kernel.integrations.fused_moe_options import (
     split_options,
 )
 from modular_kernel.ops.route import route
-from modular_kernel.spec.problem import Combine
-from modular_kernel.spec.router import MAX_TOP_K, RouterSpec, StandardTopKOutput
+from modular_kernel.spec.problem import MAX_TOP_K, Combine
+from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor, check_tensors

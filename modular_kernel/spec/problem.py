@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 
@@ -23,6 +23,8 @@ from modular_kernel.utils.argument_checks import (
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Size = Annotated[int, Between(0, MAX_INT32)]
+# The largest K of the router and of every part here. Parts over libraries may declare less.
+MAX_TOP_K = 32
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
@@ -88,6 +90,16 @@ _ALPHA_KINDS = ("swiglu_oai", "situ")
 _OPTIONAL_LIMIT_KINDS = ("gelu", "gelu_tanh", "situ")  # the limit is optional
 
 
+class _ByKind:
+    """The default of a field whose default depends on the activation's kind."""
+
+    def __repr__(self) -> str:
+        return "<depends on kind>"
+
+
+_BY_KIND = _ByKind()
+
+
 @dataclass(frozen=True)
 class ActivationSpec:
     """Activation between the two GEMMs. g and u are the gate and up values, L the limit.
@@ -104,17 +116,23 @@ class ActivationSpec:
     relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
     silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
 
-    interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first.
+    interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first. The
+    default, here and in `parse`, is the order of published checkpoints: True for swiglu_oai without
+    up_first, as in gpt-oss, and False for every other kind.
     up_first: all up rows precede the gate rows; see `modular_kernel.quant.row_order`.
     """
 
     kind: str = "silu"
     alpha: float | None = None
     limit: float | None = None
-    interleaved: bool = False
+    interleaved: bool = cast("bool", _BY_KIND)
     up_first: bool = False
 
     def __post_init__(self) -> None:
+        given: object = self.interleaved
+        if given is _BY_KIND:
+            is_default = self.kind == "swiglu_oai" and self.up_first is False
+            object.__setattr__(self, "interleaved", is_default)
         check_fields(self, "activation ")
         if self.kind not in GATED + UNGATED:
             need = f"one of {', '.join(GATED + UNGATED)}"
@@ -158,9 +176,9 @@ class ActivationSpec:
         options: dict[str, str] = dict(pairs)
         unknown = set(options) - {"alpha", "limit", "interleaved", "up_first"}
         up_first = options.get("up_first", "false").lower()
-        interleaved_default = kind == "swiglu_oai" and up_first != "true"
-        interleaved = options.get("interleaved", str(interleaved_default)).lower()
-        if unknown or len(options) != len(pairs) or {interleaved, up_first} - {"true", "false"}:
+        interleaved = options["interleaved"].lower() if "interleaved" in options else None
+        flags = {up_first} if interleaved is None else {up_first, interleaved}
+        if unknown or len(options) != len(pairs) or flags - {"true", "false"}:
             need = "kind[:alpha=,limit=,interleaved=true|false,up_first=true|false], each once"
             raise ConfigurationError("activation", got=text, need=need)
         default_alpha = {"swiglu_oai": 1.702, "situ": 4.0}.get(kind)
@@ -170,7 +188,8 @@ class ActivationSpec:
             limit = float(options["limit"]) if "limit" in options else default_limit
         except ValueError:
             raise ConfigurationError("activation", got=text, need="numbers") from None
-        return cls(kind, alpha, limit, interleaved == "true", up_first == "true")
+        given = {} if interleaved is None else {"interleaved": interleaved == "true"}
+        return cls(kind, alpha, limit, up_first=up_first == "true", **given)
 
     def __str__(self) -> str:
         options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]

@@ -14,9 +14,9 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import MAX_TOP_K
 from modular_kernel.utils.argument_checks import MAX_INT32, Between, check_fields, expect
 
-MAX_TOP_K = 16
 # Columns of logits per program of the kernel, including zero experts.
 MAX_COLUMNS = 1024
 # For eps and floor: float32 has no smaller normal number, and a softmax sums to at most 1.
@@ -74,7 +74,7 @@ class TritonKernelTopKOutput(NamedTuple):
 class RouterSpec:
     """Rules for choosing and weighting K experts per token.
 
-    top_k: K, 1 to 16. score: transform of the logits: softmax over all columns, sigmoid, or
+    top_k: K, 1 to 32. score: transform of the logits: softmax over all columns, sigmoid, or
     sqrt(softplus). order: "score_first" chooses and weights by scores; "topk_first" chooses by
     logits and scores only the chosen ones, with softmax over those K.
     groups: number of equal groups of experts; only experts of the topk_groups best groups can be

@@ -38,7 +38,8 @@ class Between:
     high: int
 
     def __str__(self) -> str:
-        high = f"< 2^{self.high.bit_length()}" if self.high > 9999 else f"<= {self.high}"
+        is_power = self.high > 9999 and self.high & (self.high + 1) == 0
+        high = f"< 2^{self.high.bit_length()}" if is_power else f"<= {self.high}"
         return f">= {self.low} and {high}"
 
 

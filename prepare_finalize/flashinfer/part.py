@@ -25,7 +25,9 @@ from prepare_finalize.common.tokens import (
 from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferExchange, FlashInferGroup
 from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
 
-TOP_KS = frozenset({1, *range(2, 23, 2)})  # for which FlashInfer's kernels are compiled
+# For which FlashInfer's kernels are compiled: the cases of SWITCH_TOP_K in moeAlltoAllKernels.cu of
+# 0.6.18 and 0.7.2.post1. There is none for 20.
+TOP_KS = frozenset({1, *range(2, 19, 2), 22})
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor", "combine", "apply_router_weight_on_input"),
@@ -65,6 +67,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         packages=(FLASHINFER_ALL2ALL.name,),
         providers=(FLASHINFER_ALL2ALL,),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
+        top_k=(1, max(TOP_KS)),
         hidden_multiple=16,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,

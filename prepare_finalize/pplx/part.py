@@ -13,7 +13,14 @@ from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
-from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.problem import (
+    MAX_TOP_K,
+    ActivationFormat,
+    Machine,
+    Problem,
+    Reduce,
+    Rows,
+)
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -75,6 +82,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         packages=("pplx_kernels",),
         packages_from="https://github.com/perplexityai/pplx-kernels",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
+        top_k=(1, MAX_TOP_K),  # pplx-kernels 2bd6e30 loops over any K in its intranode kernels
         hidden_multiple=8,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
         localizes_ids=True,

@@ -9,7 +9,7 @@ import torch
 from modular_kernel.contracts import Call
 from modular_kernel.ops.quantize import Quantized
 from modular_kernel.spec.placement import Placement
-from modular_kernel.spec.problem import Parallel, Problem
+from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import Workspace
 from prepare_finalize.symm_mem.launch import (
@@ -30,6 +30,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"quant": "fp8_w8a8_tensor:static=true"},
     {"parallel": Parallel(2, Placement.linear(8, 2))},
     {"lora": "adapters=4,rank=16"},
+    {"top_k": 22, "experts": 64},
+    {"top_k": MAX_TOP_K, "experts": 64, "quant": "fp8_w8a8_channel"},
 )
 
 

@@ -131,7 +131,7 @@ def test_no_two_shapes_share_a_file() -> None:
 
 def test_layers_that_are_refused_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     good = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
-    bad = replace(good, top_k=17)
+    bad = replace(good, top_k=33)
     found = _valid_layers([("bad", bad), ("good", good)], MACHINE, None, None)
     assert [name for name, _, _ in found] == ["good"]
     assert "skipped bad" in capsys.readouterr().err
@@ -151,7 +151,7 @@ def test_the_pair_is_the_first_valid_one() -> None:
         _pair(problem, MACHINE, "BatchedPrepareAndFinalize", "TritonExperts")
     assert "format" in str(refused.value)
     with pytest.raises(IncompatibleError):
-        _pair(replace(problem, top_k=17), MACHINE, None, None)
+        _pair(replace(problem, top_k=33), MACHINE, None, None)
 
 
 TOOK = StageTimes(9e-5, {"mk::gemm2": 3e-5})

@@ -31,6 +31,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.lora import AdapterSpec
 from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel
 from modular_kernel.tensors import Handle, Routing
 from modular_kernel.testing.random_inputs import random_inputs
@@ -190,6 +191,7 @@ FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
      "> 0"),
     ("interleaved", lambda: ActivationSpec("relu2", interleaved=True), "activation interleaved",
      "relu2", "gated"),
+    ("adapters", lambda: AdapterSpec(100000, 8), "lora adapters", "100000", ">= 1 and <= 65536"),
     ("world", lambda: Parallel(0), "world_size", "0", ">= 1"),
     ("no_arch", lambda: Machine("cuda"), "machine", "('cuda', None)", "arch set"),
     ("arch", lambda: Machine("cpu", (9, 0)), "machine", "('cpu', (9, 0))", "arch set"),

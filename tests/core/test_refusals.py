@@ -163,7 +163,7 @@ CASES = (
          "bfloat16, float32", {"pf.dtypes": BF16_FP32}),
     Case("fp32_precision", "ex.tf32", False, True, EX_P, "tf32", "ieee",
          {"problem.fp32_precision": "tf32"}),
-    Case("top_k", "problem.top_k", 17, 16, PF_P + EX_P, "17", "1 to 16"),
+    Case("top_k", "problem.top_k", 33, 32, PF_P + EX_P, "33", "1 to 32"),
     Case("top_k", "ex.top_k", (4, 8), (2, 8), EX_P, "2", "4 to 8"),
     Case("hidden", "pf.hidden_multiple", 128, 32, PF_P, "64", "a multiple of 128"),
     Case("hidden", "ex.hidden_sizes", {2048, 96}, {64}, EX_P, "64", "one of 96, 2048"),

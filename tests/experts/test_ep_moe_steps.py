@@ -36,7 +36,7 @@ def test_preprocess_agrees_with_the_part_s_sort() -> None:
     assert torch.equal(order.starts.long(), seg_indptr)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 16])
+@pytest.mark.parametrize("top_k", [1, 3, 16, 22])
 @pytest.mark.parametrize("to", [torch.bfloat16, FP8])
 def test_pre_reorder(to: torch.dtype, top_k: int) -> None:
     ids = some_ids(13, top_k, 6)

@@ -64,7 +64,7 @@ def select_of(problem: Problem, part: type, machine: Machine) -> str:
 def test_experts_are_those_that_serve() -> None:
     assert type(select_gemm_impl(PROBLEM, machine=PLAIN)).__name__ == "TorchExperts"
     assert type(select_gemm_impl(PROBLEM, machine=CPU)).__name__ == "TritonExperts"
-    beyond = replace(PROBLEM, top_k=17)
+    beyond = replace(PROBLEM, top_k=33)
     with pytest.raises(IncompatibleError) as caught:
         select_gemm_impl(beyond, machine=PLAIN)
     assert "MoEPrepareAndFinalizeNoEP with any experts" in str(caught.value)

@@ -43,6 +43,11 @@ SPECS: dict[str, tuple[RouterSpec, int]] = {
     "floor": (RouterSpec(4, selection_bias=True, renormalize=True, floor=1e-2), 16),
     "zero experts": (RouterSpec(5, selection_bias=True, zero_experts=5), 9),
     "all": (RouterSpec(16, "sqrtsoftplus", selection_bias=True), 16),
+    "17": (RouterSpec(17, renormalize=True), 40),
+    "22 of logits": (RouterSpec(22, order="topk_first"), 23),
+    "Nemotron-3": (RouterSpec(22, "sigmoid", selection_bias=True, renormalize=True, eps=1e-20), 64),
+    "32 in groups": (replace(DEEPSEEK, top_k=32, selection_bias=False), 128),
+    "all 32": (RouterSpec(32, "sqrtsoftplus", selection_bias=True), 32),
 }
 CASES = ("plain", "ties", "equal", "nan", "most nan", "all nan", "infinite", "faint", "huge")
 BIASES = ("plain", "negative", "ties", "nan", "never")
@@ -176,11 +181,23 @@ def test_a_table_chooses(dtype: torch.dtype, order: Any) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_zero_experts_are_summed_and_skipped() -> None:
-    spec, logits = RouterSpec(4, zero_experts=4), logits_of("plain", 10)
+@pytest.mark.parametrize("top_k", [17, 22, 32])
+def test_a_table_of_many_experts_per_token(top_k: int) -> None:
+    table = torch.stack([torch.randperm(40)[:top_k] for _ in range(5)])
+    words = torch.tensor([4, 0, 2])
+    tensors = RouterTensors(table_VK=table.to(DEVICE))
+    spec = RouterSpec(top_k, "sigmoid", renormalize=True, table=True)
+    routed = checked(spec, logits_of("plain", 40, 3), tensors, token_ids_T=words.to(DEVICE))
+    assert torch.equal(routed.routing.topk_ids_TK.long().cpu(), table[words])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("top_k", "experts"), [(4, 6), (22, 36)])
+def test_zero_experts_are_summed_and_skipped(top_k: int, experts: int) -> None:
+    spec, logits = RouterSpec(top_k, zero_experts=4), logits_of("plain", experts + 4)
     routed = checked(spec, logits, RouterTensors())
     plain = route(logits, replace(spec, zero_experts=0)).routing
-    zero = plain.topk_ids_TK >= 6
+    zero = plain.topk_ids_TK >= experts
     assert zero.any()
     assert torch.equal(routed.routing.topk_ids_TK, plain.topk_ids_TK.masked_fill(zero, -1))
     want = (plain.topk_weights_TK * zero).sum(1)
@@ -205,17 +222,17 @@ def test_no_tokens_and_many() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_the_largest_router() -> None:
-    spec = RouterSpec(16, "sqrtsoftplus", selection_bias=True, renormalize=True, zero_experts=512)
+    spec = RouterSpec(32, "sqrtsoftplus", selection_bias=True, renormalize=True, zero_experts=512)
     checked(spec, logits_of("plain", 1024, 3), RouterTensors(bias_of("plain", 1024)))
-    grouped = replace(DEEPSEEK, top_k=16, groups=8, topk_groups=4)
+    grouped = replace(DEEPSEEK, top_k=22, groups=8, topk_groups=4)
     checked(grouped, logits_of("plain", 512, 3), RouterTensors(bias_of("negative", 512)))
 
 
 # ------------------------------------------------------------------------------------ bad input
 
 BAD_SPECS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"top_k": 0}, "router top_k: got 0, need an int >= 1 and <= 16"),
-    ({"top_k": 17}, "router top_k: got 17"),
+    ({"top_k": 0}, "router top_k: got 0, need an int >= 1 and <= 32"),
+    ({"top_k": 33}, "router top_k: got 33"),
     ({"score": "tanh"}, "router score: got 'tanh', need softmax or sigmoid or sqrtsoftplus"),
     ({"order": "topk"}, "router order: got 'topk', need score_first or topk_first"),
     ({"groups": 4, "topk_groups": 5}, "router topk_groups: got 5, need 1 to groups = 4"),

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
+from modular_kernel.catalog import check_all
 from modular_kernel.cli.presets import SHAPE_OF, SHAPES, is_known, problem_fields
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
-from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 
 def test_every_name_is_one_layer() -> None:
@@ -45,6 +46,13 @@ def test_every_name_is_one_layer() -> None:
 )
 def test_a_name_means_its_layer(name: str, expected: str) -> None:
     assert str(Problem(tokens=1, **problem_fields(name))) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_pairing_serves_every_model(name: str) -> None:
+    problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
+    for machine in (Machine(), Machine("cuda", (9, 0), frozenset({"triton"}))):
+        assert any(check_all(problem, machine)), problem
 
 
 def test_a_layer_has_the_sizes_of_its_model() -> None:

@@ -74,7 +74,7 @@ COPIES = Placement.linear(8, 3).with_copies({0: (2,), 7: (0, 1)})
 
 @pytest.mark.parametrize("placement", [COPIES, Placement.linear(8, 2)], ids=["copies", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("top_k", [1, 3, 8, 16])
+@pytest.mark.parametrize("top_k", [1, 3, 8, 16, 22, 32])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_places_are_those_of_a_loop(
     path: str, tokens: int, top_k: int, dtype: torch.dtype, placement: Placement

@@ -117,7 +117,7 @@ def test_permute_applies_weights_in_float32() -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("hidden", [3, 2049])
-@pytest.mark.parametrize("top_k", [1, 2, 5])
+@pytest.mark.parametrize("top_k", [1, 2, 5, 22, 32])
 def test_moe_sum_reduce(hidden: int, top_k: int) -> None:
     rows = random(7, top_k, hidden, dtype=torch.bfloat16)
     out = torch.full((7, hidden), NAN, dtype=torch.bfloat16, device=DEVICE)

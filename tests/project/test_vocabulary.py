@@ -90,6 +90,19 @@ def test_other_activations_are_refused(text: str) -> None:
         ActivationSpec.parse(text)
 
 
+def test_the_constructor_and_the_name_have_one_default_row_order() -> None:
+    named = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=7.0")
+    assert ActivationSpec("swiglu_oai", 1.702, 7.0) == named
+    assert named.interleaved is True  # as in gpt-oss
+    split = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=7.0,interleaved=false")
+    assert ActivationSpec("swiglu_oai", 1.702, 7.0, interleaved=False) == split
+    assert split.interleaved is False
+    up_first = ActivationSpec.parse("swiglu_oai:up_first=true")
+    assert ActivationSpec("swiglu_oai", 1.702, 7.0, up_first=True) == up_first
+    assert ActivationSpec() == ActivationSpec.parse("silu")
+    assert ActivationSpec().interleaved is False
+
+
 @pytest.mark.parametrize(
     "text", ["silu", "swiglu_oai:alpha=1.702,limit=7.0,interleaved=false", "silu:interleaved=true"]
 )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
-from modular_kernel.spec.router import MAX_TOP_K, RouterSpec
+from modular_kernel.spec.problem import MAX_TOP_K
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
 from peer_suites_lib.endings import (
     AGREE,

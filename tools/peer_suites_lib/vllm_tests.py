@@ -369,7 +369,7 @@ def _clamped(references: VllmReferences, p: Any) -> CaseOutcome:
     if (alpha, beta) == (1.0, 0.0):
         spec = ActivationSpec("swiglu_clamp_before", limit=limit)
     elif beta == 1.0:
-        spec = ActivationSpec("swiglu_oai", alpha, limit)
+        spec = ActivationSpec("swiglu_oai", alpha, limit, interleaved=False)
     else:
         raise MissingError("swiglu_oai with another number than 1 added to up")
     rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])

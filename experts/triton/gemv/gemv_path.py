@@ -50,6 +50,7 @@ _MIN_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM
 _VECTOR = 16  # bytes per vector load of a thread
 _MAX_AMAX_BLOCK = 8192  # columns of x per step of the amax
 _MAX_IDS = 1024
+_MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas itself chooses the registers
 
 
 class GemvPath(Path):
@@ -156,6 +157,7 @@ class GemvPath(Path):
                 HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
                 BLOCK_B=next_power_of_2(blocks),
                 **self._down_arguments(call, launch2),
+                **self._down_registers(launch2),
                 **down,
                 **ids,
             )
@@ -233,6 +235,16 @@ class GemvPath(Path):
         max_pairs_per_step = min(next_power_of_2(slots), tile.block_n)
         pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
         return slots, pairs_per_step
+
+    def _down_registers(self, tile: LaunchConfig) -> dict[str, object]:
+        """Return maxnreg of GEMM 2 if K is large: what four programs of four warps per SM can use.
+
+        ptxas would otherwise spill to fit a fifth program. Compiled with triton 3.6.0 for sm_90: 8
+        bytes from K = 17 on, with fp8 weights and biases, and none with this limit.
+        """
+        slots, _ = self._slots(tile)
+        is_large = slots > _MAX_UNLIMITED_SLOTS and tile.num_warps == 4
+        return {"maxnreg": 128} if is_large else {}
 
     def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
         slots, pairs_per_step = self._slots(tile)

@@ -174,6 +174,9 @@ def _packed() -> Iterator[HandpickedCase]:
     top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     top_9 = replace(top_9, quant="int4_w4a16_group:group=32")
     yield top_9.with_tokens(1), "uniform", InputVariation()
+    # Many pairs that no number of warps divides.
+    top_22 = replace(one_token, hidden=64, experts=40, top_k=22)
+    yield replace(top_22, quant="mxfp4_w4a16"), "skips", InputVariation()
 
 
 def _moved() -> Iterator[HandpickedCase]:

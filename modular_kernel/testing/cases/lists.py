@@ -18,7 +18,7 @@ import torch
 
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.compatibility.support import Verdict
-from modular_kernel.spec.problem import Combine, Machine, Problem
+from modular_kernel.spec.problem import MAX_TOP_K, Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.covering import has_row
 from modular_kernel.testing.cases.handpicked import handpicked_cases
@@ -231,6 +231,9 @@ def _router_weights(base: Problem) -> Iterator[Variant]:
         yield _change(base, top_k=top_k)
     yield _change(base, top_k=8, tokens=9)
     yield _change(base, top_k=16, experts=17, tokens=5)
+    yield _change(base, top_k=17, experts=18, tokens=3, dtype=_BF16)
+    yield _change(base, "skips", top_k=22, experts=40, tokens=3, routed_scaling_factor=5.0)
+    yield _change(base, "duplicates", top_k=MAX_TOP_K, experts=33, tokens=2, bias=True)
 
 
 def _combines(base: Problem) -> Iterator[Variant]:

@@ -16,7 +16,15 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import weight_specs
-from modular_kernel.spec.problem import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
+from modular_kernel.spec.problem import (
+    MAX_TOP_K,
+    UNGATED,
+    ActivationSpec,
+    Combine,
+    Machine,
+    Parallel,
+    Problem,
+)
 from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
@@ -67,7 +75,7 @@ AXES = (
     Axis("hidden", (48, 16, 17, 32, 33, 50, 64, 104, 128, 160), varies_cost=True),
     Axis("intermediate", (64, 24, 19, 32, 40, 47, 80, 128, 136), varies_cost=True),
     Axis("experts", (5, 1, 2, 17, 65, 300), varies_cost=True),
-    Axis("top_k", (2, 1, 3, 8, 16), varies_cost=True),
+    Axis("top_k", (2, 1, 3, 8, 16, 17, 22, MAX_TOP_K), varies_cost=True),
     Axis("placement", _PLACEMENTS, varies_cost=True),
     Axis("routing", ROUTINGS, frozenset({"all_skipped"})),
     Axis("ids", (None, torch.int32, torch.int64)),

@@ -50,7 +50,7 @@ RANK_AXES = (
     Axis("named", SLOT_PATTERNS),
     Axis("values", ("ordinary", "zero_rows", "signed", "ties")),
     Axis("bias", (False, True)),
-    Axis("top_k", (2, 1, 3)),
+    Axis("top_k", (2, 1, 3, 22)),
     Axis("activation", ("silu", _OAI, "relu2")),
     Axis("ids", (None, torch.int32, torch.int64)),
     Axis("scaling", (1.0, 2.5)),

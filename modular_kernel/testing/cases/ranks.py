@@ -16,7 +16,14 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.placement import Placement
-from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Parallel, Problem
+from modular_kernel.spec.problem import (
+    MAX_TOP_K,
+    ActivationSpec,
+    Combine,
+    Machine,
+    Parallel,
+    Problem,
+)
 from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
@@ -335,6 +342,9 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     yield change("skips", hidden=16, intermediate=16, tokens=(83, 46))  # more pairs than a chunk
     yield change(experts=world_size, top_k=1)
     yield change(experts=8 * world_size + 3, top_k=8, placement="round_robin")
+    yield change(experts=16 * world_size, top_k=17, dtype=_BF16)
+    yield change("skips", experts=16 * world_size + 3, top_k=22, placement="round_robin")
+    yield change("duplicates", experts=3 * world_size, top_k=MAX_TOP_K, placement="copies")
     yield change(apply_router_weight_on_input=True, top_k=2, bias=True)
     yield change("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):

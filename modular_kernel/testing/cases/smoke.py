@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.problem import MAX_TOP_K, Combine, Problem
 from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -39,6 +39,7 @@ def _plain(base: Problem) -> Iterator[Variant]:
     yield mapped, "out_of_range", ORDINARY
     yield replace(base, tokens=17, chunk_tokens=8, inplace=True), "all_to_one", ORDINARY
     yield weighted, "skips", ORDINARY
+    yield replace(base, tokens=2, top_k=MAX_TOP_K, experts=33, dtype=_BF16), "zipf", ORDINARY
     yield replace(base, fp32_precision="tf32", tokens=7), "beyond_int32", ORDINARY
 
 
@@ -74,6 +75,7 @@ def _quantized(base: Problem) -> Iterator[Variant]:
     one_token = packable.with_tokens(1)
     yield replace(one_token, quant=f"int4_w4a16_group:{_ZEROS}", bias=True), "uniform", ORDINARY
     yield replace(one_token, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
+    yield replace(one_token, quant="fp8_w8a8_channel", top_k=22, experts=24), "skips", _TIES
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:

@@ -29,7 +29,15 @@ from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.settings import hide_gpus
 from modular_kernel.spec.placement import Placement, PlacementTables
-from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec, Combine, Machine, Problem
+from modular_kernel.spec.problem import (
+    GATED,
+    MAX_TOP_K,
+    UNGATED,
+    ActivationSpec,
+    Combine,
+    Machine,
+    Problem,
+)
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -133,7 +141,31 @@ def problems() -> tuple[Problem, ...]:
     # Many rows per expert: mxfp4 weights are dequantized first.
     quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*bf16, *fp32, *flags, *quantized, *packed, deep, *with_adapters)
+    return (*bf16, *fp32, *flags, *quantized, *packed, deep, *with_adapters, *_large_top_k())
+
+
+def _large_top_k() -> tuple[Problem, ...]:
+    """Return problems with K up to the bound: not a power of two, and the largest.
+
+    One token takes the paths without alignment, whose launches depend on K.
+    """
+    base = replace(_BASE, tokens=1, experts=64)
+    not_power, largest = replace(base, top_k=22), replace(base, top_k=MAX_TOP_K)
+    few = [
+        not_power,
+        replace(not_power, quant="fp8_w8a8_channel", dtype=torch.float16, bias=True),
+        replace(not_power, quant=_PACKED[0], bias=True),
+        replace(not_power, lora="adapters=4,rank=32"),
+        replace(largest, dtype=torch.float32),
+        replace(largest, quant="fp8_w8a8_block"),
+        replace(largest, quant="mxfp4_w4a16"),
+    ]
+    many = [
+        replace(not_power, tokens=80, quant="fp8_w8a8_block"),
+        replace(largest, tokens=512),
+        replace(largest, tokens=512, lora="adapters=4,rank=32"),
+    ]
+    return (*few, *many)
 
 
 def compile_all(
@@ -330,14 +362,15 @@ def _launch_numbering() -> None:
 
     The parts that use it need ranks.
     """
-    for top_k in (1, 3, 8):
+    for top_k in (1, 3, 8, 22, MAX_TOP_K):
         number_pairs(_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
     for text in ("fp8_w8a8_channel", "fp8_w8a8_block"):
         scheme = QuantScheme.parse(text)
         workspace = Workspace(quantize_specs("x", scheme, *x.shape), _META)
         out = take_quantized(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
-        number_and_quantize(x, scheme, _pairs(8), out=out)
+        for top_k in (8, 22, MAX_TOP_K):
+            number_and_quantize(x, scheme, _pairs(top_k), out=out)
 
 
 def _launch_live_pairs() -> None:
@@ -367,13 +400,18 @@ def _launch_router() -> None:
         (RouterSpec(8, "sigmoid", groups=8, topk_groups=4, renormalize=True), 256),
         (RouterSpec(6, "sqrtsoftplus", table=True, renormalize=True), 256),
         (RouterSpec(12, zero_experts=256), 512),
+        (RouterSpec(22, "sigmoid", selection_bias=True, renormalize=True, eps=1e-20), 512),
+        (RouterSpec(MAX_TOP_K, "sigmoid", groups=8, topk_groups=4, renormalize=True), 256),
+        (RouterSpec(MAX_TOP_K, order="topk_first"), 1024),
     ):
-        logits = torch.empty(4, spec.columns(experts), device=_META)
+        columns = spec.columns(experts)
+        logits = torch.empty(4, columns, device=_META)
+        bias = torch.empty(columns, device=_META) if spec.selection_bias else None
         table = token_ids = None
         if spec.table:
             table = torch.empty(100, spec.top_k, dtype=torch.int32, device=_META)
             token_ids = torch.empty(4, dtype=torch.int32, device=_META)
-        route(logits, spec, RouterTensors(None, table), token_ids_T=token_ids)
+        route(logits, spec, RouterTensors(bias, table), token_ids_T=token_ids)
 
 
 def _to_meta(inputs: Inputs) -> Inputs:

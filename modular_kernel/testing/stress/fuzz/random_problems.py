@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from modular_kernel.machine import current_machine
 from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
-from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
+from modular_kernel.spec.problem import MAX_TOP_K, ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.stress.fuzz.target import chance, seeds
 
@@ -66,7 +66,7 @@ _fields = st.fixed_dictionaries(
         "tokens": st.sampled_from((1, 0, 1, 2, 3, 4, 5, 8, 9)),
         "hidden": _sizes,
         "intermediate": _sizes,
-        "top_k": st.sampled_from((1, 1, 2, 2, 3, 5)),
+        "top_k": st.sampled_from((1, 1, 2, 2, 3, 5, 22, MAX_TOP_K)),
         "dtype": st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
         "quant": _quants,
         "activation": st.one_of(st.just("silu"), st.sampled_from(_ACTIVATIONS)),

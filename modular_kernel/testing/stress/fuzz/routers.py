@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from modular_kernel.spec.problem import MAX_TOP_K
 from modular_kernel.testing.stress.fuzz.outcome import (
     RIGHT,
     WRONG,
@@ -42,7 +43,7 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
     groups = draw(st.sampled_from((1, 1, 1, 2, 3, 4, 8)))
     renormalize, table = draw(st.booleans()), draw(chance(10))
     fields = {
-        "top_k": draw(st.integers(1, 9)),
+        "top_k": draw(st.one_of(st.integers(1, 9), st.integers(1, MAX_TOP_K))),
         "score": draw(st.sampled_from(("softmax", "sigmoid", "sqrtsoftplus"))),
         "order": draw(st.sampled_from(("score_first", "score_first", "topk_first"))),
         "groups": groups,
@@ -57,7 +58,7 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
     }
     return RouterCase(
         fields=fields,
-        experts=groups * draw(st.sampled_from((1, 2, 3, 5, 8, 16))),
+        experts=groups * draw(st.sampled_from((1, 2, 3, 5, 8, 16, 40))),
         tokens=draw(st.sampled_from((0, 1, 2, 5, 33))),
         dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
         kind=draw(st.sampled_from(("normal", "normal", "large", "tiny", "ties", "equal", "huge"))),
