@@ -400,7 +400,7 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     "a part of the experts": (
         deepseek(),
         AWQ | {"modules_to_not_convert": ["model.layers.4.mlp.experts.17"]},
-        r"layer 4: got int4_\S+ of \S+\.0.gate_proj and none of \S+\.17.gate_proj \(modules_to.*need",
+        r"layer 4: got int4_\S+ of \S+\.0.gate_proj and none of \S+\.17.gate_proj \(modules.*need",
     ),
     "a projection": (
         qwen(),
