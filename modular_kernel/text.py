@@ -51,5 +51,24 @@ def plural(noun: str, number: int) -> str:
     return noun if number == 1 else f"{noun}s"
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as ranges, such as "0 to 3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
+    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+def layers_text(layers: Sequence[int] | None) -> str:
+    """Return sorted numbers of layers, such as "layers 3 to 60"; None means every layer."""
+    if layers is None:
+        return "every layer"
+    return f"{plural('layer', len(layers))} {ranges(layers)}"
+
+
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")

@@ -1,18 +1,17 @@
 """Inspection of a checkpoint by its config.json and file headers, without reading tensors.
 
 report = inspect("checkpoint/")     # checks every layer's names, shapes and dtypes
-report.problem_fields               # fields of Problem, common to the layers
+report.groups                       # layers that are quantized alike, each with fields of Problem
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from modular_kernel.checkpoints.expert_names import LAYOUTS, ExpertLayout
-from modular_kernel.checkpoints.formats import Format, fit, format_of
+from modular_kernel.checkpoints.formats import Format, fit
+from modular_kernel.checkpoints.quantization_map import UNQUANTIZED, QuantizationMap
 from modular_kernel.checkpoints.safetensors_files import TensorFiles, has_tensors, open_tensors
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.errors import (
@@ -22,35 +21,71 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.models.config_file import config_of_file, problem_fields_of_config
+from modular_kernel.models.config_file import config_of_file, layer_fields_of_config
+from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
+from modular_kernel.models.layer_quantization import (
+    layer_schemes,
+    num_layers,
+    quantization_of,
+    quantized_layout,
+)
+from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.models.router_config import router_of_config
 from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.spec.router import RouterSpec
+from modular_kernel.text import layers_text, ranges
 from modular_kernel.utils.argument_checks import expect
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint's sizes, format and layers with experts, before any check of tensors.
+    """A checkpoint's sizes, formats and layers with experts, before any check of tensors.
 
-    config_fields: fields of Problem in the config.json. layers: possible layouts of each layer,
-    with name prefixes. config: path of the config.json, and its object that describes the layers.
+    config_fields: fields of Problem in the config.json, without quant. formats: of each module.
+    layers: possible layouts of each layer, with name prefixes. config: path of the config.json, and
+    its object that describes the layers. quantize_inputs: as for `load_experts`.
     """
 
     files: TensorFiles
     config_fields: dict[str, Any]
-    format: Format
+    formats: QuantizationMap
     layers: dict[int, list[tuple[ExpertLayout, str]]]
     config: tuple[Path, dict[str, Any]]
+    quantize_inputs: bool = False
 
     def source(self, layer: int) -> LayerSource:
-        """Return the location of a layer's experts."""
+        """Return the location of a layer's experts.
+
+        Raises ConfigurationError for a layer without experts, or whose experts have several
+        formats.
+        """
         if layer not in self.layers:
-            need = f"one with experts: {_ranges(sorted(self.layers))}"
+            need = f"one with experts: {ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
+        format = self._format(layer)
+        source = self._source(layer, format)
+        if format.method != UNQUANTIZED.method and self.is_extra(layer):
+            plain = self._source(layer, UNQUANTIZED)
+            if plain.has_floats():  # quantizers often leave these layers as they are
+                return plain
+        return source
+
+    def is_extra(self, layer: int) -> bool:
+        """Return whether a layer follows the model's own, for multi-token prediction (MTP)."""
+        count = num_layers(*self.config)
+        return count is not None and layer >= count
+
+    def _format(self, layer: int) -> Format:
+        layout, prefix = self.layers[layer][0]
+        experts = self.formats.experts_to_try(self.config_fields["experts"])
+        modules = layout.modules(prefix.removesuffix(f"{layout.block}."), experts)
+        format = self.formats.common_format(modules, f"experts of layer {layer}")
+        return format.with_inputs() if self.quantize_inputs else format
+
+    def _source(self, layer: int, format: Format) -> LayerSource:
         fields = self.config_fields
         sizes = (fields["experts"], fields["hidden"], fields["intermediate"])
-        return find_source(self.files, self.format, self.layers[layer], sizes, fields["bias"])
+        return find_source(self.files, format, self.layers[layer], sizes, fields["bias"])
 
     def problem_fields(
         self, source: LayerSource, world: int = 1, *, dtype: str | None = None
@@ -66,76 +101,142 @@ class CheckpointInfo:
         act = ActivationSpec.parse(fields["activation"])
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
-        scheme = fit(self.format, fields["intermediate"], world=world, gated=act.gated)
+        scheme = fit(source.format, fields["intermediate"], world=world, gated=act.gated)
         per_rank = fields["intermediate"] // world
         return fields | {"quant": str(scheme), "activation": act, "intermediate": per_rank}
 
 
 def read_checkpoint_info(
-    files: TensorFiles, config: str | Path | None = None, prefix: str | None = None
+    files: TensorFiles,
+    config: str | Path | None = None,
+    prefix: str | None = None,
+    *,
+    quantize_inputs: bool = False,
 ) -> CheckpointInfo:
     """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
     folder = files.path if files.path.is_dir() else files.path.parent
     path, config_object = config_of_file(str(folder / "config.json" if config is None else config))
-    config_fields: dict[str, Any] = problem_fields_of_config(path, config_object)
-    quantization = config_object.get("quantization_config", config_object.get("compression_config"))
+    config_fields: dict[str, Any] = layer_fields_of_config(path, config_object)
+    formats = _formats(path, config_object, config_fields)
     _, layers = find_layers(files, LAYOUTS[config_object["model_type"]], prefix)
-    depth = max(config_fields["hidden"], config_fields["intermediate"])
-    format = format_of(quantization, path=str(path), depth=depth)
-    return CheckpointInfo(files, config_fields, format, layers, (path, config_object))
+    return CheckpointInfo(
+        files, config_fields, formats, layers, (path, config_object), quantize_inputs
+    )
+
+
+def _formats(path: Path, config: dict[str, Any], fields: dict[str, Any]) -> QuantizationMap:
+    quantization, expert_dtype = quantization_of(config), config.get("expert_dtype")
+    if quantization is None:
+        scheme_of(str(path), config)  # refuses options of experts without quantization
+    depth = max(fields["hidden"], fields["intermediate"])
+    return QuantizationMap(quantization, path=str(path), depth=depth, expert_dtype=expert_dtype)
 
 
 @dataclass(frozen=True)
-class InspectionReport:
-    """The checked contents of all layers with experts in a checkpoint.
+class LayerGroup:
+    """Layers whose experts have one format.
 
-    layers: numbers of the layers. nbytes: total size of their experts' tensors. problem_fields:
-    fields of Problem of a layer that is not split over ranks. dtype_of_files: True if the dtype
-    comes from the files, not from the config.json or the caller. converted: dtypes of unquantized
-    files that differ from the problem's.
+    layers: their numbers. nbytes: total size of their experts' tensors. problem_fields: fields of
+    Problem of a layer that is not split over ranks.
     """
 
     layers: tuple[int, ...]
     format: Format
     nbytes: int
     problem_fields: dict[str, Any]
-    dtype_of_files: bool
-    converted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        numbers = "layer" if len(self.layers) == 1 else "layers"
         size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
-        format_text = "unquantized" if str(self.format) == "none" else f"in {self.format}"
-        return f"experts of {numbers} {_ranges(self.layers)} {format_text}, {size}"
+        return f"{layers_text(self.layers)} {_format_text(self.format)}, {size}"
+
+
+@dataclass(frozen=True)
+class InspectionReport:
+    """The checked contents of all layers with experts in a checkpoint.
+
+    groups: layers of each format, the one of the lowest layer first. dtype_of_files: True if the
+    dtype comes from the files, not from the config.json or the caller. converted: dtypes of
+    unquantized files that differ from the problem's. extra: layers after the model's own, for
+    multi-token prediction, each with a text about its format, or why it cannot be loaded.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    dtype_of_files: bool
+    converted: tuple[str, ...] = ()
+    extra: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the model's layers with experts."""
+        return tuple(sorted(layer for group in self.groups for layer in group.layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of their experts' tensors."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def problem_fields(self) -> dict[str, Any]:
+        """The fields of Problem of the lowest layer."""
+        return self.groups[0].problem_fields
+
+    def __str__(self) -> str:
+        text = f"experts of {'; '.join(map(str, self.groups))}"
+        return text + "".join(f"; MTP layer {layer} {what}" for layer, what in self.extra)
+
+
+def _format_text(format: Format) -> str:
+    return "unquantized" if format == UNQUANTIZED else f"in {format}"
 
 
 def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionReport:
     """Check every layer with experts against the config.json, reading only headers.
 
-    checkpoint, dtype: as for `load_experts`. Raises what `load_experts` would raise, and DtypeError
-    if only the files determine the dtype and layers differ.
+    checkpoint, dtype: as for `load_experts`. Raises what `load_experts` would raise for a layer of
+    the model, and DtypeError if only the files determine the dtype and layers differ. Layers for
+    multi-token prediction are only described.
     """
     expect("checkpoint", checkpoint, str | Path)
     expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
         info = read_checkpoint_info(files)
-        fields, nbytes, layer_of_dtype = dict[str, Any](), 0, dict[str | None, int]()
-        file_dtypes = set[str]()
-        for layer in sorted(info.layers):
+        by_format: dict[tuple[Format, str], LayerGroup] = {}
+        layer_of_dtype, file_dtypes = dict[str, int](), set[str]()
+        own = [layer for layer in sorted(info.layers) if not info.is_extra(layer)]
+        for layer in own or sorted(info.layers):
             source = info.source(layer)
             source.check()
-            nbytes += source.nbytes()
             file_dtypes |= {dtype_name(kind) for kind in source.stored_dtypes()}
-            layer_fields = info.problem_fields(source, dtype=dtype)
-            layer_of_dtype.setdefault(layer_fields.get("dtype"), layer)
-            fields = fields or layer_fields
+            fields = info.problem_fields(source, dtype=dtype)
+            if "dtype" in fields:
+                layer_of_dtype.setdefault(fields["dtype"], layer)
+            key = source.format, str(fields["quant"])
+            group = by_format.get(key, LayerGroup((), source.format, 0, fields))
+            by_format[key] = replace(
+                group, layers=(*group.layers, layer), nbytes=group.nbytes + source.nbytes()
+            )
         if len(layer_of_dtype) > 1:
             got = " and ".join(f"{kind} in layer {layer}" for kind, layer in layer_of_dtype.items())
             raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
-        dtype_from_files = "dtype" in fields and dtype is None and "dtype" not in info.config_fields
-        converted = tuple(sorted(file_dtypes - {fields.get("dtype", "bfloat16")}))
-        layers = tuple(sorted(info.layers))
-        return InspectionReport(layers, info.format, nbytes, fields, dtype_from_files, converted)
+        stated = dtype is not None or "dtype" in info.config_fields
+        loaded_dtype = next(iter(layer_of_dtype), "bfloat16")
+        extra = [(layer, _describe_extra(info, layer)) for layer in info.layers if layer not in own]
+        return InspectionReport(
+            tuple(by_format.values()),
+            dtype_of_files=bool(layer_of_dtype) and not stated,
+            converted=tuple(sorted(file_dtypes - {loaded_dtype})),
+            extra=tuple(sorted(extra)) if own else (),
+        )
+
+
+def _describe_extra(info: CheckpointInfo, layer: int) -> str:
+    """Describe the format of a layer that the model itself does not have."""
+    try:
+        source = info.source(layer)
+        source.check()
+    except InputError as error:
+        return f"cannot be loaded ({error})"
+    return _format_text(source.format)
 
 
 @dataclass(frozen=True)
@@ -154,38 +255,54 @@ class LayerConfig:
 
 
 def layer_config(
-    checkpoint: str | Path, layer: int, *, tp: int = 1, dtype: str | None = None
+    checkpoint: str | Path, layer: int | None, *, tp: int = 1, dtype: str | None = None
 ) -> LayerConfig:
     """Read the configuration of one layer from the config.json and the headers of the files.
 
-    A folder without tensors, or a config.json alone, is sufficient. The rows of w1 then have the
-    order of the model's own files, and the scheme is the one in the config.json. Raises the errors
-    of `load_experts` for what is read.
+    layer: None means layer 0 of files; of a config.json alone, any layer with experts. A folder
+    without tensors, or a config.json alone, is sufficient. The rows of w1 then have the order of
+    the model's own files, and the scheme is the one in the config.json. Raises the errors of
+    `load_experts` for what is read, and ConfigurationError if `layer` is None and layers have
+    several schemes.
     """
     checkpoint_path = Path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)
-            fields = info.problem_fields(info.source(layer), tp, dtype=dtype)
+            fields = info.problem_fields(info.source(layer or 0), tp, dtype=dtype)
             (path, config), config_fields = info.config, info.config_fields
     else:
         path, config = config_of_file(str(checkpoint_path))
-        config_fields = problem_fields_of_config(path, config)
-        act = ActivationSpec.parse(str(config_fields["activation"]))
-        quantization = config.get("quantization_config", config.get("compression_config"))
-        depth = max(config_fields["hidden"], config_fields["intermediate"])  # type: ignore[call-overload]
-        format = format_of(quantization, path=str(path), depth=depth)
-        intermediate: Any = config_fields["intermediate"]
-        scheme = fit(format, intermediate, world=tp, gated=act.gated)
-        fields = config_fields | {"quant": str(scheme), "activation": act}
-        fields |= {"intermediate": intermediate // tp}
+        config_fields = layer_fields_of_config(path, config)
+        fields = _problem_fields_of_config(path, config, config_fields, layer, tp)
         fields |= {} if dtype is None else {"dtype": dtype}
-    full_intermediate, top_k = config_fields["intermediate"], fields["top_k"]
-    assert isinstance(full_intermediate, int)
-    assert isinstance(top_k, int)
     return LayerConfig(
-        fields, full_intermediate, router_of_config(path, config, top_k), config["model_type"]
+        fields,
+        config_fields["intermediate"],
+        router_of_config(path, config, fields["top_k"]),
+        config["model_type"],
     )
+
+
+def _problem_fields_of_config(
+    path: Path, config: dict[str, Any], fields: dict[str, Any], layer: int | None, tp: int
+) -> dict[str, Any]:
+    """Return the fields of Problem of one layer, per TP rank, without files."""
+    if layer is None:
+        schemes = layer_schemes(path, config, fields)
+        if len(schemes) > 1:
+            got = f"None, and several schemes ({'; '.join(map(str, schemes[:4]))})"
+            raise ConfigurationError(f"model {path}: layer", got=got, need="the layer's number")
+        layer = (schemes[0].layers or (0,))[0]
+    formats = _formats(path, config, fields)
+    modules = quantized_layout(config).modules(
+        f"model.layers.{layer}.", formats.experts_to_try(fields["experts"])
+    )
+    format = formats.common_format(modules, f"experts of layer {layer}")
+    act, intermediate = ActivationSpec.parse(str(fields["activation"])), fields["intermediate"]
+    scheme = fit(format, intermediate, world=tp, gated=act.gated)
+    own_fields = {"quant": str(scheme), "activation": act, "intermediate": intermediate // tp}
+    return fields | own_fields
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:
@@ -195,10 +312,10 @@ def dtype_of_files(checkpoint: str | Path) -> str | None:
     try:
         with open_tensors(Path(checkpoint)) as files:
             info = read_checkpoint_info(files)
-            stored_dtype = info.source(min(info.layers)).dtype()
+            dtypes = [info.source(layer).dtype() for layer in sorted(info.layers)]
     except InputError:
         return None
-    return None if stored_dtype is None else dtype_name(stored_dtype)
+    return next((dtype_name(dtype) for dtype in dtypes if dtype is not None), None)
 
 
 def raise_header_error(checkpoint: Path, error: Exception) -> None:
@@ -213,15 +330,3 @@ def raise_header_error(checkpoint: Path, error: Exception) -> None:
         raise header_error from error
     except InputError:
         return
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Format numbers as ranges, such as "0 to 3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
-    return ", ".join(ranges[:8]) + (", ..." if len(ranges) > 8 else "")

@@ -131,9 +131,14 @@ def load_experts(  # noqa: PLR0913 (independent options)
     quantize_inputs: for nvfp4 files whose recipe also rounds activations, load nvfp4_w4a4 with the
         input scales instead of nvfp4_w4a16. Raises ConfigurationError for other files.
 
+    The format is the one that the quantization_config has for the layer's experts, which may differ
+    between layers: a layer that it excludes is loaded unquantized. A layer for multi-token
+    prediction (MTP) that the files have unquantized is too, although no entry excludes it.
+
     Names, shapes and dtypes are checked before a tensor is read. Raises ConfigurationError for an
-    invalid config.json, format or share; WeightsError, ShapeError or DtypeError with the file and
-    tensor, what they have and what is needed. There are no partial results.
+    invalid config.json, format or share, and for a layer whose experts have several formats;
+    WeightsError, ShapeError or DtypeError with the file and tensor, what they have and what is
+    needed. There are no partial results.
     """
     request = _LoadRequest(layer, ep, tp, dtype, prefix)
     expect("checkpoint", checkpoint, str | Path)
@@ -141,9 +146,7 @@ def load_experts(  # noqa: PLR0913 (independent options)
     expect("quantize_inputs", quantize_inputs, bool)
     torch_device = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
-        info = read_checkpoint_info(files, config, prefix)
-        if quantize_inputs:
-            info = replace(info, format=info.format.with_inputs())
+        info = read_checkpoint_info(files, config, prefix, quantize_inputs=quantize_inputs)
         source = info.source(request.layer)
         return _load(source, info, request, placement, torch_device)
 

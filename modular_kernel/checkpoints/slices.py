@@ -11,13 +11,14 @@ from math import prod
 
 import torch
 
-from modular_kernel.checkpoints.expert_names import ExpertLayout, LayerLayout, ProjectionLocation
+from modular_kernel.checkpoints.expert_names import LayerLayout, ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import usable_inputs
 from modular_kernel.checkpoints.fusing import convert_share
 from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Range, StoredTensor
 from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.models.expert_layouts import ExpertLayout
 from modular_kernel.spec.problem import DTYPES, dtype_name
 from modular_kernel.text import counted
 
@@ -121,6 +122,14 @@ class LayerSource:
             if key is not None:
                 dtypes.setdefault(self.files.shape_and_dtype(key)[1], key)
         return dtypes
+
+    def has_floats(self) -> bool:
+        """Return whether the first expert has weights that are not quantized."""
+        if self.format.method != "none":
+            return False
+        spec = next(spec for spec in self.format.stored if spec.role == "w")
+        key = self.key(next(self.locations()), spec)
+        return key is not None and self.files.shape_and_dtype(key)[1] in FLOATS
 
     def nbytes(self) -> int:
         """Return the total size in bytes of the tensors of the layer's experts."""

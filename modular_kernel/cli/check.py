@@ -3,17 +3,23 @@
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
 from modular_kernel.cli.machine_setup import select_machine
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.options import (
+    AsJson,
+    ExpertsType,
+    PfType,
+    ProblemOptions,
+    options_by_scheme,
+)
 from modular_kernel.cli.ranks import with_launcher
 from modular_kernel.cli.tables import fit_table
-from modular_kernel.text import counted
+from modular_kernel.text import counted, layers_text
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -42,24 +48,33 @@ def check(
 ) -> None:
     """Check one pair, or every pair, for a problem on this machine or on a described one.
 
-    For a checkpoint folder (--model FOLDER) the headers of its tensor files are checked too.
+    For a checkpoint folder (--model FOLDER) the headers of its tensor files are checked too. If the
+    layers of a model are quantized differently, there is a verdict for each scheme.
 
     Exits with 0 if the pair is valid (without a pair: if any pair is), with 1 if it is refused,
-    listing every reason, and with 2 on bad usage.
+    listing every reason, and with 2 on bad usage. With several schemes, all must be valid.
     """
     options = with_launcher(options)
-    problem = options.problem()
     checkpoint = _checkpoint(options)
-    if checkpoint is not None:
-        problem = _with_checkpoint_fields(problem, options, checkpoint)
-    _warn_of_sizes(problem)
+    problems = _problems_by_layers(options, checkpoint)
+    _warn_of_sizes(problems[0][1])
     machine = select_machine(arch, device, packages)
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
-    verdicts = judge_pairs(catalog, pf_type, experts_type, problem, machine)
     single = pf_type is not None and experts_type is not None
-    record = _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
+    judged = [
+        (layers, problem, judge_pairs(catalog, pf_type, experts_type, problem, machine))
+        for layers, problem in problems
+    ]
+    records = [
+        _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
+        for _, problem, verdicts in judged
+    ]
+    record = records[0]
+    if len(judged) > 1:
+        groups = zip(judged, records, strict=True)
+        record = {"groups": [{"layers": layers, **record} for (layers, *_), record in groups]}
     if checkpoint is not None:
         record |= {"checkpoint": _checkpoint_record(checkpoint)}
 
@@ -67,18 +82,49 @@ def check(
         if checkpoint is not None:
             source = f"according to its config.json{_describe_source(checkpoint)}"
             output.line(f"{options.model}: {checkpoint}, {source}")
-        if single:
-            _print_verdict(verdicts[0])
-            return
-        print_matrix(verdicts, problem, machine)
-        for broken in catalog.broken:
-            output.note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
-        for name, origins in catalog.duplicates().items():
-            output.note(f"not checked: {name} is registered by {' and '.join(origins)}")
+        for layers, problem, verdicts in judged:
+            if layers is not None:
+                output.line(f"{layers_text(layers)}: {problem.quant}")
+            if single:
+                _print_verdict(verdicts[0])
+            else:
+                print_matrix(verdicts, problem, machine)
+        if not single:
+            _note_unchecked(catalog)
 
     output.print_result(record, as_json, show)
-    if not any(verdict.ok for verdict in verdicts):
+    if not all(any(verdict.ok for verdict in verdicts) for _, _, verdicts in judged):
         raise Exit(1)
+
+
+def _note_unchecked(catalog: "Catalog") -> None:
+    for broken in catalog.broken:
+        output.note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
+    for name, origins in catalog.duplicates().items():
+        output.note(f"not checked: {name} is registered by {' and '.join(origins)}")
+
+
+def _problems_by_layers(
+    options: ProblemOptions, checkpoint: "InspectionReport | None"
+) -> "list[tuple[tuple[int, ...] | None, Problem]]":
+    """Return the problem of each scheme of the model's layers; layers are None if it has one."""
+    if checkpoint is None:
+        problems = options_by_scheme(options)
+        first = problems[0][1].problem()
+        return [
+            (layers, first if layers is None else replace(first, quant=str(each.quant)))
+            for layers, each in problems
+        ]
+    groups = checkpoint.groups if options.quant is None else checkpoint.groups[:1]
+    quant = str(groups[0].problem_fields["quant"])
+    problem = replace(options, quant=options.quant or quant).problem()
+    return [
+        (
+            group.layers if len(groups) > 1 else None,
+            _with_checkpoint_fields(problem, options, group.problem_fields),
+        )
+        for group in groups
+    ]
 
 
 def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
@@ -108,20 +154,32 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
 
 
 def _with_checkpoint_fields(
-    problem: "Problem", options: ProblemOptions, checkpoint: "InspectionReport"
+    problem: "Problem", options: ProblemOptions, from_files: "dict[str, Any]"
 ) -> "Problem":
     """Return the problem with the checkpoint's quant and activation, unless options set them."""
-    fields = {name: checkpoint.problem_fields[name] for name in ("quant", "activation")}
+    fields = {name: from_files[name] for name in ("quant", "activation")}
     set_by_user = {name for name in fields if getattr(options, name) is not None}
     return replace(problem, **{n: value for n, value in fields.items() if n not in set_by_user})
 
 
 def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
+    groups = [
+        {
+            "layers": group.layers,
+            "format": str(group.format),
+            "quant": group.problem_fields["quant"],
+            "bytes": group.nbytes,
+        }
+        for group in checkpoint.groups
+    ]
+    only = groups[0] if len(groups) == 1 else {"format": None, "quant": None}
     return {
         "layers": checkpoint.layers,
-        "format": str(checkpoint.format),
+        "format": only["format"],
         "bytes": checkpoint.nbytes,
-        "quant": checkpoint.problem_fields["quant"],
+        "quant": only["quant"],
+        "groups": groups,
+        "mtp_layers": dict(checkpoint.extra),
         "dtype_of_files": checkpoint.dtype_of_files,
         "converted": checkpoint.converted,
     }

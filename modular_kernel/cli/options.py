@@ -1,13 +1,13 @@
 """Command-line options that describe a Problem, shared by all verbs."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from modular_kernel.cli.command import IntegerList, option
 from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
 from modular_kernel.cli.output import note
-from modular_kernel.cli.presets import problem_fields, reads_file
+from modular_kernel.cli.presets import layer_groups, problem_fields, reads_file
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class ProblemOptions:
 
         from modular_kernel.spec.problem import Combine, Parallel, Problem
 
-        from_model = {} if self.model is None else problem_fields(self.model)
+        from_model = {} if self.model is None else problem_fields(self.model, quant=self.quant)
         no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
         if no_dtype and reads_file(str(self.model)):
             note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
@@ -146,6 +146,21 @@ class ProblemOptions:
         if "ids_dtype" in values:
             values["ids_dtype"] = {"int32": torch.int32, "int64": torch.int64}[values["ids_dtype"]]
         return Problem(**values)
+
+
+def options_by_scheme(
+    options: ProblemOptions,
+) -> list[tuple[tuple[int, ...] | None, ProblemOptions]]:
+    """Return the options of each scheme of a config.json, with the layers that it covers.
+
+    Layers are None if there is one scheme: of --quant, of a name, or of every layer.
+    """
+    if options.model is None or options.quant is not None:
+        return [(None, options)]
+    schemes = layer_groups(options.model)
+    if len(schemes) < 2:
+        return [(None, options)]
+    return [(scheme.layers, replace(options, quant=scheme.scheme)) for scheme in schemes]
 
 
 def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +17,11 @@ from modular_kernel.cli.options import (
     Prepared,
     ProblemOptions,
     not_prepared_error,
+    options_by_scheme,
     refuse_combination,
 )
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import counted
+from modular_kernel.text import counted, layers_text
 
 if TYPE_CHECKING:
     from modular_kernel.perf_model.estimate import Estimate, SizeResult
@@ -122,7 +124,8 @@ def plan(
 
     The analytic model derives the time of experts from bytes and flops at a measured efficiency,
     and the time of exchanges from link latency and bytes. --tokens is the number of tokens per
-    rank. --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
+    rank. A config.json whose layers are quantized differently is estimated once for each scheme.
+    --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
     gives the formulas, the fitted measurements and the errors of the model. `mk plan --compare
     FILE` prints these errors for the records in modular_kernel/perf_model/data, h200-layers.json
     and h200-exchange.json; --json is the only other option that --compare can be combined with.
@@ -134,13 +137,40 @@ def plan(
         refuse_combination("--compare", (options, cluster_options))
         _compare(compare, as_json=as_json)
         return
+    if options.ranks_per_host is not None:
+        got = f"--ranks-per-host {options.ranks_per_host}"
+        raise ConfigurationError("mk plan", got=got, need="--per-host: GPUs per host")
+    groups = [
+        (layers, _sizes(each, cluster_options)) for layers, each in options_by_scheme(options)
+    ]
+    cluster, routing = cluster_options.cluster(), cluster_options.routing
+    by_group = [
+        [
+            _row(estimate, cluster) | ({} if layers is None else {"layers": layers})
+            for result in results
+            for estimate in result.estimates
+        ]
+        for layers, results in groups
+    ]
+    record = {"cluster": cluster, "routing": routing, "estimates": [*chain(*by_group)]}
+
+    def show() -> None:
+        for layers, results in groups:
+            if layers is not None:
+                output.line(f"{layers_text(layers)}:")
+            _print(results, cluster, routing)
+
+    output.print_result(record, as_json, show)
+    if not all(by_group):
+        raise Exit(1)
+
+
+def _sizes(options: ProblemOptions, cluster_options: ClusterOptions) -> "list[SizeResult]":
+    """Return the estimates of one scheme for each number of ranks and of tokens."""
     from modular_kernel.perf_model.estimate import over_ranks, size
     from modular_kernel.perf_model.experts_time import PART
     from modular_kernel.perf_model.load import Groups
 
-    if options.ranks_per_host is not None:
-        got = f"--ranks-per-host {options.ranks_per_host}"
-        raise ConfigurationError("mk plan", got=got, need="--per-host: GPUs per host")
     cluster, one_rank = cluster_options.cluster(), replace(options, world_size=None).problem()
     if one_rank.expert_map or one_rank.local_experts is not None:
         raise ConfigurationError(
@@ -166,11 +196,7 @@ def plan(
         and not any(estimate.prepared for estimate in estimates)
     ):
         raise not_prepared_error(one_rank.quant, PART)
-    rows = [_row(estimate, cluster) for estimate in estimates]
-    record = {"cluster": cluster, "routing": cluster_options.routing, "estimates": rows}
-    output.print_result(record, as_json, lambda: _print(results, cluster, cluster_options.routing))
-    if not any(result.estimates for result in results):
-        raise Exit(1)
+    return results
 
 
 def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from modular_kernel.cli.file_options import exists, is_directory
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import is_file, problem_fields_of_file
+from modular_kernel.models.config_file import is_file, layers_of_file, problem_fields_of_file
+from modular_kernel.models.layer_quantization import LayerScheme
 from modular_kernel.models.registry import ALIASES, model_named
 from modular_kernel.models.registry import MODELS as PUBLISHED
 from modular_kernel.text import printable
@@ -30,13 +31,14 @@ def display_name(model: str) -> str:
     return printable(path.name.removesuffix(".json"))
 
 
-def problem_fields(model: str) -> dict[str, object]:
+def problem_fields(model: str, *, quant: str | None = None) -> dict[str, object]:
     """Return the problem fields that `model`, a name or the path of a config.json, determines.
 
-    Raises ConfigurationError for an unknown name.
+    quant: the scheme to use if a config.json has several. Raises ConfigurationError for an unknown
+    name, and for several schemes if quant is None.
     """
     if reads_file(model):
-        fields = problem_fields_of_file(model)
+        fields = problem_fields_of_file(model, quant=quant)
         return fields if "dtype" in fields else fields | _stored_dtype(model)
     model = _canonical_name(model)
     if model in SHAPES:
@@ -45,6 +47,11 @@ def problem_fields(model: str) -> dict[str, object]:
     if published is None:
         raise unknown_model_error(model)
     return published.problem_fields()
+
+
+def layer_groups(model: str) -> tuple[LayerScheme, ...]:
+    """Return the schemes of a config.json's layers; () for a name, whose layers are alike."""
+    return layers_of_file(model)[1] if reads_file(model) else ()
 
 
 def reads_file(model: str) -> bool:

@@ -228,8 +228,8 @@ class FusedMoE(ExpertParameters):
         """Create the layer that a checkpoint describes, without its weights; `load` reads them.
 
         checkpoint: a config.json, or a folder that has one. Tensors are not needed.
-        layer: number of the layer, which becomes layer_id. None describes layer 0 and sets no
-            layer_id.
+        layer: number of the layer, which becomes layer_id. None sets no layer_id, and describes
+            layer 0 of files, or any layer of a config.json alone. Layers may have several schemes.
         options: other arguments of the constructor. `router` or `top_k` replaces the checkpoint's
             router. params_dtype defaults to the checkpoint's dtype, else to bfloat16.
 
@@ -251,7 +251,7 @@ class FusedMoE(ExpertParameters):
         dtype = options.pop("params_dtype", None)
         config = layer_config(
             checkpoint,
-            layer or 0,
+            layer,
             tp=1 if parallel is None else parallel.tp[1],
             dtype=None if dtype is None else dtype_name(parse_dtype(dtype)),
         )

@@ -12,10 +12,17 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES, Family
-from modular_kernel.models.quantization_config import scheme_of
+from modular_kernel.models.layer_quantization import (
+    UNQUANTIZED,
+    LayerScheme,
+    layer_schemes,
+    quantization_of,
+)
+from modular_kernel.models.quantization_config import MIXED, config_error, shorten
 from modular_kernel.utils import json_files
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 24  # modelopt may list every module of every expert
+_HF_QUANT_CONFIG = "hf_quant_config.json"  # modelopt's file beside a config.json
 _MAX_SIZE = 1 << 20  # upper bound of any size
 _MAX_NESTING = 3  # maximum nesting of configs, as in multimodal models
 
@@ -42,40 +49,98 @@ def is_file(model: str) -> bool:
     return os.sep in model or model.endswith(".json") or model in (".", "..")
 
 
-def problem_fields_of_file(model: str) -> dict[str, object]:
+def problem_fields_of_file(model: str, *, quant: str | None = None) -> dict[str, object]:
     """Return the fields of `Problem` that a config.json, or that of the folder `model`, determines.
 
     These are experts, top_k, hidden, intermediate, activation, bias and
     apply_router_weight_on_input, and, if the file states them, routed_scaling_factor, dtype and
-    quant. Raises ConfigurationError if the file cannot be read, or describes a layer that is not
-    supported.
+    quant. `quant` selects the scheme of a file whose layers have several. Raises ConfigurationError
+    if the file cannot be read, or describes a layer that is not supported, and if its layers have
+    several schemes and quant is None.
     """
-    return problem_fields_of_config(*config_of_file(model))
+    fields, schemes = layers_of_file(model)
+    if len(schemes) == 1:
+        scheme = schemes[0].scheme
+        return fields if scheme == UNQUANTIZED else fields | {"quant": scheme}
+    if quant is None:
+        got = f"several schemes ({'; '.join(map(str, schemes[:4]))})"
+        raise config_error(model, got, "one for all layers, or --quant to select one")
+    return fields | {"quant": quant}
+
+
+def layers_of_file(model: str) -> tuple[dict[str, Any], tuple[LayerScheme, ...]]:
+    """Return the fields of `problem_fields_of_file` without quant, and the schemes of all layers.
+
+    Raises the same errors, except for several schemes.
+    """
+    path, config = config_of_file(model)
+    fields = layer_fields_of_config(path, config)
+    return fields, layer_schemes(path, config, fields)
 
 
 def config_of_file(model: str) -> tuple[Path, Config]:
     """Return the path of a config.json and its object with a known model_type.
 
     model: the file or its folder. The object inherits quantization_config and dtype from the
-    objects that contain it. Raises ConfigurationError if the file cannot be read or has no such
-    object.
+    objects that contain it. A config.json without a quantization_config gets the one of an
+    hf_quant_config.json in its folder. Raises ConfigurationError if the file cannot be read or has
+    no such object.
     """
     path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    config = _find_model_config(path, _read(path, "a config.json"))
+    if path.name == "config.json":
+        config = _with_hf_quant_config(path, config)
+    return path, config
+
+
+def _read(path: Path, kind: str) -> Any:
+    """Return the JSON of a file; raise ConfigurationError. kind: describes it, for messages."""
     try:
-        if path.is_dir():
-            path = path / "config.json"
         content = json_files.read_file(path, _MAX_BYTES)
     except OSError as error:
         got = f"{str(path)[:200]!r}: {error.strerror}"
         raise ConfigurationError("model", got=got, need="a file") from None
     except ValueError as error:
-        raise _error(path, str(error), "a config.json") from None
+        raise _error(path, str(error), kind) from None
     try:
         # Mamba configs have infinite limits.
-        config = json_files.parse(content, allow_constants=True)
+        return json_files.parse(content, allow_constants=True)
     except ValueError as error:
-        raise _error(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
-    return path, _find_model_config(path, config)
+        raise _error(path, f"no JSON: {str(error)[:100]}", kind) from None
+
+
+def hf_quant_config(folder: Path) -> Config | None:
+    """Return the quantization_config in the hf_quant_config.json of a folder, or None.
+
+    modelopt wrote this file beside a config.json without a quantization_config. Raises
+    ConfigurationError for an invalid file.
+    """
+    path = folder / _HF_QUANT_CONFIG
+    if not path.exists():
+        return None
+    content = _read(path, "modelopt's description of the quantization")
+    quantization = content.get("quantization") if isinstance(content, dict) else None
+    if not isinstance(quantization, dict):
+        raise config_error(str(path), f"quantization = {shorten(quantization)}", "an object")
+    if quantization.get("quant_algo") is None:  # perhaps a quantized KV cache
+        return None
+    return quantization | {"quant_method": "modelopt"}
+
+
+def _with_hf_quant_config(path: Path, config: Config) -> Config:
+    """Add what only an hf_quant_config.json says; the config.json has precedence."""
+    quantization = quantization_of(config)
+    if quantization is None:
+        found = hf_quant_config(path.parent)
+        return config if found is None else config | {"quantization_config": found}
+    if not isinstance(quantization, dict) or quantization.get("quantized_layers"):
+        return config
+    if str(quantization.get("quant_algo")).upper() != MIXED:
+        return config
+    layers = (hf_quant_config(path.parent) or {}).get("quantized_layers")
+    return config | {"quantization_config": quantization | {"quantized_layers": layers}}
 
 
 def _find_model_config(path: Path, config: Any) -> Config:
@@ -127,8 +192,11 @@ def _unknown_type_error(
     return _error(path, got, f"a supported MoE model_type, {suggestion} (see mk models --types)")
 
 
-def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
-    """Return the fields of Problem for a known model_type; see `problem_fields_of_file`."""
+def layer_fields_of_config(path: Path, config: Config) -> dict[str, Any]:
+    """Return the fields of Problem for a known model_type, except quant.
+
+    Raises ConfigurationError for a model without experts, and for a layer that is not supported.
+    """
     model_type = config["model_type"]
     family = FAMILIES[model_type]
     if family.refused:
@@ -144,6 +212,7 @@ def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
         inner = config.get(family.nested_in)  # type: ignore[assignment]
         if not isinstance(inner, dict):
             raise _error(path, f"{family.nested_in} = {str(inner)[:80]}", "an object")
+    _check_experts(path, inner, family.experts)
     sizes = {
         "experts": _size(path, inner, family.experts),
         "top_k": _size(path, inner, family.top_k),
@@ -152,14 +221,22 @@ def problem_fields_of_config(path: Path, config: Config) -> dict[str, object]:
     }
     if sizes["top_k"] > sizes["experts"]:
         raise _error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
-    fields: dict[str, object] = {**sizes, "activation": _activation(path, inner, family)}
+    fields: dict[str, Any] = {**sizes, "activation": _activation(path, inner, family)}
     fields |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
     if family.scaling:
         fields["routed_scaling_factor"] = _scaling(path, config, family.scaling)
-    fields |= _dtype(path, config)
-    depth = max(sizes["hidden"], sizes["intermediate"])
-    quant = scheme_of(str(path), config, depth=depth)
-    return fields if quant is None else fields | {"quant": quant}
+    return fields | _dtype(path, config)
+
+
+def _check_experts(path: Path, config: Config, names: str) -> None:
+    """Raise ConfigurationError for a dense model of a model_type that may have experts."""
+    counts = {name: config[name] for name in names.split() if config.get(name) is not None}
+    if counts and all(type(count) is int and count in (0, 1) for count in counts.values()):
+        got = f"{', '.join(f'{name} = {count}' for name, count in counts.items())}: a dense model"
+        raise _error(path, got, "a model with 2 or more experts")
+    if not counts:
+        got = f"no {names.replace(' ', ' or ')}: a dense model"
+        raise _error(path, got, f"a model with 2 to {_MAX_SIZE} experts")
 
 
 def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...]) -> None:

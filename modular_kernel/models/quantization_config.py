@@ -1,17 +1,18 @@
 """The quantization scheme of the experts, from a config.json's quantization_config.
 
 Every value that determines the scheme must be present and known. Raises ConfigurationError for a
-method, algorithm or layout that no scheme implements, for experts that are left unquantized, and
-for unknown keys that could change values (`quantization_keys`).
+method, algorithm or layout that no scheme implements, and for unknown keys that could change values
+(`quantization_keys`). Entries that exclude modules or override their options belong to
+`module_quantization`; here they are refused if they apply to the experts of a layer.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
 from modular_kernel.models.quantization_keys import (
     Mismatch,
     is_empty,
@@ -21,7 +22,7 @@ from modular_kernel.models.quantization_keys import (
 
 _MAX_SIZE = 1 << 20
 _METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
-_UNQUANTIZED_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+UNQUANTIZED_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 # Names of expert modules in the model families, used to test patterns. No model has a layer 77777,
 # which stands for any layer: a pattern that matches it does not name one layer.
 _MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
@@ -29,10 +30,6 @@ _LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _FUSED = ("gate_up_proj", "down_proj")
 _MODELS = ("model", "model.language_model", "language_model.model")
 _PREFIXES = tuple(f"{model}.layers.77777" for model in _MODELS)
-# Patterns are matched only if they consist of these pieces, which bounds the matching time.
-_PIECE = r"[\w\-/: ]|\\[.\-_]|\.\*|\.|\$|\^|\\d\+|\[0-9\]\+|\((?:\?:)?[\w\-]+(?:\|[\w\-]+)*\)"
-_PATTERN, _MAX_STARS = re.compile(f"(?:{_PIECE})*", re.ASCII), 4
-
 # compressed-tensors' `format` values of each scheme.
 _UNPACKED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKING_FORMATS = {
@@ -50,6 +47,7 @@ _PACKING_FORMATS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
+MIXED = "MIXED_PRECISION"  # modelopt's quant_algo for a format per module
 _GROUP_SIZE_KEYS = ("group_size", "q_group_size")
 
 Config = dict[str, Any]
@@ -65,17 +63,12 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
     quantization = config.get("quantization_config", config.get("compression_config"))
     if quantization is None:
         if config.get("expert_dtype") is not None:
-            got = f"expert_dtype = {_shorten(config['expert_dtype'])}"
-            raise _error(path, got, "a quantization_config too, or no expert_dtype")
+            got = f"expert_dtype = {shorten(config['expert_dtype'])}"
+            raise config_error(path, got, "a quantization_config too, or no expert_dtype")
         return None
-    if not isinstance(quantization, dict):
-        raise _error(path, _shorten(quantization), "an object")
-    method = quantization.get("quant_method")
-    if method not in (*_METHODS, "modelopt_fp4"):
-        need = f"one of {', '.join(_METHODS)}; for other methods pass the sizes and --quant"
-        raise _error(path, f"quant_method = {_shorten(method)}", need)
+    quantization = check_method(path, quantization)
+    method = quantization["quant_method"]
     _check_unquantized(path, quantization)
-    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), quantization))
     _check_overrides(path, quantization)
     parse = {
         "fp8": _fp8,
@@ -90,6 +83,24 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
     if depth is not None:
         quantization = _resolve_full_row_groups(quantization, depth + depth % 2)
     return parse(path, quantization)
+
+
+def check_method(path: str, quantization: object) -> Config:
+    """Return a quantization_config whose method and keys are known.
+
+    Raises ConfigurationError for another one.
+    """
+    if not isinstance(quantization, dict):
+        raise config_error(path, shorten(quantization), "an object")
+    method = quantization.get("quant_method")
+    if method not in (*_METHODS, "modelopt_fp4"):
+        need = f"one of {', '.join(_METHODS)}; for other methods pass the sizes and --quant"
+        raise config_error(path, f"quant_method = {shorten(method)}", need)
+    known = dict(quantization)
+    if str(known.get("quant_algo")).upper() == MIXED:
+        known.pop("quantized_layers", None)
+    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), known))
+    return quantization
 
 
 def _resolve_full_row_groups(config: Config, depth: int) -> Config:
@@ -149,14 +160,14 @@ def _fp8(path: str, config: Config) -> str:
         _require_one_of(path, config, "activation_scheme", ("dynamic", "static"))
         return "fp8_w8a8_tensor:static=true" if activation_scheme == "static" else "fp8_w8a8_tensor"
     if activation_scheme == "static":
-        raise _error(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
+        raise config_error(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
     return _block_scheme(path, "weight_block_size", block)
 
 
 def _block_scheme(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") -> str:
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(type(n) is int and 1 <= n <= _MAX_SIZE for n in block):
-        raise _error(path, f"{name} = {_shorten(block)}", "two integers")
+        raise config_error(path, f"{name} = {shorten(block)}", "two integers")
     return f"{scheme}:block={block[0]}x{block[1]}"
 
 
@@ -180,7 +191,7 @@ def gptq_version(path: str, config: Mapping[str, Any]) -> int:
         for key in ("checkpoint_format", "format")
     } - {None}
     if len(versions) > 1:
-        raise _error(
+        raise config_error(
             path, "format and checkpoint_format that differ", "one of them, or equal values"
         )
     return 2 if "gptq_v2" in versions else 1
@@ -205,14 +216,14 @@ def _integer_scheme(
     num_bits = next((config[name] for name in bits if name in config), None)
     group_size = next((config[name] for name in group if name in config), None)
     if type(num_bits) is not int or num_bits not in (4, 8):
-        raise _error(path, f"{bits[0]} = {_shorten(num_bits)}", "4 or 8")
+        raise config_error(path, f"{bits[0]} = {shorten(num_bits)}", "4 or 8")
     return _group_scheme(path, num_bits, group_size, zero_points=zero_points)
 
 
 def _group_scheme(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
     if type(group) is not int or not 1 <= group <= _MAX_SIZE or group % 2:
         need = "an even number of columns, or -1 if the layer's sizes are known"
-        raise _error(path, f"group_size = {_shorten(group)}", need)
+        raise config_error(path, f"group_size = {shorten(group)}", need)
     zero_points_option = ",zero_points=true" if zero_points else ""
     return f"int{bits}_w{bits}a16_group:group={group}{zero_points_option}"
 
@@ -222,13 +233,14 @@ def _modelopt(path: str, config: Config) -> str:
         "FP8": "fp8_w8a8_tensor:static=true",
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
         "NVFP4": "nvfp4_w4a16",
+        "W4A16_NVFP4": "nvfp4_w4a16",
     }
     algorithm = str(_require_one_of(path, config, "quant_algo", tuple(schemes)))
-    if algorithm == "NVFP4" and config.get("group_size") is not None:
+    if algorithm.endswith("NVFP4") and config.get("group_size") is not None:
         _require_one_of(path, config, "group_size", (16,))
     groups = config.get("config_groups") or {}
     if not isinstance(groups, dict):
-        raise _error(path, f"config_groups = {_shorten(groups)}", "an object of objects")
+        raise config_error(path, f"config_groups = {shorten(groups)}", "an object of objects")
     for name, group in groups.items():
         if isinstance(group, dict) and _targets_experts(path, group.get("targets", ["Linear"])):
             _raise_first(path, unknown_group_keys(name, group))
@@ -241,21 +253,25 @@ def _compressed_tensors(path: str, config: Config) -> str:
     if not isinstance(groups, dict) or not all(
         isinstance(group, dict) for group in groups.values()
     ):
-        raise _error(path, f"config_groups = {_shorten(groups)}", "an object of objects")
+        raise config_error(path, f"config_groups = {shorten(groups)}", "an object of objects")
     names = [name for name, group in groups.items() if _targets_experts(path, group.get("targets"))]
     if len(names) != 1:
-        raise _error(path, f"config_groups: {len(names)} that target the experts", "exactly one")
+        raise config_error(
+            path, f"config_groups: {len(names)} that target the experts", "exactly one"
+        )
     group = groups[names[0]]
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict | None):
-        raise _error(path, f"config_groups: {_shorten(group)}", "weights and input_activations")
+        raise config_error(
+            path, f"config_groups: {shorten(group)}", "weights and input_activations"
+        )
     _raise_first(path, unknown_group_keys(names[0], group))
     parse = _float_scheme if weights.get("type") == "float" else _int_scheme
     scheme = parse(path, weights, inputs)
     if scheme is None:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
-        raise _error(
-            path, f"weights {_shorten(weights)}, input_activations {_shorten(inputs)}", need
+        raise config_error(
+            path, f"weights {shorten(weights)}, input_activations {shorten(inputs)}", need
         )
     _check_packing(path, config, group, scheme)
     return _act_order(scheme) if weights.get("actorder") == "group" else scheme
@@ -276,7 +292,7 @@ def _check_packing(path: str, config: Config, group: Config, scheme: str) -> Non
             _require_one_of(path, args, "symmetric", (True, None))
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
-        raise _error(path, f"sparsity_config = {_shorten(sparsity)}", "dense weights")
+        raise config_error(path, f"sparsity_config = {shorten(sparsity)}", "dense weights")
 
 
 def _has_values(config: Config | None, **expected: object) -> bool:
@@ -341,24 +357,24 @@ def _int_scheme(path: str, weights: Config, inputs: Config | None) -> str | None
 
 def _targets_experts(path: str, targets: Any) -> bool:
     if not isinstance(targets, list):
-        raise _error(path, f"targets = {_shorten(targets)}", "a list")
+        raise config_error(path, f"targets = {shorten(targets)}", "a list")
     return any(target == "Linear" or _matches_experts(path, target) for target in targets)
 
 
 def _check_unquantized(path: str, config: Config) -> None:
-    for key in _UNQUANTIZED_KEYS:
+    for key in UNQUANTIZED_KEYS:
         names = config.get(key)
         if not isinstance(names, list | None):
-            raise _error(path, f"{key} = {_shorten(names)}", "a list")
+            raise config_error(path, f"{key} = {shorten(names)}", "a list")
         for name in names or []:
             if _matches_experts(path, name):
                 need = "all experts quantized; otherwise pass the sizes and --quant"
-                raise _error(path, f"{key} has {_shorten(name)}", need)
+                raise config_error(path, f"{key} has {shorten(name)}", need)
 
 
 def _raise_first(path: str, mismatches: Iterator[Mismatch]) -> None:
     for got, need in mismatches:
-        raise _error(path, re.sub(r"\s+", " ", got)[:200], need)
+        raise config_error(path, re.sub(r"\s+", " ", got)[:200], need)
 
 
 def _check_overrides(path: str, config: Config) -> None:
@@ -370,10 +386,10 @@ def _check_overrides(path: str, config: Config) -> None:
     for key in ("dynamic", "extra_config"):
         entries = config.get(key)
         if not isinstance(entries, dict | None):
-            raise _error(path, f"{key} = {_shorten(entries)}", "an object")
+            raise config_error(path, f"{key} = {shorten(entries)}", "an object")
         for name, options in (entries or {}).items():
             if not isinstance(name, str):
-                raise _error(path, f"{key} has {_shorten(name)}", "names of modules")
+                raise config_error(path, f"{key} has {shorten(name)}", "names of modules")
             is_excluded = key == "dynamic" and name.startswith("-:")
             if is_empty(options) and not is_excluded:
                 continue
@@ -382,7 +398,7 @@ def _check_overrides(path: str, config: Config) -> None:
             text = f"re:{pattern}" if is_pattern else pattern
             if _matches_experts(path, text if is_excluded else _with_any_number(text)):
                 need = "the same options for all experts; otherwise pass the sizes and --quant"
-                raise _error(path, f"{key} has {_shorten(name)}", need)
+                raise config_error(path, f"{key} has {shorten(name)}", need)
 
 
 def _with_any_number(name: str) -> str:
@@ -403,25 +419,16 @@ _EXPERT_MODULES = tuple(_expert_modules())
 
 
 def _matches_experts(path: str, name: Any) -> bool:
-    """Return whether an entry matches an expert module of a layer that it does not name.
-
-    A regular expression ("re:...") is matched from the start of a name. Any other entry matches
-    whole parts of a name between dots, with `*` for any text.
-    """
-    if not isinstance(name, str) or len(name) > 500:
-        raise _error(path, _shorten(name), "names of modules")
-    if name.startswith("re:"):
-        pattern = name[3:]
-        if not _PATTERN.fullmatch(pattern) or pattern.count("*") > _MAX_STARS:
-            raise _error(path, _shorten(name), "a pattern of names, dots and .*")
-        return any(re.match(pattern, module_name) for module_name in _EXPERT_MODULES)
-    module = name.strip(".").removesuffix(".*")
-    if module.count("*") > _MAX_STARS:
-        raise _error(path, _shorten(name), f"at most {_MAX_STARS} wildcards")
-    glob = f"*.{module.replace('[', '[[]')}.*"
-    return bool(module) and any(
-        fnmatchcase(f".{module_name}.", glob) for module_name in _EXPERT_MODULES
-    )
+    """Return whether an entry matches an expert module of a layer that it does not name."""
+    if not isinstance(name, str):
+        raise config_error(path, shorten(name), "names of modules")
+    if not name.strip("."):
+        return False
+    entry: Entry = entry_of(name)
+    try:
+        return ModuleMatcher([entry]).first(_EXPERT_MODULES) is not None
+    except PatternError as error:
+        raise config_error(path, shorten(name), f"a pattern of names with {error}") from None
 
 
 def _require_one_of(path: str, config: Config, key: str, allowed: tuple[object, ...]) -> object:
@@ -430,12 +437,16 @@ def _require_one_of(path: str, config: Config, key: str, allowed: tuple[object, 
         if value is item or (value == item and type(value) is type(item)):
             return item
     need = f"one of {', '.join(str(item) for item in allowed if item is not None)}"
-    raise _error(path, f"{key} = {_shorten(value)}" if value is not None else f"no {key}", need)
+    raise config_error(
+        path, f"{key} = {shorten(value)}" if value is not None else f"no {key}", need
+    )
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """Return a short text of a value, for messages."""
     return re.sub(r"\s+", " ", repr(value))[:120]
 
 
-def _error(path: str, got: str, need: str) -> ConfigurationError:
+def config_error(path: str, got: str, need: str) -> ConfigurationError:
+    """Return the error of a quantization_config."""
     return ConfigurationError(f"model {path[:200]}: quantization_config", got=got, need=need)

@@ -10,14 +10,15 @@ from typing import Any
 
 Mismatch = tuple[str, str]  # (got, need)
 
-# Keys that `modular_kernel.models.quantization_config` and `modular_kernel.checkpoints.formats`
-# read.
+# Keys that `modular_kernel.models.quantization_config`, `module_quantization` beside it and
+# `modular_kernel.checkpoints.formats` read.
 _USED_BY_ALL = (
     "quant_method",
     "modules_to_not_convert",
     "ignored_layers",
     "ignore",
     "exclude_modules",
+    "modules_in_block_to_quantize",
 )
 _GPTQ = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "dynamic")
 _AWQ = ("bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "dynamic")
@@ -59,7 +60,7 @@ _HARMLESS_KEYS = frozenset(
         # Progress and statistics of the quantizer. Dtypes and shapes of tensors are checked.
         *("quantization_status", "global_compression_ratio", "is_checkpoint_fp8_serialized"),
         # Quantized modules. If experts are not among them, loading fails on their missing tensors.
-        *("modules_in_block_to_quantize", "block_name_to_quantize", "to_quant_block_names"),
+        *("block_name_to_quantize", "to_quant_block_names"),
         *("module_name_preceding_first_block", "modules_to_fuse", "packed_modules_mapping"),
         *("lm_head", "targets"),
         # How an engine runs the model.

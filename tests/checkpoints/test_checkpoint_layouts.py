@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
-from modular_kernel.checkpoints.expert_names import LAYOUTS
+from modular_kernel.models.expert_layouts import LAYOUTS
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES

@@ -29,6 +29,15 @@ def test_layers_and_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixtur
         "format": "fp8_w8a8_block (fp8)",
         "bytes": 1180032,
         "quant": "fp8_w8a8_block:block=64x128",
+        "groups": [
+            {
+                "layers": [3, 4, 5, 7],
+                "format": "fp8_w8a8_block (fp8)",
+                "quant": "fp8_w8a8_block:block=64x128",
+                "bytes": 1180032,
+            }
+        ],
+        "mtp_layers": {},
         "dtype_of_files": False,
         "converted": [],
     }

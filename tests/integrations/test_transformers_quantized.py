@@ -119,6 +119,8 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
     save_file({key: tensor.contiguous() for key, tensor in exact.items()},
               truth / "model.safetensors", {"format": "pt"})  # fmt: skip
     config["quantization_config"] = of.config
+    if of.config is not None and "ignore" in of.config:
+        config["quantization_config"] = of.config | {"ignore": ["lm_head"]}  # o_proj is quantized
     (folder / "config.json").write_text(json.dumps(config))
     loaded = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).double().eval()
     loaded.set_experts_implementation("batched_mm")

@@ -37,7 +37,10 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         "fp8_w8a8_block:block=64x32",
     ),
     "fp8 but for others": (
-        {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "mlp.gate", "gate"]},
+        {
+            **FP8,
+            "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn", "mlp.gate", "gate"],
+        },
         "fp8_w8a8_block",
     ),
     "8 bits with zero points": (
@@ -129,11 +132,14 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "ct without groups": {"quant_method": "compressed-tensors"},
     "ct with two": {
         "quant_method": "compressed-tensors",
-        "config_groups": dict.fromkeys("ab", group(BLOCK)["config_groups"]["group_0"]),  # type: ignore[index]
+        "config_groups": {
+            "a": {"weights": F8 | {"strategy": "channel"}, "targets": ["Linear"]},
+            "b": {"weights": F8 | {"strategy": "tensor"}, "targets": ["Linear"]},
+        },
     },
-    "ct of other modules": {
+    "ct of experts that are not there": {
         "quant_method": "compressed-tensors",
-        "config_groups": {"a": {"weights": F8, "targets": ["re:.*self_attn.*"]}},
+        "config_groups": {"a": {"weights": F8, "targets": ["re:.*mlp.expert.*w1"]}},
     },
     "ct fp8 weights by group": group(F8 | {"strategy": "group", "group_size": 128}),
     "ct fp8 static by token": group(F8 | {"strategy": "channel"}, F8 | TOKEN | {"dynamic": False}),
@@ -145,11 +151,6 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "ct int4 without symmetric": group(I4),
     "ct fp8 in act-order": group(BLOCK | {"actorder": "group"}),
     "ct nvfp4 and 8 bits": group(F4, F8 | TOKEN),
-    "experts left out": FP8 | {"modules_to_not_convert": ["lm_head", "mlp.experts"]},
-    "every mlp left out": FP8 | {"ignored_layers": ["mlp"]},
-    "experts left out by a star": FP8 | {"modules_to_not_convert": ["model.layers.*.mlp.experts*"]},
-    "experts left out by a pattern": group(I4 | {"symmetric": True}, ignore=["re:.*experts.*"]),
-    "a pattern that could take ages": group(I4 | {"symmetric": True}, ignore=["re:(a+)+$"]),
     "left out, no list": FP8 | {"ignore": "lm_head"},
 }
 

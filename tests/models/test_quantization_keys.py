@@ -111,24 +111,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GPTQ in Marlin's order": (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
     "GPTQ in words of 16 bits": (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
     "GPTQ in two versions": (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, "format"),
-    "GPTQ with other experts": (GPTQ | {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "dynamic"),
-    "GPTQ with other experts of a layer": (
-        GPTQ | {"dynamic": {r"model\.layers\.3\.mlp\..*": {"sym": False}}},
-        "dynamic",
-    ),
-    "GPTQ without experts": (GPTQ | {"dynamic": {r"-:.*\.experts\..*": {}}}, "dynamic"),
-    "GPTQ of a model in a model": (
-        GPTQ | {"dynamic": {r"model\.language_model\.layers\.0\.mlp\.experts.*": {"bits": 8}}},
-        "dynamic",
-    ),
-    "auto-round, other experts": (
-        GPTQ | {"extra_config": {"model.layers.0.mlp.experts.1.w1": {"bits": 8}}},
-        "extra_config",
-    ),
-    "auto-round, a pattern": (
-        GPTQ | {"extra_config": {r".*mlp\.experts.*": {"bits": 16}}},
-        "extra_config",
-    ),
     "rounded inputs of GPTQ": (GPTQ | {"act_bits": 8}, "act_bits"),
     "double scales": (GPTQ | {"super_bits": 6, "super_group_size": 8}, "super_bits"),
     "a key of AWQ": (AWQ | {"smooth_inputs": True}, "smooth_inputs"),
@@ -166,6 +148,39 @@ def test_a_key_that_could_change_numbers_is_refused(
             read()
         assert key in str(caught.value.got)
         assert caught.value.need
+
+
+# What a whole config does not tell: it differs between modules.
+BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
+    "GPTQ with other experts": (GPTQ | {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "dynamic"),
+    "GPTQ with other experts of a layer": (
+        GPTQ | {"dynamic": {r"model\.layers\.3\.mlp\..*": {"sym": False}}},
+        "dynamic",
+    ),
+    "GPTQ without experts": (GPTQ | {"dynamic": {r"-:.*\.experts\..*": {}}}, "dynamic"),
+    "GPTQ of a model in a model": (
+        GPTQ | {"dynamic": {r"model\.language_model\.layers\.0\.mlp\.experts.*": {"bits": 8}}},
+        "dynamic",
+    ),
+    "auto-round, other experts": (
+        GPTQ | {"extra_config": {"model.layers.0.mlp.experts.1.w1": {"bits": 8}}},
+        "extra_config",
+    ),
+    "auto-round, a pattern": (
+        GPTQ | {"extra_config": {r".*mlp\.experts.*": {"bits": 16}}},
+        "extra_config",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "key"), BY_MODULE.values(), ids=BY_MODULE.keys())
+def test_a_format_that_differs_between_modules_is_not_that_of_a_layer(
+    config: dict[str, Any], key: str
+) -> None:
+    """`format_of` takes no module; `QuantizationMap` does."""
+    with pytest.raises(ConfigurationError, match=r"quantization_config: got") as caught:
+        format_of(config)
+    assert key in str(caught.value.got)
 
 
 # Configs of published models and of what packers write, in full.

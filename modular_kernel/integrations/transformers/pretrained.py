@@ -6,12 +6,14 @@
     model = from_pretrained("checkpoint/", device="cuda")
 
 `load_experts` reads the experts, which run on our kernels; other quantized weights are dequantized
-once. No quantization library is needed. The modules are those of transformers, with their routers,
-names and dispatch.
+once, each from its own format. Layers that the model class does not have, such as those for
+multi-token prediction (MTP), are not loaded. No quantization library is needed. The modules are
+those of transformers, with their routers, names and dispatch.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ from modular_kernel.checkpoints.inspection import (
     read_checkpoint_info,
 )
 from modular_kernel.checkpoints.loading import LoadedExperts, load_experts
+from modular_kernel.checkpoints.matrix_layout import FLOATS
+from modular_kernel.checkpoints.quantization_map import UNQUANTIZED
 from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
 from modular_kernel.integrations.transformers.activations import unsupported_error
@@ -48,13 +52,16 @@ from modular_kernel.integrations.transformers.modules import (
     layer_of,
 )
 from modular_kernel.integrations.transformers.register import Registration, registration
+from modular_kernel.models.config_file import hf_quant_config
+from modular_kernel.models.expert_layouts import ExpertLayout
 from modular_kernel.quant.quantized_weights import dequantize
-from modular_kernel.spec.problem import ActivationSpec, parse_dtype
+from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
 from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import parse_device
 
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
+_WEIGHT_NAMES = ("weight", "weight_packed", "qweight")  # of modules that are not experts
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 # Options that distribute a model over processes or devices, each with other tensors.
 _DISTRIBUTED_OPTIONS = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
@@ -94,7 +101,7 @@ def from_pretrained(
             )
         dtype = torch_dtype
     config = _config_of(folder, kwargs.pop("config", None))
-    quantization = _quantization_of(config)
+    quantization = _quantization_of(config) or hf_quant_config(folder)
     target_device = None if device is None else parse_device(device)
     kwargs["experts_implementation"] = experts_implementation
     if quantization is None:
@@ -125,7 +132,8 @@ def from_pretrained(
             del each.quantization_config
     config.quantization_config = our_config
     with open_tensors(Path(folder)) as files:
-        state_dict = _other_tensors(files, read_checkpoint_info(files), layer_dtype)
+        info = read_checkpoint_info(files)
+        state_dict = _other_tensors(files, info, layer_dtype, _num_layers(config))
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
     if (folder / "generation_config.json").exists():
@@ -216,21 +224,36 @@ def _quantization_of(config: Any) -> Any:
 # ------------------------------------------------------------------------- non-expert weights
 
 
+def _num_layers(config: Any) -> int | None:
+    """Return the number of layers of the language model; files may have more."""
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return count if type(count) is int else None
+
+
 def _other_tensors(
-    files: TensorFiles, found: CheckpointInfo, dtype: torch.dtype
+    files: TensorFiles, found: CheckpointInfo, dtype: torch.dtype, num_layers: int | None
 ) -> dict[str, torch.Tensor]:
-    """Return all tensors except the experts', dequantized, by their names in the files."""
-    expert_keys = set(_expert_keys(found))
-    names, dequantized = files.names - expert_keys, dict[str, torch.Tensor]()
-    consumed = set[str]()
-    for base, keys in _quantized(found.format, names):
-        dequantized[f"{base}.weight"] = _dequantized(files, found.format, keys, dtype)
+    """Return all tensors except the experts', dequantized, by their names in the files.
+
+    num_layers: of the model. Tensors of further layers that have experts are left out.
+    """
+    extra = [layer for layer in found.layers if num_layers is not None and layer >= num_layers]
+    names = files.names - set(_expert_keys(found, extra))
+    for layer in extra:
+        layout, prefix = found.layers[layer][0]
+        prefix = prefix.removesuffix(f"{layout.block}.")
+        names = frozenset(name for name in names if not name.startswith(prefix))
+    consumed, dequantized = set[str](), dict[str, torch.Tensor]()
+    for base, format, keys in _quantized(files, found, names):
+        dequantized[f"{base}.weight"] = _dequantized(files, format, keys, dtype)
         consumed |= set(keys.values())
     return dequantized | {name: files.read(name, ()) for name in names - consumed}
 
 
-def _expert_keys(found: CheckpointInfo) -> Iterator[str]:
+def _expert_keys(found: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
     for layer in found.layers:
+        if layer in extra:
+            continue
         source = found.source(layer)
         source.check()
         for location in source.locations():
@@ -238,21 +261,34 @@ def _expert_keys(found: CheckpointInfo) -> Iterator[str]:
             yield from (key for key in keys if key is not None)
 
 
-def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield modules with a quantized weight, and their tensors' keys by stored name."""
-    weight, *others = format.stored
+def _quantized(
+    files: TensorFiles, found: CheckpointInfo, names: frozenset[str]
+) -> Iterator[tuple[str, Format, dict[str, str]]]:
+    """Yield modules with a quantized weight: name, format, and keys of tensors by stored name.
+
+    Raises WeightsError for a quantized weight that the quantization_config excludes, or has in
+    another format.
+    """
     for name in sorted(names):
         base, _, last = name.rpartition(".")
-        if last != weight.name or not base:
+        if last not in _WEIGHT_NAMES or not base:
             continue
+        if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS:
+            continue
+        format = found.formats.format_of(base) or UNQUANTIZED
+        weight, *others = format.stored
         keys = {weight.name: name}
         for stored in others:
             candidates = [f"{base}.{each}" for each in (stored.name, *stored.aliases)]
             present = [key for key in candidates if key in names]
             if present:
                 keys[stored.name] = present[0]
-        if any(stored.role == "scale" and stored.name in keys for stored in others):
-            yield base, keys
+        has_scale = any(stored.role == "scale" and stored.name in keys for stored in others)
+        if weight.name != last or not has_scale:
+            got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
+            need = f"a weight of {format}, as its quantization_config says"
+            raise WeightsError(files.qualified_name(name), got=got, need=need)
+        yield base, format, keys
 
 
 def _dequantized(
@@ -302,10 +338,11 @@ class Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         with open_tensors(Path(self.quantization_config.checkpoint)) as files:
-            layers = set(read_checkpoint_info(files).layers)
+            found = read_checkpoint_info(files).layers
         modules = _modules_of(model)
-        if set(modules) != layers:
-            got = f"experts of layers {sorted(layers)}, of which {sorted(modules)} are dispatched"
+        own = {layer for layer in found if layer in modules or not _is_ignored(model, found, layer)}
+        if set(modules) != own:
+            got = f"experts of layers {sorted(own)}, of which {sorted(modules)} are dispatched"
             need = "experts that transformers dispatches by experts_implementation"
             raise UnsupportedError(type(model).__name__, got=got, need=need)
         for module in modules.values():
@@ -344,6 +381,18 @@ def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
                 raise UnsupportedError(type(model).__name__, got=got, need=need)
             modules[number] = module
     return modules
+
+
+def _is_ignored(
+    model: Any, layers: Mapping[int, list[tuple[ExpertLayout, str]]], layer: int
+) -> bool:
+    """Return whether a model leaves out a layer of the files, as one for multi-token prediction."""
+    count = _num_layers(model.config)
+    if count is not None and layer >= count:
+        return True
+    _, prefix = layers[layer][0]
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return any(re.search(pattern, prefix) for pattern in patterns)
 
 
 def _device_of(model: torch.nn.Module, number: int) -> torch.device:

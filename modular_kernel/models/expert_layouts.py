@@ -1,0 +1,116 @@
+"""Names and storage layouts of a layer's experts in checkpoints, by model_type.
+
+An entry names the module of the experts, relative to the layer, and how its projections are stored.
+A model_type has several layouts if quantizers save it differently; the names and shapes in a
+checkpoint select one.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """The layout of a layer's experts in files. E experts, I intermediate, H hidden.
+
+    block: module of the experts, relative to the layer.
+    gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
+        "" for ungated experts.
+    stacked: one tensor (E, ...) for all experts; else one module `block.e.name` per expert.
+    is_parameter: the projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`); else
+        they are modules (`gate_proj.weight`).
+    transposed: names of projections stored as (K, N).
+    interleaved: gate and up rows alternate.
+    flat: (E * rows, ...) instead of (E, rows, ...).
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    stacked: bool = False
+    is_parameter: bool = False
+    transposed: tuple[str, ...] = ()
+    interleaved: bool = False
+    flat: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the projections; those in w1 come first."""
+        return tuple(name for name in (self.gate, self.up, self.down) if name)
+
+    def modules(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
+        """Yield the modules of the given experts. layer: name of the layer, with a dot."""
+        if self.stacked:
+            yield from (f"{layer}{self.block}.{name}" for name in self.names)
+            return
+        for expert in experts:
+            yield from (f"{layer}{self.block}.{expert}.{name}" for name in self.names)
+
+
+def _per_expert(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
+    gate, up, down = names.split(" ")
+    return ExpertLayout(block=block, gate=gate, up=up, down=down)
+
+
+def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -> ExpertLayout:
+    names = ("gate_up_proj", "down_proj")
+    return ExpertLayout(
+        block=block,
+        gate=names[0],
+        up="",
+        down=names[1],
+        stacked=True,
+        is_parameter=True,
+        transposed=names if transposed else (),
+        interleaved=interleaved,
+    )
+
+
+def _modules(
+    block: str, gate: str, up: str, down: str, *, transposed: bool = False
+) -> ExpertLayout:
+    names = (gate, down) if transposed else ()
+    return ExpertLayout(block=block, gate=gate, up=up, down=down, stacked=True, transposed=names)
+
+
+_MLP, _W = "mlp.experts", "w1 w3 w2"
+_PLAIN = (_per_expert(_MLP), _fused(_MLP))
+_MIXTRAL = (_per_expert("block_sparse_moe.experts", _W),)
+_GRANITE = (_modules("block_sparse_moe", "input_linear", "", "output_linear"),)
+_ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_PLAIN)
+_GEMMA = (_fused("experts"), _per_expert("experts"))
+_LATENT = (_per_expert("experts", _W),)
+
+# fmt: off
+LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
+    **dict.fromkeys((
+        "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text",
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe",
+        "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
+        "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl_text", "kimi_k2", "kolibri1",
+        "laguna", "lara_mini", "longcat_flash", "mellum", "mimo_v2_flash", "mistral4", "olmoe", "qwen2_moe",
+        "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_talker_text",
+        "qwen3_omni_moe_text", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "solar_open",
+        "unlimited_ocr_text", "zaya",
+    ), _PLAIN),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "minimax_m3_vl_text", "phimoe", "kimi_linear"), _MIXTRAL),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
+    "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
+    "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, is_parameter=True, transposed=("w2",), flat=True),),
+    "deepseek_v4": (_per_expert("ffn.experts", _W),),
+    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _per_expert(_MLP), _per_expert(f"{_MLP}.experts")),
+    "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
+    "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, is_parameter=True, interleaved=True),),
+    "jamba": (_per_expert("feed_forward.experts"),),
+    "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
+    "lfm2_moe": (_per_expert("feed_forward.experts", _W),),
+    "llama4_text": (_fused("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
+    "mistral_large4_text": _LATENT,
+    "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
+    "openai_privacy_filter": (_fused(_MLP, transposed=True),),
+    "qwen3_vl_moe_text": _ANY_ORIENTATION,
+    "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"),),
+}
+# fmt: on

@@ -1,0 +1,159 @@
+"""The scheme of each layer with experts, from a config.json alone.
+
+    layers = layer_schemes(path, config, fields)  # fields: sizes of `layer_fields_of_config`
+    layers[0].scheme, layers[0].layers            # "int4_w4a16_group:group=128", (1, ..., 47)
+
+A model has several entries if its layers are quantized differently.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
+from modular_kernel.models.module_quantization import ModuleQuantization, common_value
+from modular_kernel.models.quantization_config import config_error, scheme_of
+from modular_kernel.text import layers_text
+
+Config = dict[str, Any]
+_MAX_LAYERS = 4096
+_MAX_MODULES = 1 << 22  # of all layers, whose names are matched
+_NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+_NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+UNQUANTIZED = "none"
+
+
+@dataclass(frozen=True)
+class LayerScheme:
+    """Layers whose experts have one scheme.
+
+    layers: their numbers; None if the config.json does not determine them, and for every layer.
+    """
+
+    layers: tuple[int, ...] | None
+    scheme: str
+
+    def __str__(self) -> str:
+        return f"{layers_text(self.layers)}: {self.scheme}"
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """Return the quantization_config of an object of a config.json, under either of its names."""
+    return config.get("quantization_config", config.get("compression_config"))
+
+
+@dataclass(frozen=True)
+class SchemeReader:
+    """Reader of the scheme in a module's quantization_config; None is an unquantized module.
+
+    config: the object of the config.json. depth: as for `scheme_of`.
+    """
+
+    path: str
+    config: Config
+    depth: int | None
+
+    def __call__(self, quantization: Config | None) -> str:
+        """Return the scheme; raise ConfigurationError if none implements it."""
+        if quantization is None:
+            return UNQUANTIZED
+        config = self.config | {"quantization_config": quantization}
+        return scheme_of(self.path, config, depth=self.depth) or UNQUANTIZED
+
+
+def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tuple[LayerScheme, ...]:
+    """Return the schemes of a model's layers with experts, that of the lowest layer first.
+
+    config: an object with a known model_type. fields: experts, hidden and intermediate. Layers for
+    multi-token prediction, which follow the model's own, are left out. Raises ConfigurationError
+    for an unknown scheme, for a layer whose experts have several, and if the config.json tells
+    layers apart but does not have their number.
+    """
+    depth = max(fields["hidden"], fields["intermediate"])
+    given = quantization_of(config)
+    read = SchemeReader(str(path), config, depth)
+    if given is None:
+        scheme_of(str(path), config, depth=depth)  # refuses options of experts without it
+        return (LayerScheme(None, UNQUANTIZED),)
+    quantization = ModuleQuantization(str(path), given)
+    layers = layers_with_experts(path, config)
+    layout, experts = quantized_layout(config), quantization.experts_to_try(fields["experts"])
+    # Without the number of layers, those that entries name, and one that stands for all others.
+    numbers = quantization.layers_to_try(layers)
+    if len(numbers) * len(experts) > _MAX_MODULES:
+        got = f"{len(numbers)} layers of {fields['experts']} experts, told apart by number"
+        raise config_error(str(path), got, "fewer")
+    by_scheme: dict[str, list[int]] = {}
+    for number in numbers:
+        modules = layout.modules(f"model.layers.{number}.", experts)
+        what = f"experts of layer {number}"
+        by_scheme.setdefault(common_value(quantization, modules, read, what), []).append(number)
+    quantization.check_used()
+    if len(by_scheme) == 1:
+        return (LayerScheme(layers, next(iter(by_scheme))),)
+    if layers is None:
+        got = f"layers that differ ({' and '.join(by_scheme)}), and no {_NUM_LAYERS[0]}"
+        raise config_error(str(path), got, "the number of layers")
+    return tuple(LayerScheme(tuple(found), scheme) for scheme, found in by_scheme.items())
+
+
+def quantized_layout(config: Config) -> ExpertLayout:
+    """Return the layout that names what a quantizer quantizes: modules of experts, if there are."""
+    layouts = LAYOUTS[config["model_type"]]
+    return next((layout for layout in layouts if not layout.stacked), layouts[0])
+
+
+def layers_with_experts(path: Path, config: Config) -> tuple[int, ...] | None:
+    """Return the numbers of a model's layers, without those that the config.json makes dense.
+
+    None if it does not have their number.
+    """
+    count = num_layers(path, config)
+    if count is None:
+        return None
+    dense = set(_dense_layers(config, count))
+    return tuple(layer for layer in range(count) if layer not in dense) or None
+
+
+def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers, without those for multi-token prediction; None if unknown."""
+    for key in _NUM_LAYERS:
+        value = config.get(key)
+        if value is not None:
+            if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
+                need = f"an integer from 1 to {_MAX_LAYERS}"
+                raise ConfigurationError(f"model {path}", got=f"{key} = {value!r}", need=need)
+            return value
+    return None
+
+
+def _dense_layers(config: Config, count: int) -> Iterator[int]:
+    """Yield the layers that have a dense MLP, or none, by the keys that transformers uses.
+
+    Keys with values of other types are not used: they then have another meaning.
+    """
+    for key in _NUM_DENSE:
+        value = config.get(key)
+        if type(value) is int:
+            yield from range(min(value, count))
+    for key, sparse in (("mlp_layer_types", "sparse"), ("layers_block_type", "moe")):
+        types = config.get(key)
+        if isinstance(types, list) and len(types) == count and sparse in types:
+            yield from (layer for layer, kind in enumerate(types) if kind != sparse)
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and len(pattern) == count and "E" in pattern:
+        yield from (layer for layer, kind in enumerate(pattern) if kind != "E")
+    only = config.get("mlp_only_layers")
+    if isinstance(only, list):
+        yield from (layer for layer in only if type(layer) is int)
+    step = config.get("decoder_sparse_step")
+    if type(step) is int and step > 1:
+        yield from (layer for layer in range(count) if (layer + 1) % step)
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list) and len(frequency) == count:
+        yield from (layer for layer, has_experts in enumerate(frequency) if not has_experts)
+    with_experts = config.get("moe_layers")
+    if isinstance(with_experts, list) and with_experts:
+        yield from (layer for layer in range(count) if layer not in with_experts)

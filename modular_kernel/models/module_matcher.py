@@ -1,0 +1,382 @@
+"""Matching of module names with the entries of a quantization_config, in linear time.
+
+A config.json is untrusted, and a regular expression in it may take exponential time in `re`. Here
+all entries of a list become one automaton, which reads a name once. Its deterministic states are
+built on demand, so that the names of a model's experts share almost all of them.
+
+Syntax: literals, `.`, `\\d`, `\\w`, character classes, groups, `|`, `* + ? {m,n}`, `^` and `$`.
+Lookaround, backreferences and flags are refused.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+MAX_LENGTH = 500  # of an entry
+_MAX_STATES = 1 << 18  # of all entries of a list
+_MAX_STATES_OF_ENTRY = 1 << 13
+_MAX_REPEAT = 64  # upper bound in {m,n}
+_MAX_NESTING = 20
+_MAX_NODES = 1 << 15  # deterministic states that are kept
+_DIGITS = "0123456789"
+_WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
+_REPEAT = re.compile(r"\{(\d{1,3})(,?)(\d{0,3})\}", re.ASCII)
+_REGEX_CHARACTERS = frozenset("\\^$()|+{}")
+
+Kind = Literal["modules", "regex", "search", "module regex"]
+
+
+class PatternError(ValueError):
+    """An entry that cannot be matched; the message says what is needed."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a list.
+
+    kind: "modules": whole parts of a name between dots, with the wildcards `*`, `?` and `[...]`; it
+    covers a module and everything inside it. "regex": matches from the start of a name. "search":
+    matches anywhere. "module regex": matches a module's whole name, and covers everything inside.
+    """
+
+    text: str
+    kind: Kind
+
+
+def entry_of(text: str) -> Entry:
+    """Return the entry of a list of modules: "re:..." is a regex, other text names modules.
+
+    Text with characters that only a regular expression has is one, of whole names of modules.
+    """
+    if text.startswith("re:"):
+        return Entry(text[3:], "regex")
+    return Entry(text, "module regex" if _REGEX_CHARACTERS & set(text) else "modules")
+
+
+@dataclass(slots=True)
+class _State:
+    """A state of the automaton. edges: (characters or None for any, target)."""
+
+    edges: list[tuple[str | None, int]] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)  # transitions without a character
+    at_start: list[int] = field(default_factory=list)
+    at_end: list[int] = field(default_factory=list)
+    entry: int | None = None  # the number of the entry that matched
+
+
+@dataclass(slots=True)
+class _Node:
+    """A set of states. entry, end_entry: of the first entry that has matched, anywhere or here."""
+
+    states: frozenset[int]
+    entry: int | None
+    end_entry: int | None
+    following: dict[str, "_Node"] = field(default_factory=dict)
+
+
+class ModuleMatcher:
+    """The entries of one list.
+
+    A regular expression with `$` covers everything inside the modules that it matches, like an
+    entry that names a module. Raises PatternError for an entry with unknown syntax, or if there are
+    too many.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._states: list[_State] = []
+        self._limit = _MAX_STATES
+        self._nodes: dict[frozenset[int], _Node] = {}
+        self._prefixes: dict[str, tuple[_Node, int | None]] = {}
+        start = self._new()
+        # Entries that may start at any part of a name share these two states.
+        anywhere, at_part = self._new(), self._new()
+        self._states[start].free += [anywhere, at_part]
+        self._states[anywhere].edges += [(None, anywhere), (".", at_part)]
+        for number, entry in enumerate(entries):
+            if len(entry.text) > MAX_LENGTH:
+                raise PatternError(f"at most {MAX_LENGTH} characters")
+            self._limit = min(len(self._states) + _MAX_STATES_OF_ENTRY, _MAX_STATES)
+            source = {"modules": at_part, "search": anywhere}.get(entry.kind, start)
+            self._add(number, entry, source)
+        self._start_states = self._closure([start], start=True)
+
+    def first(self, names: Iterable[str]) -> int | None:
+        """Return the number of the first entry that matches one of the names; None if none does."""
+        found = [number for name in names if (number := self._match(name)) is not None]
+        return min(found, default=None)
+
+    def _match(self, name: str) -> int | None:
+        if len(self._nodes) > _MAX_NODES:
+            self._nodes.clear()
+            self._prefixes.clear()
+        # Experts of a layer differ only in the last two parts of their names.
+        split = max(name.rfind(".", 0, max(name.rfind("."), 0)), 0)
+        prefix = name[:split]
+        reached = self._prefixes.get(prefix)
+        if reached is None:
+            reached = self._read(self._node(self._start_states), None, prefix)
+            self._prefixes[prefix] = reached
+        node, best = self._read(*reached, name[split:])
+        return _least(_least(best, node.entry), node.end_entry)
+
+    def _read(self, node: _Node, best: int | None, text: str) -> tuple[_Node, int | None]:
+        """Return the node after `text`, and the first entry that has matched before its end."""
+        for character in text:
+            if node.entry is not None:
+                best = _least(best, node.entry)
+            if character == "." and node.end_entry is not None:
+                best = _least(best, node.end_entry)
+            following = node.following.get(character)
+            if following is None:
+                following = self._node(self._step(node.states, character))
+                node.following[character] = following
+            node = following
+        return node, best
+
+    def _new(self) -> int:
+        if len(self._states) >= self._limit:
+            raise PatternError("fewer or shorter patterns")
+        self._states.append(_State())
+        return len(self._states) - 1
+
+    def _add(self, number: int, entry: Entry, source: int) -> None:
+        matched = self._new()
+        self._states[matched].entry = number
+        if entry.kind == "modules":
+            end = _Glob(self, entry.text).build(source)
+        else:
+            end = _Regex(self, entry.text).build(source)
+        if entry.kind in ("regex", "search"):
+            self._states[end].free.append(matched)
+        else:
+            self._states[end].at_end.append(matched)
+
+    def _step(self, states: frozenset[int], character: str) -> frozenset[int]:
+        targets = [
+            target
+            for state in states
+            for characters, target in self._states[state].edges
+            if characters is None or character in characters
+        ]
+        return self._closure(targets)
+
+    def _closure(
+        self, states: Iterable[int], *, start: bool = False, end: bool = False
+    ) -> frozenset[int]:
+        """Return the states that are reached without a character."""
+        reached, pending = set(states), list(states)
+        while pending:
+            state = self._states[pending.pop()]
+            targets = list(state.free)
+            targets += state.at_start if start else []
+            targets += state.at_end if end else []
+            for target in targets:
+                if target not in reached:
+                    reached.add(target)
+                    pending.append(target)
+        return frozenset(reached)
+
+    def _node(self, states: frozenset[int]) -> _Node:
+        node = self._nodes.get(states)
+        if node is None:
+            at_end = self._closure(states, end=True)
+            node = _Node(states, self._first_entry(states), self._first_entry(at_end))
+            self._nodes[states] = node
+        return node
+
+    def _first_entry(self, states: Iterable[int]) -> int | None:
+        entries = (self._states[state].entry for state in states)
+        return min((entry for entry in entries if entry is not None), default=None)
+
+
+def _least(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)
+
+
+class _Builder:
+    """A parser of one entry, which adds states to a matcher."""
+
+    def __init__(self, matcher: ModuleMatcher, text: str) -> None:
+        self.matcher, self.text, self.position = matcher, text, 0
+
+    def edge(self, source: int, characters: str | None) -> int:
+        """Add a state that is reached from `source` by one character."""
+        target = self.matcher._new()
+        self.matcher._states[source].edges.append((characters, target))
+        return target
+
+    def free(self, source: int, target: int) -> None:
+        """Add a transition without a character."""
+        self.matcher._states[source].free.append(target)
+
+    def character_class(self, negation: str) -> str | None:
+        """Parse a class after its "[". negation: the character that negates it."""
+        close = self.text.find("]", self.position + 1)
+        if close < 0:
+            raise PatternError("a class with its ]")
+        body, self.position = self.text[self.position : close], close + 1
+        negated = body.startswith(negation)
+        body = body.removeprefix(negation)
+        characters, index = "", 0
+        while index < len(body):
+            first = body[index]
+            if first == "[":
+                raise PatternError("classes without [")
+            if first == "\\":
+                index += 1
+                characters += _escaped(body[index : index + 1])
+            elif body[index + 1 : index + 2] == "-" and index + 2 < len(body):
+                last = body[index + 2]
+                if not "\0" < first <= last < "\x7f":
+                    raise PatternError("ranges of ASCII characters in order")
+                characters += "".join(map(chr, range(ord(first), ord(last) + 1)))
+                index += 2
+            else:
+                characters += first
+            index += 1
+        if not negated:
+            return characters
+        return "".join(chr(code) for code in range(1, 127) if chr(code) not in characters)
+
+
+class _Glob(_Builder):
+    """Names of modules with wildcards."""
+
+    def build(self, source: int) -> int:
+        text = self.text.strip(".").removesuffix(".*")
+        if not text:
+            raise PatternError("the name of a module")
+        self.text = text
+        while self.position < len(text):
+            character = text[self.position]
+            self.position += 1
+            if character == "*":
+                source = self._loop(source)
+            elif character == "[":
+                source = self.edge(source, self.character_class("!"))
+            else:
+                source = self.edge(source, None if character == "?" else character)
+        return source
+
+    def _loop(self, source: int) -> int:
+        state = self.matcher._new()
+        self.free(source, state)
+        self.matcher._states[state].edges.append((None, state))
+        return state
+
+
+class _Regex(_Builder):
+    """A regular expression."""
+
+    def build(self, source: int) -> int:
+        end = self._alternatives(source, 0)
+        if self.position < len(self.text):
+            raise PatternError("balanced parentheses")
+        return end
+
+    def _alternatives(self, source: int, nesting: int) -> int:
+        if nesting > _MAX_NESTING:
+            raise PatternError(f"at most {_MAX_NESTING} nested groups")
+        end = self.matcher._new()
+        while True:
+            self.free(self._sequence(source, nesting), end)
+            if self.text[self.position : self.position + 1] != "|":
+                return end
+            self.position += 1
+
+    def _sequence(self, source: int, nesting: int) -> int:
+        while self.position < len(self.text) and self.text[self.position] not in "|)":
+            source = self._repeated(source, nesting)
+        return source
+
+    def _repeated(self, source: int, nesting: int) -> int:
+        """Parse an atom and its quantifier. Each repetition parses the atom again."""
+        begin, atom = self.position, self.matcher._new()
+        self.free(source, atom)
+        end = self._atom(atom, nesting)
+        after = self.position
+        low, high = self._quantifier()
+        rest, ends = self.position, [end]
+        if low == 0:
+            ends.append(source)
+        for count in range(2, (high or max(low, 1)) + 1):
+            self.position = begin
+            start = self.matcher._new()
+            self.free(end, start)
+            end = self._atom(start, nesting)
+            if self.position != after:
+                raise PatternError("quantifiers that follow an atom")
+            ends = [end] if count <= low else [*ends, end]
+            atom = start
+        if high is None:
+            self.free(end, atom)
+        self.position = rest
+        last = self.matcher._new()
+        for each in ends:
+            self.free(each, last)
+        return last
+
+    def _quantifier(self) -> tuple[int, int | None]:
+        """Parse a quantifier: (least, most), without a most for * and +."""
+        character = self.text[self.position : self.position + 1]
+        simple = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if character in simple and character:
+            self.position += 1
+            bounds: tuple[int, int | None] = simple[character]
+        elif match := _REPEAT.match(self.text, self.position):
+            self.position = match.end()
+            low = int(match[1])
+            bounds = low, low if not match[2] else int(match[3]) if match[3] else None
+            most = low if bounds[1] is None else bounds[1]
+            if not low <= most <= _MAX_REPEAT or most == 0:
+                raise PatternError(f"repetitions {{m,n}} up to {_MAX_REPEAT}")
+        else:
+            return 1, 1
+        following = self.text[self.position : self.position + 1]
+        if following == "?":  # a lazy quantifier matches the same names
+            self.position += 1
+        elif following and following in "*+{":
+            raise PatternError("one quantifier after an atom")
+        return bounds
+
+    def _atom(self, source: int, nesting: int) -> int:
+        character = self.text[self.position]
+        self.position += 1
+        if character == "(":
+            return self._group(source, nesting)
+        if character == "[":
+            return self.edge(source, self.character_class("^"))
+        if character in "^$":
+            target = self.matcher._new()
+            state = self.matcher._states[source]
+            (state.at_start if character == "^" else state.at_end).append(target)
+            return target
+        if character == "\\":
+            self.position += 1
+            return self.edge(source, _escaped(self.text[self.position - 1 : self.position]))
+        if character in "*+?{}])":
+            raise PatternError(f"no {character} here")
+        return self.edge(source, None if character == "." else character)
+
+    def _group(self, source: int, nesting: int) -> int:
+        if self.text[self.position : self.position + 1] == "?":
+            if self.text[self.position : self.position + 2] != "?:":
+                raise PatternError("groups without lookaround, names or flags")
+            self.position += 2
+        end = self._alternatives(source, nesting + 1)
+        if self.text[self.position : self.position + 1] != ")":
+            raise PatternError("balanced parentheses")
+        self.position += 1
+        return end
+
+
+def _escaped(character: str) -> str:
+    """Return the characters that a backslash and `character` stand for."""
+    if character in ("d", "w"):
+        return _DIGITS if character == "d" else _WORD
+    if not character or character.isalnum():
+        raise PatternError(r"no escapes but \d, \w and those of punctuation")
+    return character

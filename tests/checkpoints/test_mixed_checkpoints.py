@@ -1,0 +1,213 @@
+"""Layers of one checkpoint in several formats: each loads in its own, and gives its numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixed_samples import EXPERTS, MIXED, write_mixed
+from safetensors.torch import load_file, save_file
+
+import modular_kernel as mk
+from modular_kernel.catalog import this_machine
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.errors import ConfigurationError, DtypeError, InputError, WeightsError
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import Sample
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+AWQ = CHECKPOINT_FORMATS["awq"].config
+LAYERS = [(name, layer) for name, (kinds, _) in MIXED.items() for layer in kinds]
+
+
+def relative_error(sample: Sample, call: Any) -> float:
+    x, weights, ids = sample.inputs(24)
+    y = call(x.bfloat16(), mk.Routing(weights, ids))
+    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
+    return float((y.double() - truth).norm() / truth.norm())
+
+
+def call_of(loaded: Any) -> Any:
+    kernel = mk.make_kernel(*PAIR, loaded.problem(24), machine=this_machine(device="cpu"))
+    return lambda x, routing: kernel(x, loaded.weights, routing)
+
+
+@pytest.mark.parametrize(("name", "layer"), LAYERS)
+def test_each_layer_has_the_numbers_of_its_format(name: str, layer: int, tmp_path: Path) -> None:
+    """By load_experts, whole and in shares, and by FusedMoE."""
+    kinds, quantization = MIXED[name]
+    sample, expected = write_mixed(tmp_path, kinds, quantization)[layer], kinds[layer]
+    loaded = mk.load_experts(tmp_path, layer)
+    bound = CHECKPOINT_FORMATS[expected].bound
+    scheme = str(QuantScheme.parse(loaded.problem_fields["quant"]))
+    assert scheme == CHECKPOINT_FORMATS[expected].scheme
+    assert relative_error(sample, call_of(loaded)) <= bound
+
+    total = torch.zeros(24, 128, dtype=torch.float64)
+    x, weights, ids = sample.inputs(24)
+    for rank in range(2):
+        share = mk.load_experts(tmp_path, layer, ep=(rank, 2))
+        problem, own = share.partial(24)
+        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        total += kernel(x.bfloat16(), own, mk.Routing(weights, ids)).double()
+    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (total - truth).norm() / truth.norm() <= bound
+
+    module = FusedMoE.from_config(tmp_path, layer, top_k=2, experts="TorchExperts")
+    module.load(tmp_path)
+    assert str(QuantScheme.parse(module.problem.quant)) == scheme
+    assert (
+        relative_error(sample, lambda x, r: module(x, (r.topk_weights_TK, r.topk_ids_TK))) <= bound
+    )
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_config_json_alone_has_the_schemes_of_its_files(name: str, tmp_path: Path) -> None:
+    kinds, quantization = MIXED[name]
+    write_mixed(tmp_path, kinds, quantization)
+    report = inspect(tmp_path)
+    told = {
+        layer: str(QuantScheme.parse(group.problem_fields["quant"]))
+        for group in report.groups
+        for layer in group.layers
+    }
+    assert told == {layer: CHECKPOINT_FORMATS[kind].scheme for layer, kind in kinds.items()}
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert report.nbytes == sum(t.nbytes for n, t in tensors.items() if "experts" in n)
+    assert report.layers == tuple(kinds)
+    for layer, kind in kinds.items():
+        module = FusedMoE.from_config(tmp_path / "config.json", layer, top_k=2)
+        assert str(QuantScheme.parse(module.problem.quant)) == CHECKPOINT_FORMATS[kind].scheme
+    with pytest.raises(
+        ConfigurationError, match=r"layer: got None, and several schemes \(layers? 0"
+    ):
+        FusedMoE.from_config(tmp_path / "config.json", top_k=2)
+
+
+def test_the_other_format_of_a_layer_is_noticed(tmp_path: Path) -> None:
+    """Without the entries for layers 1 to 3 their tensors are not what is expected."""
+    kinds, quantization = MIXED["GPTQ, dynamic"]
+    write_mixed(tmp_path, kinds, quantization)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]["dynamic"]
+    (tmp_path / "plain.json").write_text(json.dumps(config))
+    for layer, need in ((1, "qweight"), (2, "zero_point"), (3, "no .*qweight")):
+        with pytest.raises(InputError, match=need):
+            mk.load_experts(tmp_path, layer, config=tmp_path / "plain.json")
+    assert mk.load_experts(tmp_path, 0, config=tmp_path / "plain.json")
+
+
+def test_a_layer_of_another_config_is_loaded_by_it(tmp_path: Path) -> None:
+    """`config=` is another way to a layer that the config.json describes wrongly."""
+    sample = write_mixed(tmp_path, {0: "awq", 1: "bf16"}, AWQ)[1]
+    with pytest.raises(WeightsError, match=r"no .*1.mlp.experts.0.gate_proj.qweight"):
+        mk.load_experts(tmp_path, 1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "plain.json").write_text(json.dumps(config))
+    loaded = mk.load_experts(tmp_path, 1, config=tmp_path / "plain.json")
+    assert relative_error(sample, call_of(loaded)) <= CHECKPOINT_FORMATS["bf16"].bound
+
+
+def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
+    excluded = f"{EXPERTS.format(1)}.2.up_proj"
+    write_mixed(tmp_path, {0: "awq", 1: "awq"}, AWQ | {"modules_to_not_convert": [excluded]})
+    message = (
+        rf"experts of layer 1: got int4\S+ \(awq\) of {EXPERTS.format(1)}.0.gate_proj and none of "
+        rf"{excluded} \(modules_to_not_convert has '{excluded}'\), need one format"
+    )
+    for read in (
+        lambda: mk.load_experts(tmp_path, 1),
+        lambda: inspect(tmp_path),
+        lambda: FusedMoE.from_config(tmp_path, 1, top_k=2),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            read()
+    assert mk.load_experts(tmp_path, 0)
+
+
+def test_files_that_are_not_as_the_config_says_are_refused(tmp_path: Path) -> None:
+    kinds, quantization = MIXED["fp8, excluded layers"]
+    write_mixed(tmp_path, kinds, quantization)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = f"{EXPERTS.format(1)}.3.down_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(DtypeError, match=rf"{name}: got float8_e4m3fn, need bfloat16"):
+        mk.load_experts(tmp_path, 1)
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1, 2)}, path)
+    with pytest.raises(WeightsError, match=rf"{name}_scale_inv, need 4 experts of none"):
+        mk.load_experts(tmp_path, 1)
+
+
+def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
+    sample = write_mixed(tmp_path, {0: "modelopt nvfp4", 1: "bf16"}, None)[0]
+    with pytest.raises(InputError):
+        mk.load_experts(tmp_path, 0)
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.1*"]}
+    content = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    bound = CHECKPOINT_FORMATS["modelopt nvfp4"].bound
+    assert relative_error(sample, call_of(mk.load_experts(tmp_path, 0))) <= bound
+    assert mk.load_experts(tmp_path, 1).problem_fields["quant"] == "none"
+
+
+# ------------------------------------------------------------- layers after the model's own
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
+def test_a_layer_for_multi_token_prediction_has_its_own_format(
+    listed: bool, tmp_path: Path
+) -> None:
+    """Quantizers leave it as it is, often without an entry for it."""
+    lists = {"modules_to_not_convert": ["model.layers.2"]} if listed else {}
+    samples = write_mixed(tmp_path, {0: "awq", 1: "awq", 2: "bf16"}, AWQ | lists, num_layers=2)
+    report = inspect(tmp_path)
+    assert report.layers == (0, 1)
+    assert report.extra == ((2, "unquantized"),)
+    assert str(report).endswith("bytes; MTP layer 2 unquantized")
+    for layer, kind in ((1, "awq"), (2, "bf16")):
+        loaded = mk.load_experts(tmp_path, layer)
+        assert relative_error(samples[layer], call_of(loaded)) <= CHECKPOINT_FORMATS[kind].bound
+    # A layer of the model itself is not loaded that way.
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if listed:
+        assert mk.load_experts(tmp_path, 2)
+    else:
+        with pytest.raises(WeightsError, match=r"no .*2.mlp.experts.0.gate_proj.qweight"):
+            mk.load_experts(tmp_path, 2)
+
+
+def test_a_quantized_layer_for_multi_token_prediction_is_loaded_as_it_is(tmp_path: Path) -> None:
+    samples = write_mixed(tmp_path, {0: "awq", 1: "awq"}, AWQ, num_layers=1)
+    assert inspect(tmp_path).extra == ((1, f"in {mk.load_experts(tmp_path, 0).format}"),)
+    bound = CHECKPOINT_FORMATS["awq"].bound
+    assert relative_error(samples[1], call_of(mk.load_experts(tmp_path, 1))) <= bound
+
+
+def test_a_broken_layer_for_multi_token_prediction_is_told(tmp_path: Path) -> None:
+    write_mixed(tmp_path, {0: "awq", 1: "deepseek fp8"}, AWQ, num_layers=1)
+    report = inspect(tmp_path)
+    assert report.layers == (0,)
+    ((layer, text),) = report.extra
+    assert layer == 1
+    assert text.startswith("cannot be loaded (")
+    assert "1.mlp.experts.0.gate_proj.qweight" in text
+    with pytest.raises(WeightsError, match=r"1.mlp.experts.0.gate_proj.qweight"):
+        mk.load_experts(tmp_path, 1)
+
+
+def test_layers_without_a_stated_dtype_have_that_of_their_files(tmp_path: Path) -> None:
+    kinds, quantization = MIXED["AWQ and bf16"]
+    write_mixed(tmp_path, kinds, quantization)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = inspect(tmp_path)
+    assert report.dtype_of_files
+    assert report.converted == ()
+    assert report.groups[0].problem_fields["dtype"] == "bfloat16"

@@ -1,0 +1,104 @@
+"""Tiny checkpoints whose layers are quantized differently, with exact results for each layer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import Sample, Tensors, save, write
+
+Config = dict[str, Any]
+_AWQ, _GPTQ, _FP8 = (CHECKPOINT_FORMATS[kind].config for kind in ("awq", "gptq", "deepseek fp8"))
+assert _AWQ is not None
+assert _GPTQ is not None
+assert _FP8 is not None
+
+
+def _group(kind: str, *targets: str) -> Config:
+    config = CHECKPOINT_FORMATS[kind].config
+    assert config is not None
+    group: Config = config["config_groups"]["group_0"]
+    return group | {"targets": list(targets), "format": config["format"]}
+
+
+EXPERTS = "model.layers.{}.mlp.experts"
+# Name -> (the format of each layer, quantization_config). Names are those of Qwen3.
+MIXED: dict[str, tuple[dict[int, str], Config]] = {
+    "AWQ and bf16": (
+        {0: "bf16", 1: "awq", 2: "awq"},
+        _AWQ | {"modules_to_not_convert": ["model.layers.0.", "mlp.gate"]},
+    ),
+    "compressed-tensors, two groups": (
+        {0: "compressed int4", 1: "compressed fp8 channel", 2: "compressed int4"},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": _group("compressed int4", r"re:.*layers\.(0|2)\.mlp\.experts\..*"),
+                "group_1": _group("compressed fp8 channel", r"re:.*layers\.1\.mlp\.experts\..*"),
+            },
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+        },
+    ),
+    "GPTQ, dynamic": (
+        {0: "gptq", 1: "gptq int8", 2: "gptq, zero points", 3: "bf16"},
+        _GPTQ
+        | {
+            "dynamic": {
+                r"-:.*\.mlp\.gate$": {},
+                r"-:model\.layers\.3\..*": {},
+                r"+:.*layers\.1\.mlp\.experts.*": {"bits": 8},
+                r"+:.*layers\.2\.mlp\.experts.*": {"sym": False},
+            }
+        },
+    ),
+    "fp8, excluded layers": (
+        {0: "deepseek fp8", 1: "bf16"},
+        _FP8 | {"ignored_layers": [EXPERTS.format(1), "lm_head"]},
+    ),
+    "modelopt, mixed precision": (
+        {0: "modelopt fp8", 1: "modelopt nvfp4", 2: "bf16"},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                EXPERTS.format(0): {"quant_algo": "FP8"},
+                EXPERTS.format(1): {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        },
+    ),
+    "auto-round": (
+        {0: "bf16", 1: "gptq"},
+        _GPTQ | {"extra_config": {EXPERTS.format(0): {"bits": 16, "data_type": "float"}}},
+    ),
+}
+
+
+def write_mixed(
+    folder: Path,
+    kinds: dict[int, str],
+    quantization: Config | None,
+    *,
+    num_layers: int | None = None,
+    **sizes: Any,
+) -> dict[int, Sample]:
+    """Write a Qwen3 checkpoint; return the samples of its layers.
+
+    kinds: the format of each layer. num_layers: of the config.json; further layers follow the
+    model's own. sizes: as for `samples.write`.
+    """
+    tensors: Tensors = {}
+    found = dict[int, Sample]()
+    for layer, kind in kinds.items():
+        part = folder / f"part{layer}"
+        found[layer] = write(part, "qwen3_moe", kind, layers=(layer,), seed=layer, **sizes)
+        tensors |= load_file(part / "model.safetensors")
+    config = next(iter(found.values())).config | {"num_hidden_layers": num_layers or len(kinds)}
+    config["torch_dtype"] = "bfloat16"
+    config.pop("quantization_config", None)
+    config |= {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, tensors)
+    return found

@@ -1,0 +1,235 @@
+"""Models of transformers whose layers are quantized differently, and with layers of no model."""
+
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from mixed_samples import MIXED
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_samples import OURS
+
+from modular_kernel.cli.demo_models import small_model
+from modular_kernel.errors import ConfigurationError, UnsupportedError, WeightsError
+from modular_kernel.integrations.transformers import from_pretrained, register
+from modular_kernel.integrations.transformers.modules import is_dispatched
+from modular_kernel.testing.checkpoints import samples
+from modular_kernel.testing.checkpoints.formats import StoredMatrix
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+
+HIDDEN, INTERMEDIATE = 128, 256
+EXPERTS = {"qwen3_moe": 12, "deepseek_v3": 16}
+AWQ = CHECKPOINT_FORMATS["awq"].config
+assert AWQ is not None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint, and a model in float64 of the numbers that it stands for."""
+
+    folder: Path
+    exact: Any
+
+
+def write(
+    folder: Path,
+    kinds: dict[int, str],
+    quantization: dict[str, Any],
+    *,
+    family: str = "qwen3_moe",
+    attention: dict[int, str] | None = None,
+    extra: dict[int, str] | None = None,
+    **options: Any,
+) -> Written:
+    """Write a small model. kinds: formats of the layers' experts; attention: of their o_proj.
+
+    extra: formats of the experts of layers that the model does not have.
+    """
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    sizes["moe_intermediate_size"] = INTERMEDIATE
+    layers = max(kinds) + 1
+    model = small_model(family, "bfloat16", "cpu", **sizes, num_hidden_layers=layers, **options)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    exact, generator = dict(kept), torch.Generator().manual_seed(0)
+    published, shape = samples.FAMILIES[family], (EXPERTS[family], HIDDEN, INTERMEDIATE)
+    for layer, kind in (kinds | (extra or {})).items():
+        stored = samples.matrices(CHECKPOINT_FORMATS[kind], published, shape, generator)
+        prefix = f"model.layers.{layer}."
+        kept |= published.names(prefix, stored)
+        if layer in kinds:
+            parts = {part: [as_float(matrix) for matrix in getattr(stored, part)]
+                     for part in ("gate", "up", "down")}  # fmt: skip
+            exact |= published.names(prefix, samples.LayerMatrices(**parts))
+        else:
+            kept[f"{prefix}enorm.weight"] = torch.ones(HIDDEN)
+    for layer, kind in (attention or {}).items():
+        name = f"model.layers.{layer}.self_attn.o_proj."
+        rows, depth = kept.pop(f"{name}weight").shape
+        made = CHECKPOINT_FORMATS[kind].make(rows, depth, generator, 1.0)
+        kept |= {name + part: tensor for part, tensor in made.tensors.items()}
+        exact[f"{name}weight"] = made.values.float()
+    config = json.loads((folder / "config.json").read_text())
+    truth = folder / "truth"
+    for path, content, given in (
+        (folder, kept, config | {"quantization_config": quantization}),
+        (truth, exact, config),
+    ):
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(given))
+        content = {name: tensor.contiguous() for name, tensor in content.items()}
+        save_file(content, path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).double().eval()
+    loaded.set_experts_implementation("batched_mm")
+    return Written(folder, loaded)
+
+
+def as_float(stored: StoredMatrix) -> StoredMatrix:
+    return StoredMatrix({"weight": stored.values.float()}, stored.values)
+
+
+def modules(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_dispatched(module)]
+
+
+def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
+    """The relative error of each experts module, on the same routing."""
+    found = []
+    for ours, theirs in zip(modules(model), modules(exact), strict=True):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(13, HIDDEN, generator=generator).bfloat16()
+        values, ids = torch.randn(13, theirs.num_experts, generator=generator).topk(3)
+        with torch.no_grad():
+            got = ours(x, ids, values.softmax(-1))
+            want = theirs(x.double(), ids, values.softmax(-1).double())
+        found.append(float((got.double() - want).norm() / want.norm()))
+    return found
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return from_pretrained(folder, experts_implementation=register(*OURS), **options)
+
+
+def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
+    """Check the error of each layer, and that the whole model runs."""
+    model = model or loaded(written.folder)
+    found = errors(model, written.exact)
+    for error, kind in zip(found, [kinds[layer] for layer in sorted(kinds)], strict=True):
+        assert error <= CHECKPOINT_FORMATS[kind].bound, kind
+    quants = [module._mk_quant.partition(":")[0] for module in modules(model)]
+    assert quants == [CHECKPOINT_FORMATS[kinds[n]].scheme.partition(":")[0] for n in sorted(kinds)]
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        exact = written.exact(input_ids=ids, use_cache=False).logits
+    assert (logits.double() - exact).norm() / exact.norm() <= 0.1
+    return model
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_each_layer_runs_in_its_own_format(name: str, tmp_path: Path) -> None:
+    kinds, quantization = MIXED[name]
+    check(write(tmp_path, kinds, quantization), kinds)
+
+
+def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> None:
+    kinds, quantization = MIXED["compressed-tensors, two groups"]
+    attention = {0: "compressed fp8 channel", 2: "compressed int4"}
+    groups = dict(quantization["config_groups"])
+    own = groups["group_0"] | {"targets": ["model.layers.2.self_attn.o_proj"]}
+    groups["group_1"] = groups["group_1"] | {
+        "targets": [*groups["group_1"]["targets"], "re:.*layers.0.self_attn.o_proj"]
+    }
+    config = quantization | {"config_groups": groups | {"group_2": own}}
+    written = write(tmp_path, kinds, config, attention=attention)
+    model = check(written, kinds)
+    exact = dict(written.exact.named_parameters())
+    for layer in kinds:
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        parameter = dict(model.named_parameters())[name]
+        assert (parameter.double() - exact[name]).norm() / exact[name].norm() <= 3e-3
+
+
+def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) -> None:
+    kinds, quantization = MIXED["AWQ and bf16"]
+    write(tmp_path, kinds, quantization, attention={0: "awq"})
+    message = r"layers.0.self_attn.o_proj.qweight: got qweight of int32, need a weight of none"
+    with pytest.raises(WeightsError, match=message):
+        loaded(tmp_path)
+
+
+def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
+    kinds = {0: "modelopt nvfp4", 1: "bf16"}
+    quantization = {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.1*"]}
+    written = write(tmp_path, kinds, {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    content = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    check(written, kinds)
+
+
+# ------------------------------------------------------------- layers that the model does not have
+
+
+@pytest.mark.parametrize("kind", ["bf16", "awq", "deepseek fp8"])
+def test_a_layer_for_multi_token_prediction_is_left_out(kind: str, tmp_path: Path) -> None:
+    """By the number of layers, whatever its format: this one would be refused by its number."""
+    kinds = {1: "awq"}
+    written = write(
+        tmp_path, kinds, AWQ, family="deepseek_v3", extra={2: kind}, num_nextn_predict_layers=1
+    )
+    model = check(written, kinds)
+    assert not [name for name in model.state_dict() if ".layers.2." in name]
+
+
+def test_a_layer_that_the_model_class_ignores_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `_keys_to_ignore_on_load_unexpected`, where its number alone does not tell."""
+    from modular_kernel.integrations.transformers import pretrained
+
+    monkeypatch.setattr(pretrained, "_num_layers", lambda config: None)
+    kinds = {1: "awq"}
+    written = write(tmp_path, kinds, AWQ, family="deepseek_v3", extra={61: "awq"})
+    check(written, kinds)
+    write(tmp_path / "other", kinds, AWQ, family="deepseek_v3", extra={60: "awq"})
+    with pytest.raises(UnsupportedError, match=r"layers \[1, 60\], of which \[1\] are"):
+        loaded(tmp_path / "other")
+
+
+def test_a_model_of_fewer_layers_than_its_files_is_loaded(tmp_path: Path) -> None:
+    kinds = {0: "awq", 1: "awq", 2: "awq"}
+    written = write(tmp_path, kinds, AWQ)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.num_hidden_layers, config.layer_types = 2, None
+    model = loaded(tmp_path, config=config)
+    assert len(modules(model)) == 2
+    written.exact.model.layers = written.exact.model.layers[:2]
+    assert max(errors(model, written.exact)) <= CHECKPOINT_FORMATS["awq"].bound
+
+
+def test_a_layer_of_the_model_that_the_files_lack_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {0: "awq", 1: "awq"}, AWQ)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(path).items() if "layers.1.mlp.experts" not in name}
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"layers \[0\], of which \[0, 1\] are dispatched"):
+        loaded(tmp_path)
+
+
+def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
+    excluded = {"modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}
+    write(tmp_path, {0: "awq", 1: "awq"}, AWQ | excluded)
+    with pytest.raises(ConfigurationError, match=r"experts of layer 1: got int4\S+ .* and none of"):
+        loaded(tmp_path)

@@ -1,0 +1,130 @@
+"""Entries match the names that `re` says they match, and in time that no entry can extend."""
+
+import re
+import time
+
+import pytest
+
+from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
+
+NAMES = [
+    f"{prefix}layers.{layer}.mlp.{module}"
+    for prefix in ("model.", "model.language_model.", "")
+    for layer in (0, 1, 2, 3, 12, 33)
+    for module in (
+        "gate",
+        "gate_proj",
+        "experts",
+        "experts.7.w1",
+        "experts.12.w3",
+        "experts.113.w1",
+    )
+]
+PATTERNS = (
+    r".*mlp\.(gate|up|gate_up|down)_proj.*",
+    r"model\.layers\.(0|1|2)\..*",
+    r".*\.(?:[0-9]|[1-3][0-9])\.mlp\..*",
+    r".*experts\.\d{1,2}\.w1",
+    r".*experts\.\d{2,}\.w\d+",
+    r"^model.*gate$",
+    r".+w[13]$",
+    r"m?odel.*?\.[^.]+\.(\d+)",
+    r"model\.layers\.1",
+    r"(m|mo)+del.*",
+    r"(?:mod|model)(\.layers)?\.\d+",
+    r".*layers\.(3|12)\.mlp(\.gate|$)",
+    r".*[a-f]x?[\w.]{3}w3",
+    r"layers\.",
+    r"",
+)
+
+
+def matched(entry: Entry, name: str) -> bool:
+    return ModuleMatcher([entry]).first([name]) is not None
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_regexes_match_as_re_does(pattern: str) -> None:
+    """`$` is also the end of a module that contains others."""
+    for name in NAMES:
+        parts = name.split(".")
+        containing = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        expected = any(re.match(pattern, module) for module in containing)
+        assert matched(Entry(pattern, "regex"), name) == expected, name
+        expected = any(re.search(pattern, module) for module in containing)
+        assert matched(Entry(pattern, "search"), name) == expected, name
+
+
+EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lm_head", False),
+        ("gate", False),  # the router, not gate_proj
+        ("mlp.gate", False),
+        ("gate_proj", True),
+        ("mlp", True),
+        ("mlp.experts", True),
+        ("model.layers.3", True),
+        ("model.layers.3.", True),
+        ("model.layers.3.mlp.*", True),
+        ("model.layers.33.", False),
+        ("layers.3.mlp", True),
+        ("model.layers.*.mlp.experts*", True),
+        ("model.layers.[0-4].mlp", True),
+        ("model.layers.[!0-4].mlp", False),
+        ("*.experts.1?.gate_proj", True),
+        ("model.layers.1*", False),
+        ("odel.layers.3", False),
+        ("experts.1", False),
+        (r"model\.layers\.\d+\.mlp\.experts", True),
+        (r"model\.layers\.\d+\.mlp\.exp", False),  # not up to the end of a part
+        ("re:.*experts.*", True),
+        (r"re:experts", False),  # from the start of the name
+        (r"re:.*mlp\.gate$", False),
+    ],
+)
+def test_entries_of_lists(text: str, expected: bool) -> None:
+    assert matched(entry_of(text), EXPERT) == expected
+
+
+def test_the_first_of_several_entries_counts() -> None:
+    entries = [entry_of(text) for text in ("lm_head", "re:.*gate_proj", "mlp", "re:model.*")]
+    matcher = ModuleMatcher(entries)
+    assert matcher.first([EXPERT]) == 1
+    assert matcher.first([EXPERT.replace("gate", "up")]) == 2
+    assert matcher.first(["model.norm"]) == 3
+    assert matcher.first(["lm_head"]) == 0
+    assert matcher.first(["lm_head.bias", EXPERT]) == 0
+    assert matcher.first(["visual.mlp_norm"]) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a", "a)", "[a", "a**", "*a", "(?!a)b", "(?i)a", r"(a)\1", r"\x61", "a{3,2}", "a{999}",
+     "(" * 40 + "a" + ")" * 40, "a" * 501, "(((a{60}){60}){60}){60}", "[[:alpha:]]", "a{0}"],
+)  # fmt: skip
+def test_other_syntax_is_refused(pattern: str) -> None:
+    with pytest.raises(PatternError):
+        ModuleMatcher([Entry(pattern, "regex")])
+
+
+@pytest.mark.parametrize("text", ["", ".", ".."])
+def test_no_name_is_refused(text: str) -> None:
+    with pytest.raises(PatternError):
+        ModuleMatcher([Entry(text, "modules")])
+
+
+def test_no_pattern_takes_long() -> None:
+    """Backtracking would take years for the first two."""
+    patterns = ["(m|m)(o|o)" * 49, "(.*.*)*" * 60 + "x", ".*a" * 160 + "$", "(.?){60}" * 9 + "y"]
+    entries = [Entry(pattern, "regex") for pattern in patterns]
+    entries += [entry_of(f"model.layers.{n}.*.gate*") for n in range(200)]
+    begin = time.process_time()
+    matcher = ModuleMatcher(entries)
+    for layer in range(20):
+        for expert in range(64):
+            matcher.first([f"model.layers.{layer}.mlp.experts.{expert}.down_proj"])
+    assert time.process_time() - begin < 20

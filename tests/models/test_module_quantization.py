@@ -1,0 +1,578 @@
+"""Which format a quantization_config has for the experts of each layer."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import DEEPSEEK, FP8, GPT_OSS, MIXTRAL, NEMOTRON, QWEN3, without, written
+
+from modular_kernel.checkpoints.quantization_map import QuantizationMap
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.config_file import layers_of_file, problem_fields_of_file
+
+Config = dict[str, Any]
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+MODELOPT = {"quant_method": "modelopt"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+W4 = {"weights": INT4, "input_activations": None, "format": "pack-quantized"}
+W8 = {"weights": CHANNEL, "input_activations": TOKEN, "format": "float-quantized"}
+W4A4 = {"weights": NVFP4, "input_activations": NVFP4, "format": "nvfp4-pack-quantized"}
+G128, G64 = "int4_w4a16_group:group=128", "int4_w4a16_group:group=64"
+G32, ZERO = "int4_w4a16_group:group=32", "int4_w4a16_group:group=128,zero_points=true"
+FP8_BLOCK, FP8_CHANNEL, FP8_STATIC = (
+    "fp8_w8a8_block:block=128x128",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_tensor:static=true",
+)
+
+
+def groups(*entries: tuple[list[str], Config], **more: Any) -> Config:
+    named = {
+        f"group_{n}": group | {"targets": targets} for n, (targets, group) in enumerate(entries)
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": named} | more
+
+
+def qwen(layers: int = 4) -> Config:
+    return QWEN3 | {"num_hidden_layers": layers}
+
+
+def deepseek(layers: int = 6, dense: int = 3) -> Config:
+    config = without(DEEPSEEK, "quantization_config")
+    return config | {"num_hidden_layers": layers, "first_k_dense_replace": dense}
+
+
+def names(layers: range, *modules: str) -> list[str]:
+    return [f"model.layers.{layer}.{module}" for layer in layers for module in modules]
+
+
+QWEN_FP8 = names(range(4), "input_layernorm", "mlp.gate", "self_attn.q_norm", "self_attn.k_norm")
+EXPERT_LAYERS = {
+    f"backbone.layers.{layer}.mixer.experts.{e}.{name}": {"quant_algo": "NVFP4", "group_size": 16}
+    for layer in (1, 3)
+    for e in range(128)
+    for name in ("up_proj", "down_proj")
+}
+# quantization_config -> the scheme of each run of layers. The objects have the entries that the
+# named repositories publish, as far as they are remembered; lists of all layers are shortened to
+# the layers here. "reconstructed": no repository's file, but what the packer writes for the recipe.
+TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
+    # Whole models
+    "deepseek-ai/DeepSeek-V3": (
+        deepseek(),
+        FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3"},
+        {(3, 4, 5): FP8_BLOCK},
+    ),
+    "deepseek-ai/DeepSeek-V3.1": (
+        deepseek(),
+        FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        {(3, 4, 5): FP8_BLOCK},
+    ),
+    "Qwen/Qwen3-30B-A3B-FP8": (
+        qwen(),
+        FP8
+        | {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", *QWEN_FP8],
+        },
+        {(0, 1, 2, 3): FP8_BLOCK},
+    ),
+    "Qwen/Qwen3-30B-A3B-GPTQ-Int4": (
+        qwen(),
+        GPTQ
+        | {
+            "checkpoint_format": "gptq",
+            "damp_percent": 0.01,
+            "lm_head": False,
+            "static_groups": False,
+            "sym": True,
+            "true_sequential": True,
+        },
+        {(0, 1, 2, 3): G128},
+    ),
+    "Qwen/Qwen3-235B-A22B-Instruct AWQ of a community": (
+        qwen(),
+        AWQ | {"modules_to_not_convert": ["mlp.gate"]},
+        {(0, 1, 2, 3): ZERO},
+    ),
+    "openai/gpt-oss-20b": (
+        without(GPT_OSS, "quantization_config") | {"num_hidden_layers": 4},
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+                *("model.embed_tokens", "lm_head"),
+            ],
+        },
+        {(0, 1, 2, 3): "mxfp4_w4a16"},
+    ),
+    "MiniMaxAI/MiniMax-M2": (
+        MIXTRAL | {"model_type": "minimax_m2", "num_hidden_layers": 3},
+        FP8
+        | {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        {(0, 1, 2): FP8_BLOCK},
+    ),
+    "moonshotai/Kimi-K2-Thinking": (
+        deepseek(4, 1),
+        groups(
+            (["Linear"], W4),
+            format="pack-quantized",
+            ignore=[
+                *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+                "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+            ],
+        ),
+        {(1, 2, 3): G32},
+    ),
+    "nvidia/DeepSeek-R1-FP4": (
+        deepseek(),
+        MODELOPT
+        | {
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head", *names(range(6), "self_attn*")],
+        },
+        {(3, 4, 5): "nvfp4_w4a16"},
+    ),
+    "nvidia/Qwen3-30B-A3B-NVFP4": (
+        qwen(),
+        MODELOPT
+        | {
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": W4A4 | {"targets": ["Linear"]}},
+            "ignore": ["lm_head", *names(range(4), "mlp.gate")],
+        },
+        {(0, 1, 2, 3): "nvfp4_w4a16"},
+    ),
+    "RedHatAI/Qwen3-30B-A3B-FP8-dynamic": (
+        qwen(),
+        groups((["Linear"], W8), ignore=["lm_head", "re:.*mlp.gate$"]),
+        {(0, 1, 2, 3): FP8_CHANNEL},
+    ),
+    "RedHatAI/Qwen3-30B-A3B-quantized.w4a16": (
+        qwen(),
+        groups((["Linear"], W4), ignore=["lm_head", *names(range(4), "mlp.gate")]),
+        {(0, 1, 2, 3): G32},
+    ),
+    "RedHatAI/Mixtral-8x7B-Instruct-v0.1-FP8": (
+        MIXTRAL | {"num_hidden_layers": 3},
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": [*names(range(3), "block_sparse_moe.gate"), "lm_head"],
+        },
+        {(0, 1, 2): FP8_STATIC},
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8": (
+        NEMOTRON | {"num_hidden_layers": 4, "hybrid_override_pattern": "MEME"},
+        MODELOPT
+        | {"quant_algo": "FP8", "exclude_modules": ["lm_head", "backbone.layers.0.mixer.in_proj"]},
+        {(1, 3): FP8_STATIC},
+    ),
+    # Layers that are left out
+    "QuantTrio AWQ with first layers in 16 bits": (
+        qwen(),
+        AWQ | {"modules_to_not_convert": ["model.layers.0.", "model.layers.1.", "visual"]},
+        {(0, 1): "none", (2, 3): ZERO},
+    ),
+    "AWQ of a multimodal model, by the other prefix (reconstructed)": (
+        qwen(),
+        AWQ | {"modules_to_not_convert": ["model.language_model.layers.1", "visual"]},
+        {(0, 2, 3): ZERO, (1,): "none"},
+    ),
+    "AWQ, one module of a layer by its name (reconstructed)": (
+        qwen(),
+        AWQ | {"modules_to_not_convert": ["model.layers.3.mlp"]},
+        {(0, 1, 2): ZERO, (3,): "none"},
+    ),
+    "AWQ of twelve layers, the name of one is in three (reconstructed)": (
+        qwen(12),
+        AWQ | {"modules_to_not_convert": ["model.layers.1"]},
+        {(0, *range(2, 12)): ZERO, (1,): "none"},
+    ),
+    "fp8 with excluded experts (reconstructed)": (
+        deepseek(),
+        FP8 | {"modules_to_not_convert": ["model.layers.3.mlp.experts", "lm_head"]},
+        {(3,): "none", (4, 5): FP8_BLOCK},
+    ),
+    "fp8 with a pattern, as transformers matches it (reconstructed)": (
+        deepseek(),
+        FP8 | {"modules_to_not_convert": [r"model\.layers\.[45]\.mlp\.experts"]},
+        {(3,): FP8_BLOCK, (4, 5): "none"},
+    ),
+    "fp8 ignored_layers, every projection by name (reconstructed)": (
+        deepseek(5),
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": [
+                f"model.layers.3.mlp.experts.{e}.{p}"
+                for e in range(256)
+                for p in ("gate_proj", "up_proj", "down_proj")
+            ],
+        },
+        {(3,): "none", (4,): FP8_STATIC},
+    ),
+    "Mixtral named as in transformers 5 (reconstructed)": (
+        MIXTRAL | {"num_hidden_layers": 2},
+        FP8 | {"modules_to_not_convert": ["model.layers.1.mlp.experts"]},
+        {(0,): FP8_BLOCK, (1,): "none"},
+    ),
+    "compressed-tensors, layers in ignore (reconstructed)": (
+        qwen(),
+        groups((["Linear"], W4), ignore=["re:model\\.layers\\.(0|3)\\..*", "lm_head"]),
+        {(0, 3): "none", (1, 2): G32},
+    ),
+    "compressed-tensors of attention alone (reconstructed)": (
+        qwen(),
+        groups((["re:.*self_attn.*"], W8)),
+        {(0, 1, 2, 3): "none"},
+    ),
+    "compressed-tensors, every Linear ignored (reconstructed)": (
+        qwen(),
+        groups((["Linear"], W8), ignore=["Linear"]),
+        {(0, 1, 2, 3): "none"},
+    ),
+    "modelopt, layers excluded by a wildcard": (
+        deepseek(),
+        MODELOPT | {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.5*", "lm_head"]},
+        {(3, 4): "nvfp4_w4a16", (5,): "none"},
+    ),
+    "mxfp4 with a layer in 16 bits (reconstructed)": (
+        without(GPT_OSS, "quantization_config") | {"num_hidden_layers": 3},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.2.mlp.experts"]},
+        {(0, 1): "mxfp4_w4a16", (2,): "none"},
+    ),
+    # Several formats
+    "llm-compressor's mixed precision: experts int4, the rest fp8": (
+        qwen(),
+        groups(
+            (["re:.*mlp\\.experts\\..*"], W4),
+            (["re:.*self_attn\\.(q|k|v|o)_proj$"], W8),
+            format="mixed-precision",
+            ignore=["lm_head", "re:.*mlp.gate$"],
+        ),
+        {(0, 1, 2, 3): G32},
+    ),
+    "compressed-tensors by layer (reconstructed)": (
+        qwen(),
+        groups(
+            (["re:model\\.layers\\.[01]\\.mlp\\.experts.*"], W4),
+            (["re:model\\.layers\\.[23]\\.mlp\\.experts.*"], W8),
+        ),
+        {(0, 1): G32, (2, 3): FP8_CHANNEL},
+    ),
+    "compressed-tensors: a name before a regex before a class (reconstructed)": (
+        qwen(3),
+        groups(
+            (["Linear"], W8),
+            (["re:.*layers\\.[12]\\.mlp.*"], W4A4),
+            (["model.layers.2.mlp.experts"], W4),
+        ),
+        {(0,): FP8_CHANNEL, (1,): "nvfp4_w4a16", (2,): G32},
+    ),
+    "ModelCloud GPTQModel, dynamic of attention": (
+        qwen(),
+        GPTQ
+        | {
+            "dynamic": {
+                "-:.*attn.*": {},
+                "-:.*mlp\\.gate$": {},
+                "+:.*shared_expert.*": {"bits": 8},
+            },
+            "meta": {"quantizer": ["gptqmodel:5.0.0"]},
+        },
+        {(0, 1, 2, 3): G128},
+    ),
+    "GPTQ dynamic by layer (reconstructed)": (
+        qwen(),
+        GPTQ
+        | {
+            "dynamic": {
+                r"+:.*\.1\.mlp\.experts\..*": {"bits": 8},
+                r".*layers\.2\.mlp.*": {"group_size": 64, "desc_act": True},
+                r"-:model\.layers\.3\..*": {},
+            }
+        },
+        {
+            (0,): G128,
+            (1,): "int8_w8a16_group:group=128",
+            (2,): "int4_w4a16_act_order:group=64",
+            (3,): "none",
+        },
+    ),
+    "GPTQ dynamic, the first match wins (reconstructed)": (
+        qwen(2),
+        GPTQ
+        | {
+            "dynamic": {
+                r"+:model\.layers\.1\..*": {"group_size": 64},
+                r"-:.*experts.*": {},
+                r"+:.*": {"bits": 8},
+            }
+        },
+        {(0,): "none", (1,): G64},
+    ),
+    "GPTQ dynamic, false means skipped (reconstructed)": (
+        qwen(2),
+        GPTQ | {"dynamic": {r"model\.layers\.0\.mlp.*": False}},
+        {(0,): "none", (1,): G128},
+    ),
+    "GPTQ modules_in_block_to_quantize without experts (reconstructed)": (
+        qwen(2),
+        GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["self_attn.o_proj"]]},
+        {(0, 1): "none"},
+    ),
+    "Intel auto-round with layers in 16 bits": (
+        qwen(3),
+        GPTQ
+        | {
+            "data_type": "int",
+            "act_bits": 16,
+            "extra_config": {
+                "model.layers.0.mlp.experts": {"bits": 16, "data_type": "float"},
+                r".*layers\.2\.mlp\.experts.*": {"bits": 8},
+                "model.layers.1.mlp.gate": {"bits": 16},
+            },
+        },
+        {(0,): "none", (1,): G128, (2,): "int8_w8a16_group:group=128"},
+    ),
+    "nvidia mixed precision, every module by name": (
+        NEMOTRON | {"num_hidden_layers": 6, "hybrid_override_pattern": "MEMEME"},
+        MODELOPT
+        | {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": EXPERT_LAYERS
+            | {"backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"}},
+            "ignore": ["lm_head"],
+        },
+        {(1, 3): "nvfp4_w4a16", (5,): "none"},
+    ),
+    "nvidia mixed precision, whole blocks": (
+        deepseek(),
+        MODELOPT
+        | {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.language_model.layers.3.mlp.experts": {"quant_algo": "NVFP4"},
+                "model.layers.4.mlp.experts": {"quant_algo": "w4a16_nvfp4", "group_size": 16},
+                "model.layers.5.mlp.experts": {"quant_algo": "FP8"},
+            },
+        },
+        {(3, 4): "nvfp4_w4a16", (5,): FP8_STATIC},
+    ),
+}
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len(TABLE) >= 30
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_layer_has_its_own_scheme(tmp_path: Path, name: str) -> None:
+    config, quantization, expected = TABLE[name]
+    path = written(tmp_path, config | {"quantization_config": quantization})
+    fields, schemes = layers_of_file(path)
+    assert {scheme.layers: scheme.scheme for scheme in schemes} == expected
+    assert "quant" not in fields
+    if len(expected) > 1:
+        with pytest.raises(ConfigurationError, match=r"several schemes \(layers? .*--quant"):
+            problem_fields_of_file(path)
+        assert problem_fields_of_file(path, quant="none")["quant"] == "none"
+    else:
+        (scheme,) = expected.values()
+        assert problem_fields_of_file(path).get("quant", "none") == scheme
+
+
+# Experts of a layer that differ, or a config that does not say what they are.
+REFUSED: dict[str, tuple[Config, Config, str]] = {
+    "a part of the experts": (
+        deepseek(),
+        AWQ | {"modules_to_not_convert": ["model.layers.4.mlp.experts.17"]},
+        r"layer 4: got int4_\S+ of \S+\.0.gate_proj and none of \S+\.17.gate_proj \(modules.*need",
+    ),
+    "a projection": (
+        qwen(),
+        FP8 | {"ignored_layers": ["down_proj"]},
+        r"got fp8_\S+ of \S+gate_proj and none of \S+down_proj \(ignored_layers has 'down_proj'\)",
+    ),
+    "projections of two formats": (
+        qwen(),
+        groups((["re:.*(gate|up)_proj"], W4), (["re:.*down_proj"], W8)),
+        r"int4_\S+ of \S+gate_proj \(config_groups.group_0\) and fp8_\S+ of \S+down_proj \(\S+1\)",
+    ),
+    "GPTQ of one expert in other bits": (
+        qwen(),
+        GPTQ | {"dynamic": {r"+:.*experts\.3\.up_proj": {"bits": 8}}},
+        r"and int8_\S+ of \S+experts.3.up_proj \(dynamic has '\+:",
+    ),
+    "two groups for one module": (
+        qwen(),
+        groups((["re:.*mlp.*"], W4), (["re:.*experts.*"], W8)),
+        r"config_groups 'group_0' and 'group_1' that target model.layers.0.mlp.experts.0.gate_proj",
+    ),
+    "two groups by class": (
+        qwen(),
+        groups((["Linear"], W4), (["Linear"], W8)),
+        r"'group_0' and 'group_1' that target",
+    ),
+    "a group of experts that are not there": (
+        qwen(),
+        groups((["re:.*mlp.expert\\d.*"], W4), (["re:.*self_attn.*"], W8)),
+        r"config_groups.group_0: targets \['re:.*'\], which match none",
+    ),
+    "a scheme of one layer that is unknown": (
+        qwen(),
+        GPTQ | {"dynamic": {r"+:model\.layers\.2\..*": {"bits": 3}}},
+        "got bits = 3, need 4 or 8",
+    ),
+    "an option of one layer that is unknown": (
+        qwen(),
+        GPTQ | {"dynamic": {r"+:model\.layers\.2\..*": {"codebook": "nf4"}}},
+        "got codebook = 'nf4', need no such key",
+    ),
+    "options that are no object": (qwen(), GPTQ | {"dynamic": {".*": 8}}, "an object of options"),
+    "dynamic that is no object": (qwen(), GPTQ | {"dynamic": [".*"]}, "dynamic = "),
+    "a name that is none": (qwen(), AWQ | {"modules_to_not_convert": [3]}, "names of modules"),
+    "lookaround": (
+        qwen(),
+        groups((["Linear"], W4), ignore=["re:^(?!.*experts)"]),
+        r"ignore has .*, need a pattern of names with groups without lookaround",
+    ),
+    "no targets": (qwen(), groups(([], W4)), r"group_0: targets \[\], need a list"),
+    "no number of layers": (
+        without(qwen(), "num_hidden_layers"),
+        AWQ | {"modules_to_not_convert": ["model.layers.0."]},
+        "layers that differ .*no num_hidden_layers, need the number of layers",
+    ),
+    "layers that are no number": (qwen() | {"num_hidden_layers": "4"}, AWQ, "num_hidden_layers = "),
+    "mixed precision of nothing": (
+        qwen(),
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        "quantized_layers that are not empty",
+    ),
+    "mixed precision with another format": (
+        qwen(),
+        MODELOPT
+        | {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.1.mlp.experts": {"quant_algo": "W4A8_AWQ"}},
+        },
+        "got quant_algo = 'W4A8_AWQ'",
+    ),
+    "mixed precision without a format": (
+        qwen(),
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {}}},
+        "quantized_layers.lm_head = {}, need an object with a quant_algo",
+    ),
+    "one format and layers": (
+        qwen(),
+        MODELOPT | {"quant_algo": "FP8", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}},
+        "got quantized_layers = ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_configs_are_typed_errors(tmp_path: Path, name: str) -> None:
+    config, quantization, message = REFUSED[name]
+    path = written(tmp_path, config | {"quantization_config": quantization})
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        layers_of_file(path)
+    assert len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, range(6)),
+        ({"first_k_dense_replace": 2}, range(2, 6)),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 5]}, range(1, 6)),
+        ({"mlp_only_layers": [0, 5]}, range(1, 5)),
+        ({"decoder_sparse_step": 2}, range(1, 6, 2)),
+        ({"moe_layer_freq": [0, 1, 0, 1, 1, 1]}, (1, 3, 4, 5)),
+        ({"moe_layers": [1, 3]}, (1, 3)),
+        ({"layers_block_type": ["mamba", "moe"] * 3}, (1, 3, 5)),
+        ({"num_nextn_predict_layers": 1}, range(6)),
+    ],
+)
+def test_dense_layers_are_not_judged(tmp_path: Path, keys: Config, layers: Any) -> None:
+    config = qwen(6) | keys | {"quantization_config": FP8}
+    (scheme,) = layers_of_file(written(tmp_path, config))[1]
+    assert scheme.layers == tuple(layers)
+
+
+def test_a_module_that_is_no_expert_has_its_own_format() -> None:
+    formats = QuantizationMap(
+        groups((["re:.*mlp\\.experts.*"], W4), (["re:.*self_attn.*_proj"], W8), ignore=["lm_head"])
+    )
+    assert str(formats.format_of("model.layers.0.mlp.experts.5.up_proj").scheme) == G32
+    assert str(formats.format_of("model.layers.0.self_attn.q_proj").scheme) == FP8_CHANNEL
+    for name in ("lm_head", "model.layers.0.mlp.gate", "model.norm"):
+        assert formats.format_of(name) is None
+    assert QuantizationMap(None).format_of("lm_head") is None
+
+
+def test_experts_that_entries_tell_apart_are_all_tried() -> None:
+    for text, number in (("experts.97", 128), (r"re:.*layers\.1\d\..*experts\.9.*", 128),
+                         ("model.layers.12.mlp", 3), (r"re:.*w1\..*", 3)):  # fmt: skip
+        formats = QuantizationMap(AWQ | {"modules_to_not_convert": [text]})
+        tried = formats.experts_to_try(128)
+        assert len(tried) == number, text
+        assert all(a < b for a, b in pairwise(tried))
+
+
+def test_modelopts_own_file_describes_a_plain_config(tmp_path: Path) -> None:
+    path = written(tmp_path, deepseek())
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.5*"]}
+    beside = tmp_path / "hf_quant_config.json"
+    write = lambda content: written(tmp_path / "other", content)  # noqa: E731
+    (tmp_path / "other").mkdir()
+    Path(write({"producer": {"name": "modelopt"}, "quantization": quantization})).rename(beside)
+    _, schemes = layers_of_file(path)
+    assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), "nvfp4_w4a16"), ((5,), "none")]
+    # The config.json has precedence, and another one is not described by the file.
+    written(tmp_path, deepseek() | {"quantization_config": FP8})
+    assert [s.scheme for s in layers_of_file(path)[1]] == [FP8_BLOCK]
+    plain = Path(written(tmp_path, deepseek())).rename(tmp_path / "plain.json")
+    assert [s.scheme for s in layers_of_file(str(plain))[1]] == ["none"]
+    written(tmp_path, deepseek())
+    Path(write({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})).rename(beside)
+    assert [s.scheme for s in layers_of_file(path)[1]] == ["none"]
+    for content in ([], {"quantization": "NVFP4"}, "{"):
+        Path(write(content)).rename(beside)
+        with pytest.raises(ConfigurationError, match=r"hf_quant_config\.json"):
+            layers_of_file(path)
+
+
+def test_modelopts_own_file_has_the_layers_of_mixed_precision(tmp_path: Path) -> None:
+    quantization = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
+    layers = {f"model.layers.{n}.mlp.experts": {"quant_algo": "FP8"} for n in (3, 4)}
+    (tmp_path / "other").mkdir()
+    content = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    Path(written(tmp_path / "other", content)).rename(tmp_path / "hf_quant_config.json")
+    path = written(tmp_path, deepseek() | {"quantization_config": quantization})
+    _, schemes = layers_of_file(path)
+    assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), FP8_STATIC), ((5,), "none")]
+
+
+@pytest.mark.parametrize("experts", [0, 1, None])
+def test_a_dense_model_is_no_layer(tmp_path: Path, experts: int | None) -> None:
+    config = qwen() | {"num_experts": experts}
+    if experts is None:
+        del config["num_experts"]
+    with pytest.raises(
+        ConfigurationError, match=r"num_experts.*: a dense model, need a model with 2"
+    ):
+        layers_of_file(written(tmp_path, config))
