@@ -144,13 +144,14 @@ class LayerConfig:
 
     problem_fields: fields of Problem, per TP rank. intermediate: I of an expert before it is split
     over TP ranks. router: None if the model_type's router is not known. model_type: from the
-    config.json.
+    config.json. format: of the files.
     """
 
     problem_fields: dict[str, Any]
     intermediate: int
     router: RouterSpec | None
     model_type: str
+    format: Format
 
 
 def layer_config(
@@ -167,7 +168,7 @@ def layer_config(
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)
             fields = info.problem_fields(info.source(layer), tp, dtype=dtype)
-            (path, config), config_fields = info.config, info.config_fields
+            (path, config), config_fields, format = info.config, info.config_fields, info.format
     else:
         path, config = config_of_file(str(checkpoint_path))
         config_fields = problem_fields_of_config(path, config)
@@ -183,9 +184,8 @@ def layer_config(
     full_intermediate, top_k = config_fields["intermediate"], fields["top_k"]
     assert isinstance(full_intermediate, int)
     assert isinstance(top_k, int)
-    return LayerConfig(
-        fields, full_intermediate, router_of_config(path, config, top_k), config["model_type"]
-    )
+    router = router_of_config(path, config, top_k)
+    return LayerConfig(fields, full_intermediate, router, config["model_type"], format)
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:
