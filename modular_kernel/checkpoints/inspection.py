@@ -245,13 +245,14 @@ class LayerConfig:
 
     problem_fields: fields of Problem, per TP rank. intermediate: I of an expert before it is split
     over TP ranks. router: None if the model_type's router is not known. model_type: from the
-    config.json.
+    config.json. format: of the files.
     """
 
     problem_fields: dict[str, Any]
     intermediate: int
     router: RouterSpec | None
     model_type: str
+    format: Format
 
 
 def layer_config(
@@ -269,25 +270,27 @@ def layer_config(
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)
-            fields = info.problem_fields(info.source(layer or 0), tp, dtype=dtype)
+            source = info.source(layer or 0)
+            fields, format = info.problem_fields(source, tp, dtype=dtype), source.format
             (path, config), config_fields = info.config, info.config_fields
     else:
         path, config = config_of_file(str(checkpoint_path))
         config_fields = layer_fields_of_config(path, config)
-        fields = _problem_fields_of_config(path, config, config_fields, layer, tp)
+        fields, format = _problem_fields_of_config(path, config, config_fields, layer, tp)
         fields |= {} if dtype is None else {"dtype": dtype}
     return LayerConfig(
         fields,
         config_fields["intermediate"],
         router_of_config(path, config, fields["top_k"]),
         config["model_type"],
+        format,
     )
 
 
 def _problem_fields_of_config(
     path: Path, config: dict[str, Any], fields: dict[str, Any], layer: int | None, tp: int
-) -> dict[str, Any]:
-    """Return the fields of Problem of one layer, per TP rank, without files."""
+) -> tuple[dict[str, Any], Format]:
+    """Return the fields of Problem of one layer, per TP rank, and its format, without files."""
     if layer is None:
         schemes = layer_schemes(path, config, fields)
         if len(schemes) > 1:
@@ -302,7 +305,7 @@ def _problem_fields_of_config(
     act, intermediate = ActivationSpec.parse(str(fields["activation"])), fields["intermediate"]
     scheme = fit(format, intermediate, world=tp, gated=act.gated)
     own_fields = {"quant": str(scheme), "activation": act, "intermediate": intermediate // tp}
-    return fields | own_fields
+    return fields | own_fields, format
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:

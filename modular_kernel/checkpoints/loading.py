@@ -5,6 +5,7 @@
     y_TH = kernel(x_TH, loaded.weights, routing)
 
 A rank reads only its shard of the bytes. Besides the shard, memory holds a piece of one matrix.
+Unquantized files can be quantized while they are loaded (`quantize`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +26,12 @@ from modular_kernel.checkpoints.safetensors_files import open_tensors
 from modular_kernel.checkpoints.slices import LayerSource
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.models.router_config import router_of_config
+from modular_kernel.quant.expert_pieces import quantize_expert
 from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.replay import modes
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem, dtype_name, parse_dtype
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
@@ -93,7 +96,9 @@ class LoadedExperts:
 
     def __repr__(self) -> str:
         """Return a summary without the values of the weights."""
-        experts = f"{len(self.weights.w1)} of {self.placement.experts} experts in {self.format}"
+        quant, stored = str(self.problem_fields["quant"]), str(self.format)
+        format = f"{stored}, quantized to {quant}" if stored == "none" != quant else stored
+        experts = f"{len(self.weights.w1)} of {self.placement.experts} experts in {format}"
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
         return f"LoadedExperts({experts}, {share})"
 
@@ -114,8 +119,9 @@ def load_experts(  # noqa: PLR0913 (independent options)
     prefix: str | None = None,
     config: str | Path | None = None,
     quantize_inputs: bool = False,
+    quantize: QuantScheme | str | None = None,
 ) -> LoadedExperts:
-    """Load the experts of one layer that one rank holds, in the checkpoint's format.
+    """Load the experts of one layer that one rank holds, in the checkpoint's format or `quantize`.
 
     checkpoint: a folder with a config.json and safetensors (with or without an index), or one
         safetensors file.
@@ -130,6 +136,12 @@ def load_experts(  # noqa: PLR0913 (independent options)
     config: a config.json to use instead of the one next to the tensors.
     quantize_inputs: for nvfp4 files whose recipe also rounds activations, load nvfp4_w4a4 with the
         input scales instead of nvfp4_w4a16. Raises ConfigurationError for other files.
+    quantize: a scheme to which unquantized files are quantized, such as
+        "fp8_w8a8_block:block=128x128". The result is that of `quantize_weights` of this rank's
+        share, with the values in the files, which are not rounded to `dtype` first. Under TP, the
+        scale of a tensor, of a channel of w2, or of a tile that a share cuts is that of the share.
+        Raises ConfigurationError for quantized files, and for a scheme with static activation
+        scales, which cannot be computed from weights.
 
     The format is the one that the quantization_config has for the layer's experts, which may differ
     between layers: a layer that it excludes is loaded unquantized. A layer for multi-token
@@ -140,7 +152,7 @@ def load_experts(  # noqa: PLR0913 (independent options)
     WeightsError, ShapeError or DtypeError with the file and tensor, what they have and what is
     needed. There are no partial results.
     """
-    request = _LoadRequest(layer, ep, tp, dtype, prefix)
+    request = _LoadRequest(layer, ep, tp, dtype, prefix, scheme_to_quantize(quantize))
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
     expect("quantize_inputs", quantize_inputs, bool)
@@ -160,6 +172,7 @@ class _LoadRequest:
     tp: tuple[int, int]
     dtype: torch.dtype | str | None
     prefix: str | None
+    quantize: QuantScheme | None
 
     def __post_init__(self) -> None:
         expect("layer", self.layer, int)
@@ -170,6 +183,22 @@ class _LoadRequest:
             expect(f"{name}: ranks", world, Count)
             if not 0 <= rank < world:
                 raise ConfigurationError(f"{name}: rank", got=rank, need=f"in [0, {world})")
+
+
+def scheme_to_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
+    """Return the scheme of the argument `quantize`; None means the format of the files.
+
+    Raises ConfigurationError for an unknown scheme, or one that weights alone do not determine.
+    """
+    if quantize is None:
+        return None
+    scheme = QuantScheme.parse(quantize)
+    if not scheme.quantized:
+        raise ConfigurationError("quantize", got=str(scheme), need="a quantized scheme, or None")
+    if scheme.static:
+        need = "no static activation scales: they are calibrated with inputs of the model"
+        raise ConfigurationError("quantize", got=str(scheme), need=need)
+    return scheme
 
 
 def _load(
@@ -183,9 +212,15 @@ def _load(
     dtype = None if request.dtype is None else dtype_name(parse_dtype(request.dtype))
     fields = info.problem_fields(source, request.tp[1], dtype=dtype)
     fields["dtype"] = parse_dtype(fields.get("dtype", "bfloat16"))
+    check_unquantized(source.what, source.format, request.quantize)
+    if request.quantize is not None:
+        fields["quant"] = str(request.quantize)
     rank_placement = Parallel(request.ep[1], placement, request.ep[0]).place(fields["experts"])
     problem = Problem(tokens=1, local_experts=len(rank_placement.slots[request.ep[0]]), **fields)
-    share = _ShareReader(source, source.format.with_scheme(problem.scheme), problem, request.tp)
+    if request.quantize is None:
+        share = _ShareReader(source, source.format.with_scheme(problem.scheme), problem, request.tp)
+    else:
+        share = _QuantizingReader(source, source.format, problem, request.tp)
     share.check_cut()
     weights = share.read(
         rank_placement.slots[request.ep[0]], _allocate(problem, dtypes_by_role, device)
@@ -201,6 +236,13 @@ def _load(
         bytes_read,
         info.config,
     )
+
+
+def check_unquantized(what: str, format: Format, scheme: QuantScheme | None) -> None:
+    """Raise ConfigurationError if weights in `format` cannot be quantized to `scheme`, if any."""
+    if scheme is not None and format.scheme.quantized:
+        need = "unquantized files: stored codes are not rounded again"
+        raise ConfigurationError(f"{what}: quantize={scheme}", got=str(format), need=need)
 
 
 @dataclass(frozen=True)
@@ -228,26 +270,33 @@ class _ShareReader:
     def read(self, experts: Sequence[int], tensors: dict[str, torch.Tensor]) -> ExpertWeights:
         """Read this rank's share of `experts` into the preallocated tensors of `tensors`."""
         for slot, expert in enumerate(experts):
-            w1_locations, w2_locations = self.source.layer.projections(expert)
-            orders = dict[str, torch.Tensor]()
-            for rows in self._pieces(self._width, len(w1_locations) * self.problem.hidden):
-                source_rows = self._rows(*rows)
-                parts = [
-                    (location, source_rows, (0, self.problem.hidden)) for location in w1_locations
-                ]
-                orders |= self._read_rows(tensors, "w1", slot, parts, rows)
-            for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
-                orders |= self._read_rows(
-                    tensors, "w2", slot, [(w2_locations[0], rows, self.columns)], rows
-                )
+            w1_locations, (down,) = self.source.layer.projections(expert)
+            orders = self._read_matrices(tensors, slot, w1_locations, down)
             if self.problem.bias:
-                self._read_biases(tensors, slot, w1_locations, w2_locations[0])
+                self._read_biases(tensors, slot, w1_locations, down)
             if orders:
                 tensors["w1_order"][slot] = orders["w1"]
                 sort_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
         if self.fine.scheme.static:
             tensors = tensors | self._input_scales(experts, tensors["w1"].device)
         return ExpertWeights(**tensors)
+
+    def _read_matrices(
+        self,
+        tensors: dict[str, torch.Tensor],
+        slot: int,
+        w1_locations: Sequence[ProjectionLocation],
+        down: ProjectionLocation,
+    ) -> dict[str, torch.Tensor]:
+        """Read w1 and w2 of one expert, and return their column orders, if they have any."""
+        orders, hidden = dict[str, torch.Tensor](), (0, self.problem.hidden)
+        for rows in self._pieces(self._width, len(w1_locations) * self.problem.hidden):
+            parts = [(location, self._rows(*rows), hidden) for location in w1_locations]
+            orders |= self._read_rows(tensors, "w1", slot, parts, rows)
+        for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
+            parts = [(down, rows, self.columns)]
+            orders |= self._read_rows(tensors, "w2", slot, parts, rows)
+        return orders
 
     @property
     def _interleaved(self) -> bool:
@@ -349,6 +398,26 @@ class _ShareReader:
         by_scale = {"a1_scale": w1_locations, "a2_scale": w2_locations}
         scales = {name: self.source.input_scales(keys) for name, keys in by_scale.items()}
         return {name: static_scale(scale).to(device) for name, scale in scales.items()}
+
+
+class _QuantizingReader(_ShareReader):
+    """A reader that quantizes the matrices of unquantized files, one at a time."""
+
+    def _read_matrices(
+        self,
+        tensors: dict[str, torch.Tensor],
+        slot: int,
+        w1_locations: Sequence[ProjectionLocation],
+        down: ProjectionLocation,
+    ) -> dict[str, torch.Tensor]:
+        hidden = (0, self.problem.hidden)
+        w1_parts = [(location, self._rows(0, self._width), hidden) for location in w1_locations]
+        matrices = {"w1": w1_parts, "w2": [(down, hidden, self.columns)]}
+        out = {field: tensor[slot] for field, tensor in tensors.items()}
+        for name, parts in matrices.items():
+            read = [self.source.read_part(self.fine, *part, order=False) for part in parts]
+            quantize_expert(name, [part["weight"] for part in read], self.problem, out)
+        return {}
 
 
 def _allocate(

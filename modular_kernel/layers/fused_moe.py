@@ -21,7 +21,11 @@ from torch.compiler import is_compiling
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.inspection import layer_config
-from modular_kernel.checkpoints.loading import load_experts
+from modular_kernel.checkpoints.loading import (
+    check_unquantized,
+    load_experts,
+    scheme_to_quantize,
+)
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, resolve_placement
@@ -56,6 +60,7 @@ from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.replay import modes
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Parallel, Problem, dtype_name, parse_dtype
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights, Routing, check_loaded
 from modular_kernel.utils.argument_checks import Count, expect
@@ -223,13 +228,19 @@ class FusedMoE(ExpertParameters):
 
     @classmethod
     def from_config(
-        cls, checkpoint: str | Path, layer: int | None = None, **options: Any
+        cls,
+        checkpoint: str | Path,
+        layer: int | None = None,
+        *,
+        quantize: QuantScheme | str | None = None,
+        **options: Any,
     ) -> "FusedMoE":
         """Create the layer that a checkpoint describes, without its weights; `load` reads them.
 
         checkpoint: a config.json, or a folder that has one. Tensors are not needed.
         layer: number of the layer, which becomes layer_id. None sets no layer_id, and describes
             layer 0 of files, or any layer of a config.json alone. Layers may have several schemes.
+        quantize: a scheme for unquantized files. Pass the same one to `load`.
         options: other arguments of the constructor. `router` or `top_k` replaces the checkpoint's
             router. params_dtype defaults to the checkpoint's dtype, else to bfloat16.
 
@@ -239,10 +250,12 @@ class FusedMoE(ExpertParameters):
         raises StateError.
 
         Raises ConfigurationError for an unknown model_type; for an unknown router, unless `router`
-        or `top_k` is given; and for an option that the checkpoint determines.
+        or `top_k` is given; for an option that the checkpoint determines; and, like `load_experts`,
+        for `quantize`.
         """
         expect("checkpoint", checkpoint, str | Path)
         expect("layer", layer, int | None)
+        scheme = scheme_to_quantize(quantize)
         for name in sorted(options.keys() & CHECKPOINT_OPTIONS):
             got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint determines it"
             raise ConfigurationError("option of from_config", got=got, need=need)
@@ -256,6 +269,9 @@ class FusedMoE(ExpertParameters):
             dtype=None if dtype is None else dtype_name(parse_dtype(dtype)),
         )
         fields, bias_unset = config.problem_fields, False
+        check_unquantized(str(checkpoint), config.format, scheme)
+        if scheme is not None:
+            fields = fields | {"quant": str(scheme)}
         if options.keys().isdisjoint({"router", "top_k"}):
             if config.router is None:
                 got = f"model_type {config.model_type!r}, whose router is not known here"
@@ -285,10 +301,17 @@ class FusedMoE(ExpertParameters):
 
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
-    def load(self, checkpoint: str | Path, layer: int | None = None) -> None:
+    def load(
+        self,
+        checkpoint: str | Path,
+        layer: int | None = None,
+        *,
+        quantize: QuantScheme | str | None = None,
+    ) -> None:
         """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
 
-        layer: number of the layer; None uses layer_id.
+        layer: number of the layer; None uses layer_id. quantize: the layer's scheme, to quantize
+        unquantized files to it; None takes the files as they are.
 
         Raises ConfigurationError if the checkpoint's sizes, scheme, activation, biases or
         routed_scaling_factor differ from the layer's, or its router, if the layer has one, selects
@@ -307,6 +330,7 @@ class FusedMoE(ExpertParameters):
             device=next(self.parameters()).device,
             placement=self.placement,
             quantize_inputs=self.problem.scheme.scales_by_expert,
+            quantize=quantize,
         )
         checkpoint_problem = replace(self.problem, **loaded.problem_fields)
         for field in loaded.problem_fields:

@@ -71,22 +71,30 @@ def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tens
     return row % matrices if interleaved else row // (rows // matrices)
 
 
+def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool) -> torch.Tensor:
+    """Return the global scales (e, matrices), each of which covers its matrix's largest weight.
+
+    row_amax_eN: float32, the largest magnitude of each row. Rows are ordered as `matrix_of_rows`
+    describes.
+    """
+    e, rows = row_amax_eN.shape
+    if interleaved:
+        largest = row_amax_eN.reshape(e, rows // matrices, matrices).amax(1)
+    else:
+        largest = row_amax_eN.reshape(e, matrices, rows // matrices).amax(2)
+    max_magnitude = largest.new_tensor(MAX_VALUE * MAX_SCALE)
+    return torch.where(largest > 0, largest / max_magnitude, 1.0)
+
+
 def quantize_matrices(
     w_eNK: torch.Tensor, matrices: int, *, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize (e, N, K); return packed codes, group scales, and (e, matrices) global scales.
 
-    A global scale covers the largest weight of its matrix. Rows are ordered as `matrix_of_rows`
-    describes.
+    Rows are ordered as `matrix_of_rows` describes.
     """
-    e, rows = w_eNK.shape[:2]
-    row_amax = w_eNK.abs().amax(2)
-    if interleaved:
-        largest = row_amax.reshape(e, rows // matrices, matrices).amax(1)
-    else:
-        largest = row_amax.reshape(e, matrices, rows // matrices).amax(2)
-    max_magnitude = largest.new_tensor(MAX_VALUE * MAX_SCALE)
-    global_scale = torch.where(largest > 0, largest / max_magnitude, 1.0)
-    matrix_of_row = matrix_of_rows(rows, matrices, interleaved=interleaved).to(w_eNK.device)
-    codes, scale = quantize(w_eNK, (1 / global_scale)[:, matrix_of_row, None])
+    global_scale = matrix_scales(w_eNK.abs().amax(2), matrices, interleaved=interleaved)
+    matrix_of_row = matrix_of_rows(w_eNK.shape[1], matrices, interleaved=interleaved)
+    inverse = (1 / global_scale)[:, matrix_of_row.to(w_eNK.device), None]
+    codes, scale = quantize(w_eNK, inverse)
     return pack_pairs(codes, 2), scale, global_scale

@@ -323,7 +323,9 @@ def quantize_weights(
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
         if scheme.act_order and name == "w1":
-            w_eNK, fields["w1_order"] = _sort_columns(w_eNK)
+            order = column_order(w_eNK.abs().amax(1))
+            w_eNK = w_eNK.gather(2, order[:, None].expand_as(w_eNK))
+            fields["w1_order"] = order.int()
         field_names = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
             field_names = (name, f"{name}_scale", f"{name}_global_scale")
@@ -333,17 +335,19 @@ def quantize_weights(
                 interleaved=problem.act.interleaved,
             )
         else:
-            quantize = partial(_quantize, scheme=scheme, scale_dtype=scale_dtype)
+            quantize = partial(quantize_rows, scheme=scheme, scale_dtype=scale_dtype)
         fields |= zip(field_names, _quantize_in_chunks(w_eNK, quantize), strict=True)
     quantized = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantized(quantized, problem, weights.w1.device)
     return quantized
 
 
-def _sort_columns(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort columns by their largest weight; return them and their old indices, (e, K) int32."""
-    order = w_eNK.abs().amax(1).argsort(dim=1, descending=True, stable=True)
-    return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
+def column_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
+    """Return the columns of w1 in the order of act-order, (e, K) int64: the largest one first.
+
+    column_amax_eK: the largest magnitude of each column.
+    """
+    return column_amax_eK.argsort(dim=1, descending=True, stable=True)
 
 
 def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
@@ -361,14 +365,22 @@ def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.
     return results
 
 
-def _quantize(
-    w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+def quantize_rows(
+    w_eNK: torch.Tensor,
+    scheme: QuantScheme,
+    scale_dtype: torch.dtype,
+    *,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return stored weights, scales and zero points of float32 weights."""
+    """Return stored weights, scales and zero points of float32 weights, in any scheme but nvfp4.
+
+    The rows may be a part of a matrix that begins and ends with whole tiles. bounds: the largest
+    and smallest weight of each tile, as `extremes` returns them, if the caller knows them.
+    """
     if scheme.weight == "float4_e2m1":
         return _quantize_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
-    maximum, minimum = extremes(w_eNK, scheme)
+    maximum, minimum = extremes(w_eNK, scheme) if bounds is None else bounds
     # Divide by tensors: on a GPU, torch turns division by a Python number into a multiplication by
     # its reciprocal.
     if scheme.zero_points:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_samples import OURS
 
+from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
@@ -384,3 +385,34 @@ def test_a_config_that_is_given_is_that_of_an_unquantized_model(tmp_path) -> Non
     config.num_experts_per_tok = 1
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), config=config)
     assert model.config.num_experts_per_tok == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_of_plain_files_are_quantized(name: str, tmp_path: Path) -> None:
+    """They run packed, on what `load_experts` makes of them; the rest of the model is as it was."""
+    register()
+    small_model(
+        name, "bfloat16", "cpu", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE
+    ).save_pretrained(tmp_path)
+    plain = from_pretrained(tmp_path, dtype=torch.float32)
+    scheme = "int8_w8a16_group:group=32"
+    model = from_pretrained(tmp_path, dtype=torch.float32, quantize=scheme)
+    for number, module in enumerate(m for m in model.modules() if is_dispatched(m)):
+        want = load_experts(tmp_path, number, quantize=scheme).weights
+        assert torch.equal(module.down_proj, want.w2)
+        assert module.down_proj.dtype is torch.uint8
+    kept = {key: tensor for key, tensor in plain.state_dict().items() if ".experts." not in key}
+    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in kept.items())
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        got, want = (each(input_ids=ids).logits.double() for each in (model, plain))
+    assert not torch.equal(got, want)
+    assert float((got - want).norm() / want.norm()) <= CHECKPOINT_FORMATS["gptq int8"].bound
+
+
+def test_quantized_files_are_not_quantized_again(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "awq")
+    with pytest.raises(ConfigurationError, match="quantize=fp8_w8a8_block: got int4_w4a16_group"):
+        from_pretrained(tmp_path, quantize="fp8_w8a8_block")
+    with pytest.raises(ConfigurationError, match="need no static activation scales"):
+        from_pretrained(tmp_path, quantize="nvfp4_w4a4")

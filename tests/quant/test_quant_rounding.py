@@ -36,8 +36,8 @@ def test_round_trip_is_the_nearest_value(text: str) -> None:
 @each_scheme
 def test_experts_are_quantized_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, whole = made(text)
-    some = Mock(wraps=quantized_weights._quantize)
-    monkeypatch.setattr(quantized_weights, "_quantize", some)
+    some = Mock(wraps=quantized_weights.quantize_rows)
+    monkeypatch.setattr(quantized_weights, "quantize_rows", some)
     monkeypatch.setattr(quantized_weights, "_MAX_WEIGHTS", 2 * 40 * 24)
     pieces = quantize_weights(plain_weights(problem), problem)
     taken = [len(call.args[0]) for call in some.call_args_list]

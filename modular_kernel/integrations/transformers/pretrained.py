@@ -37,7 +37,12 @@ from modular_kernel.checkpoints.inspection import (
     raise_header_error,
     read_checkpoint_info,
 )
-from modular_kernel.checkpoints.loading import LoadedExperts, load_experts
+from modular_kernel.checkpoints.loading import (
+    LoadedExperts,
+    check_unquantized,
+    load_experts,
+    scheme_to_quantize,
+)
 from modular_kernel.checkpoints.matrix_layout import FLOATS
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED
 from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
@@ -56,6 +61,7 @@ from modular_kernel.models.config_file import hf_quant_config
 from modular_kernel.models.expert_layouts import ExpertLayout
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import parse_device
 
@@ -74,6 +80,7 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     auto_class: Any = AutoModelForCausalLM,
     device: torch.device | str | None = None,
+    quantize: QuantScheme | str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model, with or without quantized experts, like `auto_class.from_pretrained`.
@@ -83,6 +90,8 @@ def from_pretrained(
     dtype: of unquantized weights. "auto" uses the config.json's, else bfloat16.
     device: of the whole model; experts are loaded to it directly. transformers' device_map needs
         accelerate.
+    quantize: a scheme to which the experts of an unquantized checkpoint are quantized, as by
+        `load_experts`.
     kwargs: further arguments of from_pretrained; `revision`, `token`, `cache_dir` and
         `local_files_only` for the hub.
 
@@ -92,19 +101,14 @@ def from_pretrained(
     for which transformers would only warn and use random values; and every error of `load_experts`.
     """
     registration(experts_implementation)
+    scheme = scheme_to_quantize(quantize)
     folder = _folder(name, kwargs)
-    torch_dtype = kwargs.pop("torch_dtype", None)
-    if torch_dtype is not None:
-        if dtype not in ("auto", torch_dtype):
-            raise ConfigurationError(
-                "torch_dtype", got=torch_dtype, need=f"dtype={dtype}, or one alone"
-            )
-        dtype = torch_dtype
+    dtype = _dtype_of(dtype, kwargs.pop("torch_dtype", None))
     config = _config_of(folder, kwargs.pop("config", None))
     quantization = _quantization_of(config) or hf_quant_config(folder)
     target_device = None if device is None else parse_device(device)
     kwargs["experts_implementation"] = experts_implementation
-    if quantization is None:
+    if quantization is None and scheme is None:
         with_info = kwargs.pop("output_loading_info", False)
         model, info = _load_checked(
             auto_class, folder, folder, config=config, dtype=dtype, **kwargs
@@ -113,7 +117,7 @@ def from_pretrained(
         return (model, info) if with_info else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
-            need = "unset: the checkpoint defines the format; only the model is returned"
+            need = "unset: the files or `quantize` define the format; only the model is returned"
             raise UnsupportedError("quantized experts", got=option, need=need)
     distributed = [name for name in _DISTRIBUTED_OPTIONS if kwargs.get(name) is not None]
     if distributed:
@@ -124,21 +128,36 @@ def from_pretrained(
         raise UnsupportedError("quantized experts", got=", ".join(distributed), need=need)
     requested_dtype = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
     layer_dtype = parse_dtype(torch.bfloat16 if requested_dtype is None else requested_dtype)
-    original = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    original = quantization or {}
+    original = original if isinstance(original, dict) else original.to_dict()
     our_config = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
     our_config |= {} if target_device is None else {"device": str(target_device)}
+    our_config |= {} if scheme is None else {"quantize": str(scheme)}
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     config.quantization_config = our_config
     with open_tensors(Path(folder)) as files:
         info = read_checkpoint_info(files)
+        for layer in info.layers:
+            check_unquantized(str(folder), info.source(layer).format, scheme)
         state_dict = _other_tensors(files, info, layer_dtype, _num_layers(config))
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model if target_device is None else model.to(target_device)
+
+
+def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:
+    """Return the argument `dtype`, or the one under its older name if that is given."""
+    if torch_dtype is None:
+        return dtype
+    if dtype not in ("auto", torch_dtype):
+        raise ConfigurationError(
+            "torch_dtype", got=torch_dtype, need=f"dtype={dtype}, or one alone"
+        )
+    return torch_dtype
 
 
 def _config_of(folder: Path, given: Any) -> Any:
@@ -313,9 +332,15 @@ class Config(QuantizationConfigMixin):
     """The quantization_config of a model that was loaded by `from_pretrained`."""
 
     def __init__(
-        self, original: dict[str, Any], checkpoint: str, device: str | None = None, **_: Any
+        self,
+        original: dict[str, Any],
+        checkpoint: str,
+        device: str | None = None,
+        quantize: str | None = None,
+        **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
+        self.quantize = quantize
         self.original = original
         self.checkpoint = checkpoint
         self.device = device
@@ -352,15 +377,15 @@ class Quantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        checkpoint, device_option = (
-            self.quantization_config.checkpoint,
-            self.quantization_config.device,
-        )
+        options = self.quantization_config
+        checkpoint, device_option = options.checkpoint, options.device
         for number, module in _modules_of(model).items():
             device = (
                 _device_of(model, number) if device_option is None else parse_device(device_option)
             )
-            loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
+            loaded = load_experts(
+                checkpoint, number, dtype=model.dtype, device=device, quantize=options.quantize
+            )
             install_weights(module, loaded)
         return model
 

@@ -1,0 +1,124 @@
+"""Quantization of one expert's matrix in pieces of rows, with the results of `quantize_weights`.
+
+    out = {field: tensor[slot] for field, tensor in tensors.items()}   # of one expert
+    quantize_expert("w1", [gate, up], problem, out)
+
+Only a piece is converted to float32, so besides the result, memory for a few copies of a piece is
+needed. The weights may be views of a memory-mapped file. They are read twice where a scale, or the
+column order, depends on all rows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import column_order, matrices_of, quantize_rows
+from modular_kernel.quant.scale_tiles import pack_pairs
+from modular_kernel.spec.problem import Problem
+
+_VALUES_PER_PIECE = 1 << 18
+_ROW_ALIGNMENT = 8  # a multiple of the rows that share a byte of zero points
+
+
+def quantize_expert(
+    name: str, parts: Sequence[torch.Tensor], problem: Problem, out: Mapping[str, torch.Tensor]
+) -> None:
+    """Quantize w1 or w2 of one expert, in the scheme of `problem`, into the tensors of `out`.
+
+    name: "w1" or "w2". parts: the rows of the matrix in order, each (rows, K) in any floating
+    dtype, with any strides, on any device. out: by field of ExpertWeights, the tensors of this
+    expert, such as w1 (N, K) and w1_scale, on the device that quantizes. Scales that are not of
+    fp4 weights have the dtype of `out`.
+    """
+    scheme, matrix = problem.scheme, _Rows(parts, out[name].device, problem)
+    if scheme.act_order and name == "w1":
+        order = column_order(matrix.column_amax()[None])[0]
+        out["w1_order"].copy_(order)
+        matrix = _Rows(parts, matrix.device, problem, order)
+    if scheme.matrix_scales:
+        _quantize_nvfp4(name, matrix, problem, out)
+        return
+    scale_dtype = out[f"{name}_scale"].dtype
+    bounds = matrix.extremes() if scheme.granularity == "tensor" else None
+    for first, rows in matrix.pieces():
+        w, scale, zero = quantize_rows(rows[None].float(), scheme, scale_dtype, bounds=bounds)
+        _copy_rows(out[name], w[0], first, 1)
+        if scheme.granularity == "tensor":
+            out[f"{name}_scale"].copy_(scale[0])
+        else:
+            step = scheme.group[0] if scheme.granularity == "block" else 1
+            _copy_rows(out[f"{name}_scale"], scale[0], first, step)
+        if zero is not None:
+            _copy_rows(out[f"{name}_zero_point"], zero[0], first, 2 if scheme.packed else 1)
+
+
+def _quantize_nvfp4(
+    name: str, matrix: "_Rows", problem: Problem, out: Mapping[str, torch.Tensor]
+) -> None:
+    matrices, interleaved = matrices_of(name, problem), problem.act.interleaved
+    global_scale = nvfp4.matrix_scales(matrix.row_amax()[None], matrices, interleaved=interleaved)
+    matrix_of_row = nvfp4.matrix_of_rows(matrix.rows, matrices, interleaved=interleaved)
+    inverse_N = (1 / global_scale[0])[matrix_of_row.to(matrix.device)]
+    for first, rows in matrix.pieces():
+        codes, scale = nvfp4.quantize(rows, inverse_N[first : first + len(rows), None])
+        _copy_rows(out[name], pack_pairs(codes, 1), first, 1)
+        _copy_rows(out[f"{name}_scale"], scale, first, 1)
+    out[f"{name}_global_scale"].copy_(global_scale[0])
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step: int) -> None:
+    """Copy entries of `step` rows each to those that begin at row `first_row` of a matrix."""
+    start = first_row // step
+    target[start : start + len(source)] = source
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A matrix as parts of its rows, read in pieces. order: of its columns, None as they are."""
+
+    parts: Sequence[torch.Tensor]
+    device: torch.device
+    problem: Problem
+    order: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.parts))
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, rows) of pieces that consist of whole tiles, in the parts' dtype."""
+        scheme, rows = self.problem.scheme, self.rows
+        tile_rows = scheme.group[0] if scheme.granularity == "block" else 1
+        tile = lcm(_ROW_ALIGNMENT, tile_rows)
+        step = max(_VALUES_PER_PIECE // self.parts[0].shape[1] // tile, 1) * tile
+        for start in range(0, rows, step):
+            piece = self._read(start, min(start + step, rows)).to(self.device)
+            yield start, piece if self.order is None else piece.index_select(1, self.order)
+
+    def row_amax(self) -> torch.Tensor:
+        """Return the largest magnitude of each row, (N,) float32."""
+        return torch.cat([piece.abs().amax(1).float() for _, piece in self.pieces()])
+
+    def column_amax(self) -> torch.Tensor:
+        """Return the largest magnitude of each column, (K,)."""
+        return torch.stack([piece.abs().amax(0) for _, piece in self.pieces()]).amax(0)
+
+    def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest and the smallest weight, (1,) float32."""
+        bounds = [(piece.amax(), piece.amin()) for _, piece in self.pieces()]
+        maximum = torch.stack([piece_max for piece_max, _ in bounds]).amax()
+        minimum = torch.stack([piece_min for _, piece_min in bounds]).amin()
+        return maximum.float()[None], minimum.float()[None]
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop), a view if one part has them all."""
+        views, begin = [], 0
+        for part in self.parts:
+            first, last = max(start - begin, 0), min(stop - begin, len(part))
+            if first < last:
+                views.append(part[first:last])
+            begin += len(part)
+        return views[0] if len(views) == 1 else torch.cat(views)

@@ -1,0 +1,223 @@
+"""Unquantized files, quantized while they load: bit by bit what `quantize_weights` returns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_checkpoint_numbers import PAIR, error
+from test_checkpoint_shares import ranks, summed
+from torch.profiler import ProfilerActivity, profile
+
+import modular_kernel as mk
+from modular_kernel.catalog import this_machine
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.quant import expert_pieces
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import write
+
+# Every scheme that weights alone determine, with tiles that do and do not divide I = 192.
+SCHEMES = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=128x128",
+    "fp8_w8a8_block:block=48x40",
+    "fp8_w8a16_tensor",
+    "fp8_w8a16_channel",
+    "fp8_w8a16_block:block=32x64",
+    "int8_w8a8_channel",
+    "int8_w8a8_block",
+    "int8_w8a16_channel",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=64",
+    "int4_w4a16_group:zero_points=true",
+    "int8_w8a16_act_order",
+    "int4_w4a16_act_order:group=32,zero_points=true",
+    "mxfp4_w4a16",
+    "mxfp4_w4a16:repacked=true",
+    "nvfp4_w4a16",
+)
+# Expert by expert; a stack (K, N) with rows that alternate and biases; one of (E K, N); ungated.
+FAMILIES = ("mixtral", "gpt_oss", "dbrx", "nemotron_h")
+
+
+def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
+    for name, tensor in vars(want).items():
+        other = getattr(got, name)
+        assert (other is None) == (tensor is None), name
+        if tensor is not None:
+            assert other.dtype is tensor.dtype
+            assert torch.equal(bits(other), bits(tensor)), name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def test_every_scheme_is_listed() -> None:
+    listed = {scheme.partition(":")[0] for scheme in SCHEMES}
+    assert listed == {n for n, s in QUANT_SCHEMES.items() if s.quantized and not s.static}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_that_of_quantize_weights(
+    family: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, family, "bf16", intermediate=192)
+    monkeypatch.setattr(expert_pieces, "_VALUES_PER_PIECE", 1 << 13)  # several pieces
+    for tp in ((0, 1), (1, 2)):
+        plain = mk.load_experts(tmp_path, 0, tp=tp)
+        loaded = mk.load_experts(tmp_path, 0, tp=tp, quantize=scheme)
+        problem = loaded.problem(1)
+        assert problem.quant == str(problem.scheme)
+        assert_same(loaded.weights, quantize_weights(plain.weights, problem))
+        assert loaded.bytes_read == plain.bytes_read
+
+
+def test_values_of_the_files_are_rounded_once(tmp_path: Path) -> None:
+    """Not to the layer's dtype first."""
+    write(tmp_path, "mixtral", "fp32")
+    loaded = mk.load_experts(tmp_path, 0, dtype="bfloat16", quantize="int8_w8a16_group:group=32")
+    assert loaded.problem(1).dtype is torch.bfloat16
+    plain = mk.load_experts(tmp_path, 0, dtype="float32").weights
+    assert_same(loaded.weights, quantize_weights(plain, loaded.problem(1)))
+    rounded = mk.load_experts(tmp_path, 0, dtype="bfloat16").weights
+    assert not torch.equal(quantize_weights(rounded, loaded.problem(1)).w1, loaded.weights.w1)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_w8a8_block:block=128x128", "int4_w4a16_group:group=64"])
+def test_shares_of_whole_tiles_have_the_scales_of_the_whole(scheme: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
+    whole = mk.load_experts(tmp_path, 0, dtype="float32", quantize=scheme)
+    parts = [
+        mk.load_experts(tmp_path, 0, tp=(t, 2), dtype="float32", quantize=scheme) for t in (0, 1)
+    ]
+    scales = [vars(part.weights)["w2_scale"] for part in parts]
+    assert torch.equal(torch.cat(scales, 2), vars(whole.weights)["w2_scale"])
+    halves = [vars(part.weights)["w1_scale"].unflatten(1, (2, -1)) for part in parts]
+    assert torch.equal(torch.cat(halves, 2).flatten(1, 2), vars(whole.weights)["w1_scale"])
+    y = summed(sample, [whole])
+    assert float((summed(sample, parts) - y).norm() / y.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["fp8_w8a8_tensor", "fp8_w8a16_channel"])
+def test_a_share_has_scales_of_its_own(scheme: str, tmp_path: Path) -> None:
+    """Where a scale would cover what another rank holds, too; the sum is as near as the whole."""
+    sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
+    bound = CHECKPOINT_FORMATS["fp8 tensor, dynamic"].bound
+    assert error(sample, mk.load_experts(tmp_path, 0, quantize=scheme)) <= bound
+    loaded = [
+        mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 2), dtype="float32", quantize=scheme)
+        for e in (0, 1)
+        for t in (0, 1)
+    ]
+    truth = sample.expected_output(*sample.inputs(16))
+    assert float((summed(sample, loaded) - truth).norm() / truth.norm()) <= bound
+    plain = ranks(sample, (2, 2))
+    assert [rank.bytes_read for rank in loaded] == [rank.bytes_read for rank in plain]
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "static fp8": ("bf16", "fp8_w8a8_tensor:static=true", "need no static activation scales"),
+    "static nvfp4": ("bf16", "nvfp4_w4a4", "quantize: got nvfp4_w4a4, need no static activation"),
+    "none": ("bf16", "none", "quantize: got none, need a quantized scheme, or None"),
+    "unknown": ("bf16", "fp7", "quant: got fp7, need one of"),
+    "not a name": ("bf16", 8, "quant: got int, need a scheme name"),
+    "quantized files": (
+        "deepseek fp8",
+        "int8_w8a16_group",
+        r"quantize=int8_w8a16_group: got fp8_w8a8_block \(fp8\), need unquantized files",
+    ),
+    "the same scheme": ("deepseek fp8", "fp8_w8a8_block", "need unquantized files"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_weights_do_not_determine_is_refused(case: str, tmp_path: Path) -> None:
+    kind, scheme, words = REFUSED[case]
+    write(tmp_path, "mixtral", kind)
+    with pytest.raises(ConfigurationError, match=words):
+        mk.load_experts(tmp_path, 0, quantize=scheme)
+    with pytest.raises(ConfigurationError, match=words):
+        FusedMoE.from_config(tmp_path, 0, quantize=scheme)
+
+
+def test_an_odd_share_of_packed_values_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "bf16", intermediate=90)
+    with pytest.raises(ConfigurationError, match="intermediate: got 45, need a multiple of 2"):
+        mk.load_experts(tmp_path, 0, tp=(0, 2), quantize="int4_w4a16_group:group=30")
+
+
+@pytest.mark.parametrize("scheme", ["fp8_w8a8_block", "nvfp4_w4a16"])
+def test_a_layer_is_made_and_loaded_in_the_scheme(scheme: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
+    x, weights, ids = sample.inputs(6)
+    for tp in range(2):
+        place = LayerParallel(tp=(tp, 2))
+        layer = FusedMoE.from_config(tmp_path, 0, quantize=scheme, top_k=2, parallel=place)
+        assert str(layer.problem.scheme) == scheme
+        layer.load(tmp_path, quantize=scheme)
+        loaded = mk.load_experts(tmp_path, 0, tp=(tp, 2), quantize=scheme)
+        problem, held = loaded.partial(6)
+        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        want = kernel(x.bfloat16(), held, mk.Routing(weights, ids))
+        assert torch.equal(layer(x.bfloat16(), (weights, ids)), want)
+    with pytest.raises(ConfigurationError, match="quant of the checkpoint: got none, need"):
+        layer.load(tmp_path)
+    with pytest.raises(ConfigurationError, match="quant of the checkpoint: got int8_w8a16_channel"):
+        layer.load(tmp_path, quantize="int8_w8a16_channel")
+
+
+def test_what_was_loaded_says_so(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "bf16")
+    loaded = mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_block:block=128x128")
+    assert "4 of 4 experts in none, quantized to fp8_w8a8_block, ep=(0, 1)" in repr(loaded)
+
+
+EXPERTS, HIDDEN, INTERMEDIATE = 4, 1024, 2048
+_BITS = {"fp8_w8a8_tensor": 8, "int4_w4a16_act_order": 4, "mxfp4_w4a16:repacked=true": 4}
+
+
+@pytest.mark.parametrize("scheme", _BITS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_memory_is_what_is_kept_and_a_matrix(scheme: str, tp: int, tmp_path: Path) -> None:
+    """What torch allocates at once: the files are mapped."""
+    write(tmp_path, "mixtral", "bf16", experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
+    peak, loaded = peak_of_load(tmp_path, scheme, tp)
+    kept = sum(tensor.nbytes for tensor in vars(loaded.weights).values() if tensor is not None)
+    values = EXPERTS * 3 * HIDDEN * INTERMEDIATE // tp
+    assert values * _BITS[scheme] // 8 <= kept <= 1.2 * values * _BITS[scheme] // 8
+    matrix = 2 * HIDDEN * INTERMEDIATE * torch.bfloat16.itemsize  # w1 of an expert in the file
+    assert kept <= peak <= kept + matrix
+
+
+def peak_of_load(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedExperts]:
+    """The most bytes that torch's CPU allocator held at once during a load."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        loaded = mk.load_experts(folder, 0, tp=(0, tp), quantize=scheme)
+    assert recorded.profiler is not None
+    # Of one allocation or release each. The mapped file counts as one, too, of its size.
+    mapped = (folder / "model.safetensors").stat().st_size
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert any(event.nbytes() == mapped for event in events)
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += 0 if abs(event.nbytes()) == mapped else event.nbytes()
+        peak = max(peak, held)
+    return peak, loaded
+
+
+def test_nothing_is_loaded_on_an_error(tmp_path: Path) -> None:
+    """A missing tensor is found before one is read, as without `quantize`."""
+    sample = write(tmp_path, "mixtral", "bf16")
+    save_file({"model.norm.weight": torch.ones(4)}, sample.folder / "model.safetensors")
+    with pytest.raises(ConfigurationError, match="no experts"):
+        mk.load_experts(tmp_path, 0, quantize="mxfp4_w4a16")
