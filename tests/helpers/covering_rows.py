@@ -55,11 +55,13 @@ def draw(
     axes: Sequence[Axis],
     refusals: Sequence[Refusal] = (),
     absent: Callable[[Values], Sequence[str]] = lambda _values: (),
+    cost: Callable[[Values], float] = lambda _values: 1.0,
 ) -> CoveringRows:
     """Draw the rows.
 
     absent: returns why values cannot be combined at all, such as that a format has no such field.
-    Such a combination is neither accepted nor refused.
+    Such a combination is neither accepted nor refused. cost: of a row, in any unit; the axes that
+    it depends on have `varies_cost`.
     """
 
     def rejections_of(row: Row) -> Sequence[str]:
@@ -67,7 +69,10 @@ def draw(
         applying = [f"refused: {rule.name}" for rule in refusals if rule.applies(values)]
         return [*absent(values), *applying]
 
-    space = Space(tuple(axes), rejections_of, lambda _row: True, lambda _row: 1.0)
+    def cost_of(row: Sequence[int]) -> float:
+        return cost(_values_of(axes, row))
+
+    space = Space(tuple(axes), rejections_of, lambda _row: True, cost_of)
     array = covering_array(space)
     accepted = tuple(_values_of(axes, row) for row in array.rows)
     candidates = list(_neighbors(axes, accepted, absent)) if refusals else []
@@ -108,7 +113,7 @@ def _rows_of_rule(
         yield best
 
 
-def _values_of(axes: Sequence[Axis], row: Row) -> dict[str, Any]:
+def _values_of(axes: Sequence[Axis], row: Sequence[int]) -> dict[str, Any]:
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 
