@@ -20,6 +20,7 @@ from modular_kernel.utils import json_files
 
 RECORDS = "benchmarks"
 SCORES = "mutation"
+FIRST_SCORES = "mutation/first"
 DEFECTS = "source-defects.json"
 NOTES = "mutation-notes.json"
 _FIGURES = "plots"
@@ -84,7 +85,11 @@ def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
         "errors.md": errors_document(),
         "benchmark-results.md": benchmarks_document(read_records(docs / RECORDS), cells=False),
         "mutation-scores.md": mutation_document(
-            read_scores(docs / SCORES), docs / DEFECTS, docs / NOTES, _parts(built_in(catalog))
+            read_scores(docs / SCORES),
+            docs / DEFECTS,
+            docs / NOTES,
+            _parts(built_in(catalog)),
+            read_scores(docs / FIRST_SCORES),
         ),
     }
     texts = {Path(n): markdown(document, figures=_FIGURES) for n, document in documents.items()}

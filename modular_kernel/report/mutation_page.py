@@ -1,12 +1,13 @@
 """The page of mutation scores, from the records of `mk test --mutate PART --save`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.text import counted
 
 Record = dict[str, Any]
 
@@ -45,7 +46,9 @@ _METHOD = (
         "sm_90, and tested with a stand-in or a bitwise reference where there is one."
     ),
 )
-_NUMERIC = frozenset({"mutants", "executed", "put in", "killed", "equivalent", "survived", "score"})
+_COLUMNS = ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score")
+_FIRST = "first score"
+_NUMERIC = frozenset({*_COLUMNS[1:], _FIRST})
 
 
 def read_scores(folder: Path) -> tuple[Record, ...]:
@@ -57,13 +60,20 @@ def read_scores(folder: Path) -> tuple[Record, ...]:
 
 
 def mutation_document(
-    scores: tuple[Record, ...], defects: Path, notes: Path, parts: Sequence[str] = ()
+    scores: tuple[Record, ...],
+    defects: Path,
+    notes: Path,
+    parts: Sequence[str] = (),
+    first: tuple[Record, ...] = (),
 ) -> Document:
     """Build the document: table of scores, method, surviving mutants, and handwritten defects.
 
     defects: output file of tools/source_defects.py. notes: JSON file with a note per survivor id,
     and under "scores" and "defects" notes on the measurements. Both files are optional. parts:
-    names of all parts; those without a score are listed.
+    names of all parts; those without a score are listed. first: records of the first run of a
+    sample with another seed, which no case was written for; shown beside the scores.
+
+    Raises ConfigurationError if a record in `first` has no score to stand beside, or its seed.
     """
     known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
@@ -74,15 +84,12 @@ def mutation_document(
             "tests do not take part, except in scopes of `tools/mutation_scopes.json`."
         ),
         Heading(2, "Results"),
-        Table(
-            ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),
-            [_row(score) for score in scores],
-            numeric=_NUMERIC,
-        ),
+        _score_table(scores, _first_by_part(scores, first)),
         Text(
             "executed: mutants in lines that a case executes on a CPU. put in: the sample of "
             "these that was run. score: killed / (killed + survived)."
         ),
+        *_first_scores(first),
         *_missing(scores, parts),
         *_note(known, "scores"),
         Heading(2, "Method"),
@@ -90,6 +97,74 @@ def mutation_document(
         *_survivors(scores, known),
         *_handwritten_defects(defects, known),
     )
+
+
+def _first_by_part(scores: tuple[Record, ...], first: tuple[Record, ...]) -> dict[str, Record]:
+    """Return the first scores by part; each needs a score of the part with another seed."""
+    seeds = {score["part"]: score["seed"] for score in scores}
+    for record in first:
+        part, seed = record["part"], record["seed"]
+        if part not in seeds:
+            raise ConfigurationError(f"first score of {part}", got="no score", need="a score too")
+        if seed == seeds[part]:
+            need = "another seed than the score's, for a sample that no case was written for"
+            raise ConfigurationError(f"first score of {part}: seed", got=seed, need=need)
+    return {record["part"]: record for record in first}
+
+
+def _score_table(scores: tuple[Record, ...], first: dict[str, Record]) -> Table:
+    """Build the table of scores; with first scores, a column and a last row that sums them."""
+    rows = [_row(score) for score in scores]
+    if not first:
+        return Table(_COLUMNS, rows, numeric=_NUMERIC)
+    rows = [
+        (*row, _first_text(first[score["part"]]) if score["part"] in first else "")
+        for row, score in zip(rows, scores, strict=True)
+    ]
+    blanks = [""] * (len(_COLUMNS) - 1)
+    rows.append(("all first scores", *blanks, _share_text(*_first_counts(first.values()))))
+    return Table((*_COLUMNS, _FIRST), rows, numeric=_NUMERIC, totals=1)
+
+
+def _first_scores(first: tuple[Record, ...]) -> tuple[Block, ...]:
+    """Explain the first scores, and state the one over all samples."""
+    if not first:
+        return ()
+    killed, total = _first_counts(first)
+    put_in = sum(record["put_in"] for record in first)
+    return (
+        Text(
+            "first score: of a fresh sample with another seed, run once, before anything was "
+            "changed for it: killed / (put in - proven equivalent), with the number put in and "
+            "the seed. Its survivors are not listed below."
+        ),
+        Text(
+            f"**First scores of {counted(len(first), 'part')}: {killed} of {total} mutants killed, "
+            f"{_percentage(killed, total)}**, of {put_in} put in."
+        ),
+    )
+
+
+def _first_counts(first: Iterable[Record]) -> tuple[int, int]:
+    """Return how many mutants were killed, and how many put in that are not proven equivalent."""
+    records = tuple(first)
+    proven = sum(len(record["equivalent"]) for record in records)
+    return sum(record["killed"] for record in records), sum(
+        record["put_in"] for record in records
+    ) - proven
+
+
+def _first_text(record: Record) -> str:
+    share = _share_text(*_first_counts((record,)))
+    return f"{share}, {record['put_in']} put in, seed {record['seed']}"
+
+
+def _share_text(killed: int, total: int) -> str:
+    return f"{_percentage(killed, total)} ({killed} / {total})"
+
+
+def _percentage(killed: int, total: int) -> str:
+    return f"{killed / total:.1%}" if total else "nothing to change"
 
 
 def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:

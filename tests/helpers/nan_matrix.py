@@ -1,16 +1,19 @@
 """Calls of every experts part and scheme with a NaN in one argument at a time.
 
-As a program, prints the number of correct calls of each part that runs here, and the failures.
+Experts and adapters that no token uses are NaN as well. As a program, prints the number of correct
+calls of each part that runs here, and the failures.
 """
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.quant.quantized_weights import SCALE_FIELDS
 from modular_kernel.spec.problem import Combine, Machine, Problem
+from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.nan import nan_arguments
@@ -18,6 +21,7 @@ from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import call
+from modular_kernel.validate import ADAPTER_TENSORS
 
 LOCAL = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize")
 SCHEME_NAMES = ("none", *SCHEMES)
@@ -40,13 +44,14 @@ class Counts:
 
 
 def problems_of_size(size: int) -> Iterator[Problem]:
-    """Yield a sum over two experts, top-k rows of one token, and router weights on the input."""
+    """Yield a sum over two experts, top-k rows of one token, weights on the input, and adapters."""
     base = Problem(
         tokens=6, hidden=size, intermediate=size, experts=12, top_k=2, dtype=torch.bfloat16
     )
     yield base
     yield replace(base, tokens=1, top_k=4, combine=Combine.TOPK_WEIGHTED)
     yield replace(base, tokens=4, top_k=1, apply_router_weight_on_input=True)
+    yield replace(base, lora="adapters=3,rank=16")
 
 
 def local_pairs(machine: Machine) -> tuple[tuple[str, str], ...]:
@@ -82,16 +87,53 @@ def check_calls(
     counts.kernels += 1
     counts.schemes.add(problem.quant)
     hides_nan = problem.act.kind in kernel.experts.requires.hides_nan
-    for name in nan_arguments(problem):
+    # With adapters, those alone: the other problems have the other arguments.
+    names = nan_arguments(problem) if problem.adapters is None else ADAPTER_TENSORS
+    for name in names:
         if hides_nan and name not in ("x", "topk_weights"):
             continue
         case = Case(*pair, problem, variation=InputVariation(nan=name))
         sample = Sample(case, device, tokens=problem.tokens, seed_offset=0)
+        routing = sample.pristine.routing
+        fill_unused(sample.inputs.weights, routing, tuple(range(problem.e)), problem.experts)
         failures = sample.compare(call(kernel, sample)).problems
         counts.calls += 1
         assert bool(sample.recipe.isnan().any()), command(case)
         if failures:
             counts.wrong.append(f"{label} {'; '.join(failures)}: {command(case)}")
+
+
+def fill_unused(
+    weights: ExpertWeights, routing: Routing, slots: tuple[int, ...], experts: int
+) -> int:
+    """Set everything of experts and adapters that no pair uses to NaN; return how many experts.
+
+    slots: the global id of each expert in `weights`. routing: of all ranks.
+    """
+    used = {int(e) for e in routing.topk_ids_TK.flatten().tolist() if 0 <= e < experts}
+    unused = [slot for slot, e in enumerate(slots) if e not in used]
+    adapters = set() if routing.slots_T is None else set(routing.slots_T.tolist())
+    for name in (each.name for each in fields(weights)):
+        tensor = getattr(weights, name)
+        if tensor is None or name == "expert_map":
+            continue
+        if name in ADAPTER_TENSORS:
+            for adapter in set(range(len(tensor))) - adapters:
+                _fill(name, tensor[adapter])
+        elif len(tensor) == len(slots):
+            for slot in unused:
+                _fill(name, tensor[slot : slot + 1])
+    return len(unused)
+
+
+def _fill(name: str, values: torch.Tensor) -> None:
+    """Set values to NaN; integers have none, but bytes of scales are E8M0."""
+    if values.dtype is torch.uint8 and name in SCALE_FIELDS and name.endswith("_scale"):
+        values.fill_(255)
+    elif values.dtype is torch.float8_e4m3fn:
+        values.view(torch.uint8).fill_(0x7F)
+    elif values.is_floating_point():
+        values.fill_(torch.nan)
 
 
 def run(

@@ -1,0 +1,158 @@
+"""Every two features of a checkpoint together: right numbers, or the refusal that a rule states.
+
+Formats, options of their codes, layouts of the files, biases, shares of ranks and placements. A
+feature that is right alone can be wrong beside another one: act-order moves rows of w1, and with
+biases it has to move those of b1.
+"""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_rows import DRAWN, EXPERTS, LAYOUTS, METHODS, Written, write_row
+from covering_rows import Refusal, name_of
+from test_checkpoint_numbers import PAIR, numbers
+
+import modular_kernel as mk
+from modular_kernel.catalog import this_machine
+from modular_kernel.checkpoints import loading
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.machine import prefer_torch_reference
+from modular_kernel.models.families import FAMILIES
+from modular_kernel.spec.placement import Placement
+
+TOKENS = 9
+# Of the sum over all ranks against float64, by the dtype of the layer; float8 and int8 activations.
+BOUNDS, W8A8_BOUND = {None: 1e-2, "float32": 1e-5}, 8e-2
+
+
+@pytest.fixture
+def written(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
+    """The checkpoint of a row. Few families have biases: here any has them, or none."""
+    family = row["family"]
+    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], bias=row["bias"]))
+    if row["pieces"]:
+        monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
+    return write_row(tmp_path, row)
+
+
+def placement_of(row: dict[str, Any]) -> Any:
+    if row["placement"] == "round_robin":
+        return Placement.round_robin(EXPERTS, row["ep"])
+    if row["placement"] == "reversed":
+        return Placement(tuple(slots[::-1] for slots in Placement.linear(EXPERTS, row["ep"]).slots))
+    return "linear"
+
+
+def load(folder: Path, row: dict[str, Any], e: int, t: int) -> LoadedExperts:
+    return mk.load_experts(
+        folder,
+        row["layers"] - 1,
+        ep=(e, row["ep"]),
+        tp=(t, row["tp"]),
+        dtype=row["dtype"],
+        placement=placement_of(row),
+        quantize_inputs=row["inputs"],
+    )
+
+
+def ranks(folder: Path, row: dict[str, Any]) -> list[LoadedExperts]:
+    return [load(folder, row, e, t) for e, t in product(range(row["ep"]), range(row["tp"]))]
+
+
+def summed(loaded: list[LoadedExperts], written: Written, **fields: Any) -> float:
+    """Return the error of the layer over all ranks, each with all tokens, against float64."""
+    x, weights, ids = written.sample.inputs(TOKENS)
+    total = torch.zeros_like(x)
+    for rank in loaded:
+        problem, held = rank.partial(TOKENS, **fields)
+        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        with prefer_torch_reference():
+            total += kernel(x.to(problem.dtype), held, mk.Routing(weights, ids)).double()
+    x = x.to(loaded[0].problem_fields["dtype"]).double()
+    want = written.sample.expected_output(x, weights, ids)
+    return float((total - want).norm() / want.norm())
+
+
+def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, Any]) -> None:
+    """Compare each expert's dequantized values, whose rows act-order may have moved."""
+    method, layout = METHODS[row["method"]], LAYOUTS[row["family"]]
+    w1, w2 = written.sample.w1, written.sample.w2
+    for rank in loaded:
+        projections = 2 if layout.gated else 1
+        width, begin = (
+            row["intermediate"] // row["tp"],
+            rank.tp[0] * row["intermediate"] // row["tp"],
+        )
+        rows = torch.arange(begin, begin + width)
+        got_w1, got_w2 = numbers(rank)
+        # A scale each for gate and up becomes one: values of the smaller one are rounded again.
+        rounded = method.scales == "tensor" and not method.weight_only
+        near = 2.0**-4 if rounded and layout.gated and not layout.fused else 1e-6
+        for slot, e in enumerate(rank.placement.slots[rank.ep[0]]):
+            order = column_order(got_w2[slot], w2[e][:, rows]) if row["act-order"] else None
+            place = rows if order is None else rows[order]
+            both = torch.cat([place + i * row["intermediate"] for i in range(projections)])
+            atol = 1e-3 if near > 1e-3 else 1e-12
+            torch.testing.assert_close(got_w1[slot], w1[e][both], rtol=near, atol=atol)
+            torch.testing.assert_close(got_w2[slot], w2[e][:, place], rtol=1e-6, atol=1e-12)
+
+
+def column_order(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return which column of `want` each column of `got` is, a permutation."""
+    order = torch.cdist(got.T.contiguous(), want.T.contiguous()).argmin(1)
+    assert sorted(order.tolist()) == list(range(len(order)))
+    return order
+
+
+def check_input_scales(loaded: list[LoadedExperts], written: Written) -> None:
+    """Compare static scales: the largest of all experts, in nvfp4 of each expert's projections."""
+    for rank in loaded:
+        weights = rank.weights
+        if weights.a1_scale is None:
+            continue
+        assert written.input_scales is not None
+        slots = list(rank.placement.slots[rank.ep[0]])
+        for name, scales in zip(("a1_scale", "a2_scale"), written.input_scales, strict=True):
+            by_expert = scales.amax(1)[slots]
+            got = getattr(weights, name).double()
+            want = (
+                by_expert if len(got) > 1 or got.shape == by_expert.shape else scales.amax()[None]
+            )
+            if "nvfp4" not in rank.problem_fields["quant"]:
+                want = scales.amax()[None]
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_every_two_values_meet_and_every_rule_does() -> None:
+    assert DRAWN.unmet() == []
+    allowed = ("refused: ", "blocks ", "mxfp4 ", "columns of one group", "channels of int8")
+    for reason in DRAWN.impossible().values():
+        assert reason.startswith(allowed) or " has no " in reason, reason
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("row", DRAWN.accepted, ids=name_of)
+def test_a_layer_is_what_its_files_say(row: dict[str, Any], written: Written) -> None:
+    loaded = ranks(written.sample.folder, row)
+    check_values(loaded, written, row)
+    check_input_scales(loaded, written)
+    assert {rank.problem_fields["bias"] for rank in loaded} == {row["bias"]}
+    if not row["inputs"]:  # activations of 4 bits are compared by their parts' own cases
+        bound = BOUNDS[row["dtype"]] if METHODS[row["method"]].weight_only else W8A8_BOUND
+        assert summed(loaded, written) <= bound
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize(
+    ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in DRAWN.refused]
+)
+def test_a_refusal_is_the_one_that_a_rule_states(
+    rule: Refusal, row: dict[str, Any], written: Written
+) -> None:
+    for e, t in product(range(row["ep"]), range(row["tp"])):
+        with pytest.raises(rule.error, match=rule.message):
+            load(written.sample.folder, row, e, t)

@@ -1,0 +1,466 @@
+"""Checkpoints of one layer with any combination of features, and which of them are refused.
+
+A row has a value for each of `AXES`. `write_row` writes its checkpoint, with the exact weights, and
+`REFUSALS` states which rows `load_experts` refuses. Fused gate and up are one matrix of 2I rows, as
+quantizers write them, so no rule for concatenating codes or scales is stated here.
+"""
+
+import json
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+from covering_rows import Refusal, Values, draw, one_of
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.testing.cases.covering import Axis
+from modular_kernel.testing.checkpoints.formats import (
+    Make,
+    StoredMatrix,
+    awq,
+    compressed_tensors,
+    fp8_block,
+    fp8_channel,
+    fp8_tensor,
+    gptq,
+    int8_channel,
+    mxfp4,
+    mxfp4_compressed,
+    nvfp4,
+    plain,
+    with_act_order,
+)
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample, save
+
+EXPERTS, HIDDEN, TOP_K = 4, 128, 2
+ALL_COLUMNS = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family names and stores experts. gate_up: the names in w1, two where they are apart.
+
+    style: "modules" (one of each expert), "stacked modules" or "stacked parameters". flat: experts
+    and rows are one dimension. transposed: names stored as (K, N).
+    """
+
+    family: str
+    block: str
+    gate_up: tuple[str, ...]
+    down: str
+    style: str = "modules"
+    transposed: tuple[str, ...] = ()
+    interleaved: bool = False
+    flat: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.family != "nemotron_h"
+
+    @property
+    def fused(self) -> bool:
+        return self.gated and len(self.gate_up) == 1
+
+    def names(self, stored: dict[str, list[StoredMatrix]]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer by name, given the matrices of each expert."""
+        tensors = {}
+        for name, experts in stored.items():
+            for kind in experts[0].tensors:
+                values = [matrix.tensors[kind].clone() for matrix in experts]
+                if self.style == "modules":
+                    tensors |= {f"{e}.{name}.{kind}": value for e, value in enumerate(values)}
+                    continue
+                stack = torch.stack(values)
+                if name in self.transposed and stack.dim() > 2:
+                    stack = stack.transpose(1, 2).contiguous()
+                stack = stack.flatten(0, 1) if self.flat and stack.dim() > 1 else stack
+                tensors[self._stacked_name(name, kind)] = stack
+        return {f"{self.block}.{name}": tensor for name, tensor in tensors.items()}
+
+    def _stacked_name(self, name: str, kind: str) -> str:
+        if self.style == "stacked modules":
+            return f"{name}.{kind}"
+        return name if kind == "weight" else f"{name}_{kind}"
+
+
+_GATE_UP, _DOWN, _STACK = ("gate_up_proj",), "down_proj", "stacked parameters"
+_BOTH = (*_GATE_UP, _DOWN)
+LAYOUTS = {
+    layout.family: layout
+    for layout in (
+        Layout("qwen3_moe", "mlp.experts", ("gate_proj", "up_proj"), _DOWN),
+        Layout("mixtral", "block_sparse_moe.experts", ("w1", "w3"), "w2"),
+        Layout("nemotron_h", "mixer.experts", ("up_proj",), _DOWN),
+        Layout("mistral4", "mlp.experts", _GATE_UP, _DOWN, _STACK),
+        Layout("qwen3_vl_moe_text", "mlp.experts", _GATE_UP, _DOWN, _STACK, _BOTH),
+        Layout("gpt_oss", "mlp.experts", _GATE_UP, _DOWN, _STACK, _BOTH, True),
+        Layout("inkling_text", "mlp.experts", ("w13_weight",), "w2_weight", _STACK, (), True),
+        Layout(
+            "granitemoe", "block_sparse_moe", ("input_linear",), "output_linear", "stacked modules"
+        ),
+        Layout(
+            "aria_text", "mlp.experts", ("fc1",), "fc2", "stacked modules", ("fc1", "fc2")
+        ),
+        Layout("step3p5", "moe", ("gate_proj", "up_proj"), _DOWN, "stacked modules"),
+        Layout("dbrx", "ffn.experts.mlp", ("w1", "v1"), "w2", _STACK, ("w2",), flat=True),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of quantizing. like: the published format whose config it has.
+
+    tile: what `group` is the size of: groups of columns, square blocks, or nothing. options: axes
+    that its config has a key for. scales: what one scale is of, where a refusal depends on it.
+    weight_only: activations are not quantized. inputs_too: its recipe also rounds activations.
+    """
+
+    like: str
+    tile: str = ""
+    options: tuple[str, ...] = ()
+    scales: str = "other"
+    weight_only: bool = True
+    inputs_too: bool = False
+
+
+METHODS = {
+    "none": Method("bf16", scales="none"),
+    "fp8 block": Method("deepseek fp8", "blocks", scales="block", weight_only=False),
+    "fp8 tensor": Method("fp8 tensor, dynamic", scales="tensor", weight_only=False),
+    "fp8 static": Method("fp8 tensor, static", scales="tensor", weight_only=False),
+    "modelopt fp8": Method("modelopt fp8", scales="tensor", weight_only=False),
+    "ct fp8 channel": Method("compressed fp8 channel", weight_only=False),
+    "ct fp8 block": Method("compressed fp8 block", "blocks", scales="block", weight_only=False),
+    "ct fp8 weights, tensor": Method("compressed fp8 weights, tensor", scales="tensor"),
+    "ct fp8 weights, channel": Method("compressed fp8 weights, channel"),
+    "ct fp8 weights, block": Method("compressed fp8 weights, block", "blocks", scales="block"),
+    "ct int8": Method("compressed int8", weight_only=False),
+    "ct int": Method("compressed int4", "groups", ("bits", "zero points", "act-order")),
+    "ct mxfp4": Method("compressed mxfp4", scales="groups of 32"),
+    "ct nvfp4": Method("compressed nvfp4", scales="nvfp4", inputs_too=True),
+    "modelopt nvfp4": Method("modelopt nvfp4", scales="nvfp4", inputs_too=True),
+    "awq": Method("awq", "groups", ("bits", "zero points")),
+    "gptq": Method("gptq", "groups", ("bits", "zero points", "act-order")),
+    "gptq v2": Method("gptq v2", "groups", ("bits", "zero points", "act-order")),
+    "mxfp4": Method("mxfp4", scales="groups of 32"),
+}
+
+AXES = (
+    Axis("method", tuple(METHODS)),
+    Axis("group", (64, 32, 128, ALL_COLUMNS)),
+    Axis("bits", (4, 8)),
+    Axis("zero points", (False, True)),
+    Axis("act-order", (False, True)),
+    Axis("family", tuple(LAYOUTS)),
+    Axis("bias", (False, True)),
+    Axis("intermediate", (256, 192, 136)),
+    Axis("ep", (1, 2, 4)),
+    Axis("tp", (1, 2, 4)),
+    Axis("placement", ("linear", "round_robin", "reversed")),
+    Axis("files", (1, 3)),
+    Axis("layers", (1, 2)),
+    Axis("dtype", (None, "float32")),
+    Axis("inputs", (False, True)),
+    Axis("pieces", (False, True)),
+)
+
+
+def absent(row: Values) -> list[str]:
+    """Return why no file has such a combination."""
+    method, found = METHODS[row["method"]], []
+    for option, default in (("bits", 4), ("zero points", False), ("act-order", False)):
+        if row[option] != default and option not in method.options:
+            found.append(f"{row['method']} has no {option}")
+    if not method.tile and row["group"] != 64:
+        found.append(f"{row['method']} has no size of a tile")
+    if row["group"] == ALL_COLUMNS:
+        if method.tile == "blocks":
+            found.append("blocks have a size")
+        if row["act-order"]:
+            found.append("columns of one group have no order")
+        if row["method"] == "ct int" and row["bits"] == 8 and row["zero points"]:
+            found.append("channels of int8 are symmetric")
+    if method.scales == "groups of 32" and row["intermediate"] % 32:
+        found.append("mxfp4 stores whole groups of 32 columns")
+    if method.like == "mxfp4" and _is_transposed(row):
+        found.append("blocks of mxfp4 have three dimensions")
+    return found
+
+
+def _is_transposed(row: Values) -> bool:
+    layout = LAYOUTS[row["family"]]
+    return bool(layout.transposed) and not layout.flat
+
+
+def _share(row: Values) -> int:
+    return int(row["intermediate"] // row["tp"])
+
+
+def _over_tp(row: Values) -> bool:
+    return bool(row["tp"] > 1)
+
+
+def _no_halved_group_fits(row: Values) -> bool:
+    sizes = [row["group"] // n for n in (1, 2, 4) if row["group"] // n >= 32]
+    return all(_share(row) % size for size in sizes)
+
+
+def _block_is_too_small(row: Values) -> bool:
+    return gcd(row["group"], _share(row)) < 32
+
+
+def _splits_a_word(row: Values) -> bool:
+    """Words of int32 hold 8 codes of 4 bits or 4 of 8 bits, along rows or columns."""
+    return _share(row) % (32 // row["bits"]) != 0
+
+
+def _of_tile(tile: str) -> Any:
+    return lambda row: METHODS[row["method"]].tile == tile
+
+
+def _of_scales(*scales: str) -> Any:
+    return lambda row: METHODS[row["method"]].scales in scales
+
+
+def _is_quantized(row: Values) -> bool:
+    return bool(row["method"] != "none")
+
+
+def _no_transposed_form(row: Values) -> bool:
+    return METHODS[row["method"]].scales not in ("none", "tensor", "block", "nvfp4")
+
+
+_A_CONFIG = ConfigurationError
+REFUSALS = (
+    Refusal(
+        "act-order over TP ranks",
+        _A_CONFIG,
+        r"tp: ranks: got \d, need 1: a group of act-order",
+        (one_of("act-order", True), _over_tp),
+    ),
+    Refusal(
+        "awq of 8 bits",
+        _A_CONFIG,
+        "need AWQ of 4 bits",
+        (one_of("method", "awq"), one_of("bits", 8)),
+    ),
+    Refusal(
+        "a quantized flat stack",
+        _A_CONFIG,
+        "layout of whole matrices",
+        (one_of("family", "dbrx"), _is_quantized),
+    ),
+    Refusal(
+        "a transposed stack of another format",
+        _A_CONFIG,
+        "layout of whole matrices",
+        (one_of("family", "aria_text"), _is_quantized, _no_transposed_form),
+    ),
+    # These families have layouts that are not transposed, whose shapes are needed then.
+    Refusal(
+        "a transposed stack where another layout is known",
+        ShapeError,
+        r"got \(4, .*need \(4, ",
+        (one_of("family", "qwen3_vl_moe_text", "gpt_oss"), _is_quantized, _no_transposed_form),
+    ),
+    Refusal(
+        "inputs of a recipe that does not round them",
+        _A_CONFIG,
+        "quantize_inputs",
+        (one_of("inputs", True), lambda row: not METHODS[row["method"]].inputs_too),
+    ),
+    Refusal(
+        "a group of mxfp4 or nvfp4 is divided",
+        _A_CONFIG,
+        "tp: share",
+        (
+            _of_scales("groups of 32", "nvfp4"),
+            _over_tp,
+            lambda row: _share(row) % (16 if "nvfp4" in row["method"] else 32) != 0,
+        ),
+    ),
+    Refusal(
+        "no group of 32 or more divides the share",
+        _A_CONFIG,
+        "group: got",
+        (
+            _of_tile("groups"),
+            _over_tp,
+            lambda row: row["group"] != ALL_COLUMNS,
+            _no_halved_group_fits,
+        ),
+    ),
+    Refusal(
+        "no block of 32 or more divides the share",
+        _A_CONFIG,
+        "tp: share",
+        (_of_tile("blocks"), _over_tp, _block_is_too_small),
+    ),
+    Refusal(
+        "a share divides a packed word",
+        _A_CONFIG,
+        "share of (rows|columns)",
+        (_of_tile("groups"), _over_tp, one_of("group", ALL_COLUMNS), _splits_a_word),
+    ),
+)
+DRAWN = draw(AXES, REFUSALS, absent)
+
+
+def make_of(row: Values) -> Make:
+    """Return what makes the matrices of a row."""
+    width, group = max(HIDDEN, row["intermediate"]), row["group"]
+    symmetric, order = not row["zero points"], row["act-order"]
+    columns = width if group == ALL_COLUMNS else group
+    if row["method"] in ("gptq", "gptq v2"):
+        offset = int(row["method"] == "gptq")
+        make = gptq(row["bits"], columns, symmetric=symmetric, zero_point_offset=offset)
+        return with_act_order(make, "g_idx", columns, "qweight") if order else make
+    if row["method"] == "ct int":
+        make = compressed_tensors(row["bits"], columns, symmetric=symmetric)
+        return with_act_order(make, "weight_g_idx", columns, "weight_packed") if order else make
+    if row["method"] == "awq":
+        return awq(columns, zero_point=row["zero points"])
+    block = (group, group)
+    makes: dict[str, Make] = {
+        "none": plain(torch.bfloat16),
+        "fp8 block": fp8_block(torch.float32, block=block),
+        "fp8 tensor": fp8_tensor(static=False),
+        "fp8 static": fp8_tensor(static=True, shape=(1,)),
+        "modelopt fp8": fp8_tensor(static=True),
+        "ct fp8 channel": fp8_channel(),
+        "ct fp8 block": fp8_block(torch.bfloat16, "weight_scale", block),
+        "ct fp8 weights, tensor": fp8_tensor(static=False, shape=(1,)),
+        "ct fp8 weights, channel": fp8_channel(),
+        "ct fp8 weights, block": fp8_block(torch.bfloat16, "weight_scale", block),
+        "ct int8": int8_channel,
+        "ct mxfp4": mxfp4_compressed,
+        "mxfp4": mxfp4,
+        "ct nvfp4": nvfp4(
+            "weight_packed", "weight_global_scale", "input_global_scale", divides=True
+        ),
+        "modelopt nvfp4": nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
+    }  # fmt: skip
+    return makes[row["method"]]
+
+
+def config_of(row: Values) -> dict[str, Any] | None:
+    """Return the quantization_config of a row."""
+    like = CHECKPOINT_FORMATS[METHODS[row["method"]].like].config
+    config: dict[str, Any] = json.loads(json.dumps(like))
+    if row["method"] in ("gptq", "gptq v2"):
+        options = {"sym": not row["zero points"], "desc_act": row["act-order"]}
+        return config | options | {"bits": row["bits"], "group_size": row["group"]}
+    if row["method"] == "awq":
+        options = {"zero_point": row["zero points"]}
+        return config | options | {"bits": row["bits"], "group_size": row["group"]}
+    if METHODS[row["method"]].tile == "blocks" and config["quant_method"] == "fp8":
+        return config | {"weight_block_size": [row["group"]] * 2}
+    if METHODS[row["method"]].tile == "blocks":
+        args = config["config_groups"]["group_0"]
+        args["weights"]["block_structure"] = [row["group"]] * 2
+        if args["input_activations"]:
+            args["input_activations"]["group_size"] = row["group"]
+    if row["method"] == "ct int":
+        weights = config["config_groups"]["group_0"]["weights"]
+        weights |= {"num_bits": row["bits"], "symmetric": not row["zero points"]}
+        weights |= {"actorder": "group" if row["act-order"] else None}
+        channel = {"strategy": "channel", "group_size": None}
+        weights |= channel if row["group"] == ALL_COLUMNS else {"group_size": row["group"]}
+    return config
+
+
+@dataclass(frozen=True)
+class Written:
+    """A written checkpoint. input_scales: (E, projections of w1 and of w2) float64, or None."""
+
+    sample: Sample
+    input_scales: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def write_row(folder: Path, row: Values) -> Written:
+    """Write the checkpoint of a row; the exact weights are those of its last layer."""
+    layout, family = LAYOUTS[row["family"]], FAMILIES[row["family"]]
+    tensors: dict[str, torch.Tensor] = {}
+    g = torch.Generator().manual_seed(3)
+    for layer in range(row["layers"]):
+        stored = _matrices(row, g)
+        named = layout.names(stored)
+        tensors |= {f"{family.layer_prefix}{layer}.{name}": t for name, t in named.items()}
+    sizes = EXPERTS, TOP_K, row["intermediate"], HIDDEN
+    config = family.config(row["family"], sizes) | {"torch_dtype": "bfloat16"}
+    if row["method"] != "none":
+        config["quantization_config"] = config_of(row)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, tensors, row["files"])
+    w1 = torch.stack([_gate_first(layout, *m) for m in _by_expert(stored, layout.gate_up)])
+    w2 = torch.stack([matrix.values for matrix in stored[layout.down]])
+    b1 = b2 = None
+    if row["bias"]:
+        by_expert = zip(*(_biases(stored, name) for name in layout.gate_up), strict=True)
+        b1 = torch.stack([_gate_first(layout, *biases) for biases in by_expert])
+        b2 = torch.stack(_biases(stored, layout.down))
+    scaling = next((v for k, v in family.extra_config.items() if "scal" in k), 1.0)
+    kind = CHECKPOINT_FORMATS[METHODS[row["method"]].like]
+    sample = Sample(folder, config, kind, family, w1, w2, b1, b2, TOP_K, scaling)
+    return Written(sample, _input_scales(stored, layout))
+
+
+_INPUT_SCALES = {"input_scale": False, "input_global_scale": True}  # whether it divides
+
+
+def _matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatrix]]:
+    """Make the matrices of each expert, with biases and input scales that all differ."""
+    layout, make = LAYOUTS[row["family"]], make_of(row)
+    rows = row["intermediate"] * (2 if layout.fused else 1)
+    sizes = {name: (rows, HIDDEN, 1.0 + 0.7 * i) for i, name in enumerate(layout.gate_up)}
+    sizes[layout.down] = (HIDDEN, row["intermediate"], 1.0)
+    stored = {}
+    for name, (n, k, gain) in sizes.items():
+        stored[name] = [make(n, k, g, gain) for _ in range(EXPERTS)]
+        for e, matrix in enumerate(stored[name]):
+            if row["bias"]:
+                matrix.tensors["bias"] = torch.randn(n, generator=g).bfloat16()
+            for scale, divides in _INPUT_SCALES.items():
+                if scale in matrix.tensors:
+                    factor = 1 + (7 * e + 3 * len(stored)) % 5 / 8
+                    factor *= 8 if name == layout.down and not layout.gated else 1  # squares
+                    changed = matrix.tensors[scale] * (1 / factor if divides else factor)
+                    matrix.tensors[scale] = changed
+    return stored
+
+
+def _by_expert(
+    stored: dict[str, list[StoredMatrix]], names: tuple[str, ...]
+) -> list[list[torch.Tensor]]:
+    return [[stored[name][e].values for name in names] for e in range(EXPERTS)]
+
+
+def _biases(stored: dict[str, list[StoredMatrix]], name: str) -> list[torch.Tensor]:
+    return [matrix.tensors["bias"].double() for matrix in stored[name]]
+
+
+def _gate_first(layout: Layout, *projections: torch.Tensor) -> torch.Tensor:
+    both = torch.cat(projections)
+    return torch.cat([both[0::2], both[1::2]]) if layout.interleaved else both
+
+
+def _input_scales(
+    stored: dict[str, list[StoredMatrix]], layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    found = []
+    for names in (layout.gate_up, (layout.down,)):
+        scales = [
+            [matrix.tensors[kind].double().reshape(()) ** (-1 if divides else 1)
+             for name in names for matrix in (stored[name][e],)
+             for kind, divides in _INPUT_SCALES.items() if kind in matrix.tensors]
+            for e in range(EXPERTS)
+        ]  # fmt: skip
+        if not scales[0]:
+            return None
+        found.append(torch.stack([torch.stack(row) for row in scales]))
+    return found[0], found[1]

@@ -1,0 +1,129 @@
+"""Covering arrays over features whose combinations are accepted, or refused by a stated rule.
+
+A `Refusal` states when a typed error is raised. `draw` returns rows in which every two values of
+two axes meet without a refusal, and rows in which refusals meet the values of every axis. A refused
+row differs from an accepted one in one value, and one rule applies, so its error is the one to
+expect.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modular_kernel.errors import ModularKernelError
+from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
+
+Values = Mapping[str, Any]  # {axis: value}
+Condition = Callable[[Values], bool]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A rule: where all `when` hold, `error` is raised with a text that `message` matches."""
+
+    name: str
+    error: type[ModularKernelError]
+    message: str
+    when: tuple[Condition, ...]
+
+    def applies(self, values: Values) -> bool:
+        return all(condition(values) for condition in self.when)
+
+
+@dataclass(frozen=True)
+class CoveringRows:
+    """The rows of `draw`. refused: each with the one rule that applies."""
+
+    array: Array
+    accepted: tuple[dict[str, Any], ...]
+    refused: tuple[tuple[Refusal, dict[str, Any]], ...]
+    refusals: tuple[Refusal, ...]
+
+    def unmet(self) -> list[str]:
+        """Return the pairs of values that no row has, and the rules that no row meets."""
+        describe, met = self.array.space.describe, {refusal.name for refusal, _ in self.refused}
+        missing = [f"{describe(a)}, {describe(b)}" for a, b in self.array.missing()]
+        return missing + [rule.name for rule in self.refusals if rule.name not in met]
+
+    def impossible(self) -> dict[tuple[str, str], str]:
+        """Return the pairs of values that no accepted row can have, each with its reason."""
+        describe = self.array.space.describe
+        return {(describe(a), describe(b)): why for (a, b), why in self.array.impossible.items()}
+
+
+def draw(
+    axes: Sequence[Axis],
+    refusals: Sequence[Refusal] = (),
+    absent: Callable[[Values], Sequence[str]] = lambda _values: (),
+    cost: Callable[[Values], float] = lambda _values: 1.0,
+) -> CoveringRows:
+    """Draw the rows.
+
+    absent: returns why values cannot be combined at all, such as that a format has no such field.
+    Such a combination is neither accepted nor refused. cost: of a row, in any unit; the axes that
+    it depends on have `varies_cost`.
+    """
+
+    def rejections_of(row: Row) -> Sequence[str]:
+        values = _values_of(axes, row)
+        applying = [f"refused: {rule.name}" for rule in refusals if rule.applies(values)]
+        return [*absent(values), *applying]
+
+    def cost_of(row: Sequence[int]) -> float:
+        return cost(_values_of(axes, row))
+
+    space = Space(tuple(axes), rejections_of, lambda _row: True, cost_of)
+    array = covering_array(space)
+    accepted = tuple(_values_of(axes, row) for row in array.rows)
+    candidates = list(_neighbors(axes, accepted, absent)) if refusals else []
+    refused = tuple(
+        (rule, values) for rule in refusals for values in _rows_of_rule(rule, refusals, candidates)
+    )
+    return CoveringRows(array, accepted, refused, tuple(refusals))
+
+
+def _neighbors(
+    axes: Sequence[Axis],
+    accepted: Sequence[dict[str, Any]],
+    absent: Callable[[Values], Sequence[str]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows that differ from an accepted one in one value."""
+    for values in accepted:
+        for axis in axes:
+            for value in axis.values:
+                changed = values | {axis.name: value}
+                if value != values[axis.name] and not absent(changed):
+                    yield changed
+
+
+def _rows_of_rule(
+    rule: Refusal, refusals: Sequence[Refusal], candidates: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield candidates that this rule alone refuses, until it has met each of their values."""
+    alone = [
+        values
+        for values in candidates
+        if rule.applies(values)
+        and not any(other.applies(values) for other in refusals if other is not rule)
+    ]
+    unmet = {item for values in alone for item in values.items()}
+    while unmet:
+        best = max(alone, key=lambda values: len(unmet & set(values.items())))
+        unmet -= set(best.items())
+        yield best
+
+
+def _values_of(axes: Sequence[Axis], row: Sequence[int]) -> dict[str, Any]:
+    return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
+
+
+def one_of(axis: str, *values: object) -> Condition:
+    """Return the condition that an axis has one of these values."""
+    return lambda row: row[axis] in values
+
+
+def name_of(row: Any) -> str:
+    """Return the name of a row for pytest: its values in the order of the axes."""
+    if isinstance(row, tuple):
+        return f"{row[0].name}-{name_of(row[1])}"
+    return "-".join(str(value) for value in row.values())

@@ -1,0 +1,69 @@
+"""Every two features of a layer together: right numbers on every rank, or a stated refusal.
+
+Exchanges, EP and TP ranks and their groups, the sum over ranks, routers, shared experts, factors,
+biases, activations and schemes. A feature that is right alone can be wrong beside another one: the
+sum over the ranks of an exchange is over TP alone, whatever groups there are.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from covering_rows import Refusal, name_of
+from layer_rows import (
+    DRAWN,
+    W8A8,
+    expected_output,
+    outputs_of,
+    tokens_of,
+)
+from layer_samples import error
+
+from modular_kernel.testing.ranks.pool import RankPool
+
+Pool = Callable[[int], RankPool]
+# Of a sum over ranks against float64, by dtype; and with activations of 8 bits.
+BOUNDS, W8A8_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}, 8e-2
+
+
+def errors(row: dict[str, Any], outputs: list[torch.Tensor]) -> list[float]:
+    """Return the errors of what each rank returned, or of the sums that a caller takes."""
+    want, (ep, tp) = expected_output(row), row["place"].split
+    assert not [out for out in outputs if isinstance(out, str)], outputs
+    by_rank = [outputs[e * tp : (e + 1) * tp] for e in range(ep)]
+    if row["place"].reduce:
+        return [error(out, want[tokens_of(row, e)]) for e in range(ep) for out in by_rank[e]]
+    over_tp = [sum(out.double() for out in row_) for row_ in by_rank]
+    if row["place"].exchange != "none":
+        return [error(out, want[tokens_of(row, e)]) for e, out in enumerate(over_tp)]
+    return [error(sum(over_tp), want)]
+
+
+def test_every_two_values_meet_and_every_rule_does() -> None:
+    assert DRAWN.unmet() == []
+    for reason in DRAWN.impossible().values():
+        known = ("refused: ", "EPMoE ", "one rank ", "another part ", "replicated ")
+        assert reason.startswith(known), reason
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("row", DRAWN.accepted, ids=name_of)
+def test_a_layer_is_the_oracle_s_over_its_ranks(row: dict[str, Any], rank_pool: Pool) -> None:
+    outputs = outputs_of(row, rank_pool)
+    bound = W8A8_BOUND if row["quant"] in W8A8 else BOUNDS[row["dtype"]]
+    assert max(errors(row, outputs)) <= bound
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize(
+    ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in DRAWN.refused]
+)
+def test_a_refusal_is_the_one_that_a_rule_states(
+    rule: Refusal, row: dict[str, Any], rank_pool: Pool
+) -> None:
+    for out in outputs_of(row, rank_pool):
+        assert isinstance(out, str), "a layer that a rule refuses was computed"
+        assert out.startswith(f"{rule.error.__name__}: "), out
+        assert re.search(rule.message, out), out

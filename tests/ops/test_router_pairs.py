@@ -1,0 +1,208 @@
+"""Every two options of a router together: the oracle's experts and weights, or a stated refusal.
+
+Fields of RouterSpec, types and layouts of the tensors, values of logits and biases, and how the
+router is called: the kernel, plain torch, and the operator of torch.compile, which takes the spec
+as text. eps and floor are one axis, because one formula has both: max(sum + eps, floor).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from covering_rows import CoveringRows, Refusal, Values, draw, name_of, one_of
+from ops_samples import DEVICE, random
+from router_oracle import disagreements
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.ops import route as module
+from modular_kernel.ops.route import Routed, RouterTensors, route, route_op, spec_text
+from modular_kernel.spec.router import RouterSpec
+from modular_kernel.tensors import Routing
+from modular_kernel.testing.cases.covering import Axis
+
+VOCABULARY = 19
+AXES = (
+    Axis("score", ("softmax", "sigmoid", "sqrtsoftplus")),
+    Axis("order", ("score_first", "topk_first")),
+    Axis("groups", ((1, 1), (4, 1), (4, 3), (3, 2), (12, 8), (24, 24), (2, 3))),
+    Axis("group score", ("max", "top2")),
+    Axis("bias", (None, torch.float32, torch.bfloat16)),
+    Axis("bias values", ("plain", "nan", "never")),
+    Axis("renormalize", (False, True)),
+    Axis("eps, floor", ((0.0, 0.0), (1e-20, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5),
+                        (2.0, 0.0))),
+    Axis("table", (None, torch.int32, torch.int64)),
+    Axis("zero experts", (0, 4)),
+    Axis("top-k", (3, 1, 2, 8, 16)),
+    Axis("experts", (24, 12, 33)),
+    Axis("tokens", (7, 0, 1, 1027), varies_cost=True),  # 1027: several tokens for each program
+    Axis("logits", (torch.float32, torch.bfloat16, torch.float16)),
+    Axis("values", ("plain", "ties", "nan", "infinite", "faint")),
+    Axis("ids", (torch.int32, torch.int64)),
+    Axis("spaced", (False, True)),
+    Axis("call", ("kernel", "torch", "operator")),
+)  # fmt: skip
+
+
+def absent(row: Values) -> list[str]:
+    """Return why values cannot be combined: an axis of something that is not there."""
+    found = []
+    if row["bias"] is None and row["bias values"] != "plain":
+        found.append("no bias has no values")
+    if row["spaced"] and row["tokens"] == 0:
+        found.append("no rows are not spaced")
+    return found
+
+
+def _grouped(row: Values) -> bool:
+    return bool(row["groups"] != (1, 1))
+
+
+def _columns(row: Values) -> int:
+    return int(row["experts"] + row["zero experts"])
+
+
+def _uneven(row: Values) -> bool:
+    size, rest = divmod(row["experts"], row["groups"][0])
+    return bool(rest) or (row["group score"] == "top2" and size < 2)
+
+
+def _too_few(row: Values) -> bool:
+    groups, kept = row["groups"]
+    return bool(row["experts"] // groups * kept < row["top-k"])
+
+
+def _even(row: Values) -> bool:
+    return not _uneven(row)
+
+
+def _options(name: str, message: str, *when: Callable[[Values], bool]) -> Refusal:
+    return Refusal(name, ConfigurationError, message, when)
+
+
+_TABLE = one_of("table", torch.int32, torch.int64)
+REFUSALS = (
+    _options("more groups than there are", "router topk_groups", one_of("groups", (2, 3))),
+    _options("eps beyond 1", "router eps", lambda row: row["eps, floor"][0] > 1),
+    _options(
+        "a guard of no division",
+        r"router (eps|floor): got .* need renormalize=True",
+        one_of("renormalize", False),
+        lambda row: row["eps, floor"] not in ((0.0, 0.0), (2.0, 0.0)),
+    ),
+    _options(
+        "a table with a choice",
+        "router table",
+        _TABLE,
+        lambda row: _grouped(row) or row["bias"] is not None,
+    ),
+    _options("zero experts in groups", "router groups", one_of("zero experts", 4), _grouped),
+    _options("groups of other sizes", "router experts", _grouped, _uneven),
+    _options("too few experts in groups", "router groups", _grouped, _even, _too_few),
+    _options("too few experts", "router experts", lambda row: _columns(row) < row["top-k"]),
+)
+
+
+@cache
+def rows() -> CoveringRows:
+    return draw(AXES, REFUSALS, absent, lambda row: 20.0 if row["tokens"] > 100 else 1.0)
+
+
+def spec_of(row: Values) -> RouterSpec:
+    (groups, topk_groups), (eps, floor) = row["groups"], row["eps, floor"]
+    return RouterSpec(
+        row["top-k"], row["score"], row["order"], groups, topk_groups, row["group score"],
+        selection_bias=row["bias"] is not None,
+        renormalize=row["renormalize"],
+        eps=eps,
+        floor=floor,
+        table=row["table"] is not None,
+        zero_experts=row["zero experts"],
+    )  # fmt: skip
+
+
+def logits_of(row: Values) -> torch.Tensor:
+    """Return logits (T, columns), each row apart from the next one if they are spaced."""
+    tokens, columns = row["tokens"], _columns(row)
+    values = random(tokens, columns, seed=columns) * 2
+    place = torch.arange(columns, device=DEVICE) + torch.arange(tokens, device=DEVICE)[:, None]
+    if row["values"] == "ties":
+        values = values.round()
+    elif row["values"] == "nan":
+        values = values.masked_fill(place % 3 == 0, torch.nan)
+    elif row["values"] == "infinite":
+        values = values.masked_fill(place % 4 == 0, -torch.inf)
+        values = values.masked_fill(place % 13 == 5, torch.inf)
+    elif row["values"] == "faint":
+        values = values * 1e-2 - 4
+    values = values.to(row["logits"])
+    if not row["spaced"]:
+        return values
+    apart = torch.full((tokens, columns + 5), torch.nan, dtype=row["logits"], device=DEVICE)
+    apart[:, :columns] = values
+    return apart[:, :columns]
+
+
+def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
+    """Return the bias and the table, and the ids of the tokens in it: the last of them invalid."""
+    bias = table = token_ids = None
+    columns = _columns(row)
+    if row["bias"] is not None:
+        bias = random(columns, seed=7) * 0.3
+        if row["bias values"] == "nan":
+            bias[::3] = torch.nan
+        elif row["bias values"] == "never":
+            bias[2:] = -torch.inf
+        bias = bias.to(row["bias"])
+    if row["table"] is not None:
+        g = torch.Generator().manual_seed(5)
+        picks = [torch.randperm(columns, generator=g)[: row["top-k"]] for _ in range(VOCABULARY)]
+        table = torch.stack(picks).to(row["table"]).to(DEVICE)
+        table[4, 0], table[5, -1] = -1, columns
+        token_ids = (torch.arange(row["tokens"]) * 2 % (VOCABULARY + 1)).to(row["table"]).to(DEVICE)
+    return RouterTensors(bias, table), token_ids
+
+
+def call(row: Values, spec: RouterSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Routed, Any]:
+    """Return the routing, and the other arguments of `disagreements`."""
+    logits, (tensors, token_ids) = logits_of(row), tensors_of(row)
+    given = (logits, spec, tensors, token_ids)
+    if row["call"] == "torch":
+        monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+    if row["call"] != "operator":
+        return route(logits, spec, tensors, token_ids_T=token_ids, ids_dtype=row["ids"]), given
+    wide = row["ids"] is torch.int64
+    weights, ids, identity = route_op(
+        logits, tensors.bias_E, tensors.table_VK, token_ids, [], spec_text(spec), wide
+    )
+    return Routed(Routing(weights, ids), identity if spec.zero_experts else None), given
+
+
+def test_every_two_values_meet_and_every_rule_does() -> None:
+    assert rows().unmet() == []
+    reasons = ("refused: ", "no bias has", "no rows are")
+    assert all(reason.startswith(reasons) for reason in rows().impossible().values())
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("row", rows().accepted, ids=name_of)
+def test_it_is_the_oracle_s(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(row)
+    assert spec.columns(row["experts"]) == _columns(row)
+    routed, given = call(row, spec, monkeypatch)
+    routing = routed.routing
+    assert routing.topk_ids_TK.dtype is row["ids"]
+    assert tuple(routing.topk_ids_TK.shape) == (row["tokens"], row["top-k"])
+    assert disagreements(routed, *given) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in rows().refused]
+)
+def test_a_refusal_is_the_one_that_a_rule_states(
+    rule: Refusal, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(rule.error, match=rule.message):
+        call(row, spec_of(row), monkeypatch)

@@ -1,0 +1,81 @@
+"""Rows over features: every two values meet without a refusal, and refusals meet values too."""
+
+from itertools import combinations, product
+
+from covering_rows import Refusal, Values, draw, one_of
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.testing.cases.covering import Axis
+
+AXES = (
+    Axis("kind", ("plain", "packed", "flat")),
+    Axis("ranks", (1, 2, 3)),
+    Axis("bias", (False, True)),
+    Axis("size", (6, 4, 8)),
+)
+UNEVEN = Refusal(
+    "uneven",
+    ConfigurationError,
+    "size",
+    (lambda v: v["ranks"] > 1, lambda v: v["size"] % v["ranks"] != 0),
+)
+CUT = Refusal("cut", ShapeError, "kind", (one_of("kind", "flat"), one_of("ranks", 2, 3)))
+
+
+def absent(values: Values) -> tuple[str, ...]:
+    return ("flat has no bias",) if values["kind"] == "flat" and values["bias"] else ()
+
+
+DRAWN = draw(AXES, (UNEVEN, CUT), absent)
+
+
+def all_values() -> list[Values]:
+    names = [axis.name for axis in AXES]
+    rows = product(*(axis.values for axis in AXES))
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def pairs(values: Values) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    return set(combinations(values.items(), 2))
+
+
+def test_accepted_rows_have_every_two_values_that_nothing_refuses() -> None:
+    sound = [v for v in all_values() if not (UNEVEN.applies(v) or CUT.applies(v) or absent(v))]
+    possible = set().union(*map(pairs, sound))
+    assert set().union(*map(pairs, DRAWN.accepted)) == possible
+    assert all(values in sound for values in DRAWN.accepted)
+    assert DRAWN.unmet() == []
+
+
+def test_one_rule_refuses_a_refused_row_and_meets_every_value_that_it_can() -> None:
+    for rule, other in ((UNEVEN, CUT), (CUT, UNEVEN)):
+        alone = [
+            v for v in all_values() if rule.applies(v) and not other.applies(v) and not absent(v)
+        ]
+        drawn = [values for refusal, values in DRAWN.refused if refusal is rule]
+        assert all(values in alone for values in drawn)
+        met = {item for values in drawn for item in values.items()}
+        assert met == {item for values in alone for item in values.items()}
+
+
+def test_a_rule_that_nothing_meets_is_told() -> None:
+    never = Refusal(
+        "never", ConfigurationError, "", (one_of("kind", "plain"), one_of("kind", "flat"))
+    )
+    assert draw(AXES, (UNEVEN, never), absent).unmet() == ["never"]
+
+
+def test_impossible_pairs_have_their_reason() -> None:
+    assert DRAWN.impossible() == {
+        ("kind=flat", "ranks=2"): "refused: cut",
+        ("kind=flat", "ranks=3"): "refused: cut",
+        ("kind=flat", "bias=True"): "flat has no bias",
+        ("ranks=3", "size=4"): "refused: uneven",
+        ("ranks=3", "size=8"): "refused: uneven",
+    }
+
+
+def test_rows_without_a_rule_are_a_covering_array() -> None:
+    drawn = draw(AXES, ())
+    assert set().union(*map(pairs, drawn.accepted)) == set().union(*map(pairs, all_values()))
+    assert drawn.refused == ()

@@ -1,0 +1,53 @@
+"""One rule for NaN over ranks: what is computed from one is NaN on every rank, and nothing else.
+
+Every scheme and every exchange that needs no Triton, with a NaN in one argument at a time, with
+operations interpreted and in plain torch. Experts and adapters that nobody uses are all NaN.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from nan_matrix import SCHEME_NAMES
+from nan_over_ranks import EXCHANGES, RANKS, cases, fill_unused, run
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
+from modular_kernel.testing.cases.nan import nan_arguments
+from modular_kernel.testing.ranks.pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("in_torch", [False, True], ids=["interpreted", "torch"])
+@pytest.mark.parametrize("quant", SCHEME_NAMES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_over_ranks(exchange: str, quant: str, in_torch: bool, rank_pool: Pool) -> None:
+    counts = run(rank_pool(RANKS), exchange, quant, in_torch=in_torch)
+    assert counts.wrong == []
+    problem, _ = next(cases(exchange, quant))
+    assert counts.calls >= RANKS * len(nan_arguments(problem))
+
+
+def test_every_argument_has_a_call() -> None:
+    """In each scheme: of a problem with biases, and for some schemes of one with adapters."""
+    for exchange in EXCHANGES:
+        for quant in SCHEME_NAMES:
+            plain = next(cases(exchange, quant))
+            assert {"x", "topk_weights", "b1", "b2"} <= set(plain[1])
+            assert plain[1] == nan_arguments(plain[0])
+        adapted = {n for q in SCHEME_NAMES for _, names in cases(exchange, q) for n in names}
+        assert {"lora_a13", "lora_b13", "lora_a2", "lora_b2"} <= adapted
+
+
+def test_unused_experts_are_nan_and_used_ones_are_not() -> None:
+    problem = Problem(2, 64, 64, 8, 2, torch.float32, quant="fp8_w8a16_channel", bias=True)
+    inputs = make_inputs(problem, "uniform", torch.device("cpu"), variation=InputVariation())
+    used = set(inputs.routing.topk_ids_TK.flatten().tolist())
+    unused = fill_unused(inputs.weights, inputs.routing, tuple(range(8)), 8)
+    assert unused == 8 - len(used)
+    for tensor in (inputs.weights.w1, inputs.weights.w1_scale, inputs.weights.b2):
+        assert tensor is not None
+        is_nan = tensor.float().isnan().flatten(1).all(1).tolist()
+        assert is_nan == [e not in used for e in range(8)]
