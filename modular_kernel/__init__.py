@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
     from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.layers.fused_moe import FusedMoE
     from modular_kernel.select.autotune import compose
     from modular_kernel.spec.problem import (
         ActivationFormat,
@@ -43,6 +44,7 @@ _MODULE_OF = {
     "IncompatibleError": "errors",
     "ModularKernelError": "errors",
     "FusedMoEModularKernel": "kernel",
+    "FusedMoE": "layers.fused_moe",
     "Rejection": "compatibility.support",
     "Verdict": "compatibility.support",
     "ExpertWeights": "tensors",
@@ -67,6 +69,7 @@ __all__ = [  # noqa: RUF022 (same order as _MODULE_OF)
     "IncompatibleError",
     "ModularKernelError",
     "FusedMoEModularKernel",
+    "FusedMoE",
     "Rejection",
     "Verdict",
     "ExpertWeights",

@@ -128,6 +128,15 @@ class Tunable(ABC):
 Receiver = Callable[[], tuple[Dispatched, Handle]]
 
 
+@dataclass(frozen=True)
+class PathInfo:
+    """A path of an experts part. origin: the package it comes from. error: why it is not used."""
+
+    name: str
+    origin: str
+    error: str = ""
+
+
 class TopKWeightAndReduce(ABC):
     """Applies router weights and the routed scaling factor, and sums over top-k."""
 
@@ -336,6 +345,14 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     def tunable(cls, problem: Problem) -> Tunable | None:
         """Return the launch search space for `mk tune`; None if there is nothing to tune."""
         return None
+
+    @classmethod
+    def paths(cls) -> tuple[PathInfo, ...]:
+        """Return the paths from tokens to output, for `mk list`; () for a part with a single path.
+
+        Paths of other packages are included, also those that cannot be used.
+        """
+        return ()
 
     @property
     def activation_formats(self) -> tuple[ActivationFormat, ActivationFormat]:

@@ -18,10 +18,10 @@ from experts.triton.configs.select import (
 )
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.path import Path, PathCall, WorkspaceCache
-from experts.triton.paths import BY_NAME, PATHS
+from experts.triton.paths import BUILT_IN, BY_NAME, PATHS, external_paths
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import path_log
-from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.contracts import PathInfo, TopKWeightAndReduce
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
@@ -33,6 +33,8 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
+
+_ORIGIN = "modular-kernel (experts.triton.paths)"
 
 
 class TritonExperts(TritonExpertsBase):
@@ -59,6 +61,15 @@ class TritonExperts(TritonExpertsBase):
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
         return ConfigSpace.unless_fixed(problem, cls.__name__, PATHS)
+
+    @classmethod
+    def paths(cls) -> tuple[PathInfo, ...]:
+        external = external_paths()
+        return (
+            *(PathInfo(path.name, _ORIGIN) for path in BUILT_IN),
+            *(PathInfo(offered.path.name, offered.origin) for offered in external.usable),
+            *(PathInfo(b.name, b.origin, b.error) for b in external.broken),
+        )
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:

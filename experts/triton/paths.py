@@ -1,8 +1,20 @@
-"""The registry of the execution paths of TritonExperts; add a new path to PATHS."""
+"""The registry of the execution paths of TritonExperts; add a new path to BUILT_IN.
+
+`PATHS`, `NAMES` and `BY_NAME` also contain the paths of other packages
+(`experts.triton.external_paths`). These come after all of ours and are loaded at the first use,
+because a package that offers a path imports modules of `experts` itself. Without a tuned file the
+last path that serves a problem, within its token bounds, takes a call, so a path of another package
+is asked before ours, but only for problems that its `serves` accepts. It never becomes `BASE`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import overload
 
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.dequantized.dequantized_path import DequantizedPath
+from experts.triton.external_paths import ExternalPaths, load_external_paths
 from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.gemv_tma.gemv_tma_path import GemvTmaPath
 from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
@@ -11,7 +23,7 @@ from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.path import Path
 
 # The first path supports every problem. Without a tuned file, the last applicable path wins.
-PATHS: tuple[type[Path], ...] = (
+BUILT_IN: tuple[type[Path], ...] = (
     AlignedPath,
     AlignedW4Path,
     GemvPath,
@@ -21,6 +33,62 @@ PATHS: tuple[type[Path], ...] = (
     DequantizedPath,
     GroupedW4Path,
 )
-BASE = PATHS[0]
-NAMES = tuple(path.name for path in PATHS)
-BY_NAME = dict(zip(NAMES, PATHS, strict=True))
+BASE = BUILT_IN[0]
+
+
+@cache
+def external_paths() -> ExternalPaths:
+    """Return the paths of other packages; entry points are read once per process."""
+    return load_external_paths([path.name for path in BUILT_IN])
+
+
+@cache
+def _by_name() -> dict[str, type[Path]]:
+    external = (offered.path for offered in external_paths().usable)
+    return {path.name: path for path in (*BUILT_IN, *external)}
+
+
+class _Paths(Sequence[type[Path]]):
+    """All paths, in the order in which they are overlaid."""
+
+    @overload
+    def __getitem__(self, index: int) -> type[Path]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[type[Path]]: ...
+    def __getitem__(self, index: int | slice) -> type[Path] | Sequence[type[Path]]:
+        return tuple(_by_name().values())[index]
+
+    def __len__(self) -> int:
+        return len(_by_name())
+
+
+class _Names(Sequence[str]):
+    """The names of all paths, in the same order."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        return tuple(_by_name())[index]
+
+    def __len__(self) -> int:
+        return len(_by_name())
+
+
+class _ByName(Mapping[str, type[Path]]):
+    """The paths by name, in the same order."""
+
+    def __getitem__(self, name: str) -> type[Path]:
+        return _by_name()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_by_name())
+
+    def __len__(self) -> int:
+        return len(_by_name())
+
+
+PATHS: Sequence[type[Path]] = _Paths()
+NAMES: Sequence[str] = _Names()
+BY_NAME: Mapping[str, type[Path]] = _ByName()

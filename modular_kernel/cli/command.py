@@ -4,7 +4,8 @@ A parameter of a verb becomes an option through its annotation:
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.")] = None
 
-A parameter annotated with a dataclass becomes one option for each field of that dataclass.
+A parameter with `argument("...")` in place of `option` becomes a positional argument. A parameter
+annotated with a dataclass becomes one option for each field of that dataclass.
 """
 
 import inspect
@@ -141,6 +142,18 @@ def option(
     return Option(help, names, metavar, type, flag_value)
 
 
+@dataclass(frozen=True)
+class Argument:
+    """Metadata of an annotation that makes the parameter a positional argument, always required."""
+
+    help: str
+
+
+def argument(help: str) -> Any:
+    """Return an `Argument` with this description, which the docstring of the verb repeats."""
+    return Argument(help)
+
+
 class Verb(click.Command):
     """A command that reports errors of the toolkit as messages and exit statuses.
 
@@ -205,9 +218,11 @@ def is_group(annotation: object) -> TypeGuard[type]:
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
-def _click_option(name: str, annotation: Any, default: Any) -> click.Option:
-    """Return the click option of a parameter or field, by its annotation and default."""
+def _click_option(name: str, annotation: Any, default: Any) -> click.Parameter:
+    """Return the click option or argument of a parameter or field, by its annotation."""
     kind, (declared, *_) = get_args(annotation)[0], annotation.__metadata__
+    if isinstance(declared, Argument):
+        return click.Argument([name], type=_TYPES.get(kind))
     assert isinstance(declared, Option), f"{name} has no option()"
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (arg for arg in get_args(kind) if arg is not NoneType)

@@ -54,6 +54,7 @@ VERBS = {
         "compile:compile_kernels",
         "Compile the kernels for a GPU; show registers and spills.",
     ),
+    "new": ("new:new", "Write a package with a new part or path, to start from."),
     "doctor": ("doctor:doctor", "Show versions, devices, and missing packages."),
     "demo": ("demo:demo", "Run four small models with transformers' experts and ours."),
 }

@@ -1,5 +1,6 @@
 """`mk list`: every part, its capabilities, and why it cannot run on this machine."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
@@ -9,6 +10,7 @@ from modular_kernel.cli.options import AsJson
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog, Part
     from modular_kernel.compatibility.support import Rejection, Requirements
+    from modular_kernel.contracts import PathInfo
     from modular_kernel.spec.problem import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
@@ -82,7 +84,14 @@ def _record(part: "Part", machine: "Machine") -> dict[str, object]:
         "available": not reasons,
         "unavailable": reasons,
         "requires": _requires(part),
+        "paths": _paths(part),
     }
+
+
+def _paths(part: "Part") -> "tuple[PathInfo, ...]":
+    """Return the paths of an experts part; () for a part with a single one."""
+    paths: tuple[PathInfo, ...] = getattr(part.cls, "paths", tuple)()
+    return paths
 
 
 def _print_text(catalog: "Catalog", machine: "Machine") -> None:
@@ -95,6 +104,8 @@ def _print_text(catalog: "Catalog", machine: "Machine") -> None:
     planned = [(part.name, part.kind, part.why) for part in catalog.planned]
     output.table(("planned, not yet implemented", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
+    paths = dict.fromkeys(path for part in catalog.parts for path in _paths(part))
+    rows += [(path.name, path.origin, path.error) for path in paths if path.error]
     output.table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
     output.table(("name registered twice", "by"), duplicates)
@@ -117,9 +128,19 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
         f"{requires.activation_format.value}, on {_devices_and_packages(requires)}",
         _accepted_types(requires),
         ", ".join(options) or "no options",
+        *_describe_paths(part),
         f"from {part.origin}",
         *reasons,
     ]
+
+
+def _describe_paths(part: "Part") -> Iterator[str]:
+    """Yield the line of the paths of a part; those of other packages with their origin."""
+    paths = [path for path in _paths(part) if not path.error]
+    if paths:
+        own = paths[0].origin
+        names = (p.name if p.origin == own else f"{p.name} (from {p.origin})" for p in paths)
+        yield f"paths: {', '.join(names)}"
 
 
 def _accepted_types(requires: "Requirements") -> str:

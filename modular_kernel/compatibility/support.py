@@ -104,7 +104,8 @@ class PrepareFinalizeRequirements(Requirements):
     ranks_per_host: maximum number of ranks per host. full_hosts: if there are several hosts, each
         must have exactly that many.
     graph_across_hosts: graph_capturable also holds with several hosts.
-    linear_placement: requires E divisible by the world size, in blocks.
+    linear_placement: supports only blocks of E / world_size experts, with E divisible by the world
+        size. False declares that every expert is found by Problem.placement, whatever it is.
     max_tokens: maximum number of tokens of a call, None for any.
     asynchronous: implements `prepare_no_receive`.
     replicated_input: every rank passes the same tokens and routing and gets the full output;
@@ -131,7 +132,7 @@ class PrepareFinalizeRequirements(Requirements):
     ranks_per_host: int | None = None
     full_hosts: bool = False
     graph_across_hosts: bool = True
-    linear_placement: bool = False
+    linear_placement: bool = True
     max_tokens: int | None = None
     asynchronous: bool = False
     replicated_input: bool = False

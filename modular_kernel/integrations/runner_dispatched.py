@@ -39,6 +39,7 @@ class ReceivedRows(PrepareAndFinalize):
         localizes_ids=True,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
+        linear_placement=False,
     )
 
 
@@ -52,6 +53,7 @@ class ReceivedBatches(PrepareAndFinalize):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
+        linear_placement=False,
     )
 
 

@@ -17,6 +17,7 @@ Event = dict[str, Any]
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+_MIN_SHARE = 0.01  # of a call, for a range without stages to be shown as a stage
 UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 
 
@@ -95,7 +96,7 @@ class CallTimes:
         return sum(n or 0 for n in counts) if any(n is not None for n in counts) else None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Range:
     """A named range of a host thread. self_us: duration without nested ranges."""
 
@@ -206,6 +207,7 @@ def _call_times(
 ) -> CallTimes:
     call_ranges = [range_ for range_ in ranges if range_.call is call]
     call_work = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
+    _name_default_stages(call, call_ranges, call_work, on_gpu=on_gpu)
     start = min((w.start for w in call_work), default=call.start)
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
     unattributed = [w for w in work if w.launched_in is None and start <= w.start <= end]
@@ -220,6 +222,34 @@ def _call_times(
         call.end - call.start,
         tuple(Span(range_.name, range_.name, range_.start, range_.end) for range_ in call_ranges),
         tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *unattributed)),
+    )
+
+
+def _name_default_stages(
+    call: _Range, call_ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
+) -> None:
+    """Turn each scope into a stage of its own if the part names no stage in it.
+
+    A scope without work stays one: on a GPU, one that launches nothing; on a CPU, one that takes
+    less of the call than the ranges themselves may cost.
+    """
+    for scope, default in stages.DEFAULT_STAGES.items():
+        scopes = [range_ for range_ in call_ranges if range_.name == scope]
+        if on_gpu:
+            works = any(w.launched_in in scopes for w in call_work)
+        else:
+            works = sum(range_.self_us for range_ in scopes) >= _MIN_SHARE * (call.end - call.start)
+        if works and not any(_contains_stage(outer, call_ranges) for outer in scopes):
+            for range_ in scopes:
+                range_.name = default
+
+
+def _contains_stage(outer: _Range, call_ranges: Sequence[_Range]) -> bool:
+    return any(
+        inner.thread == outer.thread
+        and outer.start <= inner.start <= inner.end <= outer.end
+        and inner.name not in stages.SCOPES
+        for inner in call_ranges
     )
 
 

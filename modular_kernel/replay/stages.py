@@ -56,6 +56,14 @@ def matching_stage(name: str, names: Sequence[str]) -> str | None:
     return next((part for part in parts(name) if part in names), None)
 
 
+# The stage that takes the place of a range in which a part names no stage of its own.
+DEFAULT_STAGES = {
+    PREPARE: "mk::all_of_prepare",
+    RECEIVE: "mk::all_of_receive",
+    EXPERTS: fused(GEMM1, GEMM2),  # with the roofline of both GEMMs
+    FINALIZE: "mk::all_of_finalize",
+}
+
 GATHER_GEMM1 = fused(PERMUTE, GEMM1)
 GEMM2_SCATTER = fused(GEMM2, UNPERMUTE)
 GATHER_REDUCE = fused(UNPERMUTE, REDUCE)

@@ -10,5 +10,6 @@ CONTIGUOUS = PrepareFinalizeRequirements(
     localizes_ids=True,
     dispatch_schemes=ACTIVATION_SCHEMES,
     world_sizes=(2, None),
+    linear_placement=False,
     lora=True,
 )

@@ -48,6 +48,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(WORLD_SIZES[0], WORLD_SIZES[-1]),
+        linear_placement=False,
         ranks_per_host=PEERS,
         full_hosts=True,
         graph_across_hosts=False,

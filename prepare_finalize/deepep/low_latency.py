@@ -76,6 +76,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, None),
+        linear_placement=False,
         ranks_per_host=PEERS,
         full_hosts=True,
         asynchronous=True,

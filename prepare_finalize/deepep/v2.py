@@ -56,6 +56,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, PEERS * _MAX_HOSTS),
+        linear_placement=False,
         ranks_per_host=PEERS,
         asynchronous=True,
         received_by_library=True,

@@ -74,6 +74,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
+        linear_placement=False,
         one_host=True,
         graph_capturable=True,
         deterministic=False,  # atomic counters determine the order of a rank's rows

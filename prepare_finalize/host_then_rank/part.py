@@ -74,6 +74,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, None),
+        linear_placement=False,
         ranks_per_host=_MAX_RANKS_PER_HOST,
         batch_invariant=True,
         asynchronous=True,

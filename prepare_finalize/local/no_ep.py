@@ -47,6 +47,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         graph_capturable=True,
         batch_invariant=True,
         lora=True,
+        linear_placement=False,
     )
 
     @classmethod

@@ -90,6 +90,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
+        linear_placement=False,
         one_host=True,
         asynchronous=True,
         graph_capturable=True,

@@ -66,6 +66,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
+        linear_placement=False,
         one_host=True,
         lora=True,
         batch_invariant=True,

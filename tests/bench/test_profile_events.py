@@ -87,6 +87,39 @@ def test_calls_are_told_apart_and_the_middle_one_is_shown() -> None:
         median_call(calls_of([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
 
 
+def test_a_part_without_stages_has_default_ones() -> None:
+    """Prepare launches nothing, and finalize has a stage; both stay ranges around their stages."""
+    ranges = [
+        ranged(stages.CALL, 0, 100),
+        ranged(stages.PREPARE, 0, 10),
+        ranged(stages.EXPERTS, 10, 60),
+        ranged(stages.FINALIZE, 60, 90),
+        ranged(stages.REDUCE, 70, 80),
+    ]
+    work = [launch(20, 1), ran("gemm", 100, 50, 1), launch(75, 2), ran("sum", 160, 10, 2)]
+    call = only([*ranges, *work])
+    experts = stages.fused(stages.GEMM1, stages.GEMM2)
+    staged = {time.stage: time.device_us for time in call.times if time.is_stage}
+    assert staged == {experts: 50.0, stages.REDUCE: 10.0}
+    assert call.coverage == 1.0
+    assert [span.stage for span in call.work] == [experts, stages.REDUCE]
+    assert stages.PREPARE in {time.stage for time in call.times}
+
+
+def test_default_stages_of_a_cpu_take_time() -> None:
+    """A range that costs no more than being entered is no stage."""
+    ranges = [
+        ranged(stages.CALL, 0, 1000),
+        ranged(stages.PREPARE, 0, 9),
+        ranged(stages.EXPERTS, 10, 900),
+        ranged(stages.FINALIZE, 900, 950),
+    ]
+    times = only(ranges, on_gpu=False).times
+    staged = {time.stage: time.host_us for time in times if time.is_stage}
+    experts = stages.fused(stages.GEMM1, stages.GEMM2)
+    assert staged == {experts: 890.0, "mk::all_of_finalize": 50.0}
+
+
 FAULTY = {
     "no object": 3,
     "no events": {"traceEvents": None},

@@ -37,6 +37,7 @@ VERBS = (
     "plan",
     "report",
     "compile",
+    "new",
     "doctor",
     "demo",
 )

@@ -1,6 +1,7 @@
 """Every verb's output in terminals of 80 and of 200 columns."""
 
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ MORE = {
     "report, checked": ("report", "--check", "--docs", "docs"),
     "defects in calls": ("test", "--mutate", "TorchExperts", "--mutants", "0", *TORCH_PAIR),
     "demo": ("demo", "--device", "cpu"),
+    "new": ("new", "path", "their_path"),
     "compile": ("compile",),
     "compile, checked": ("compile", "--check"),
 }
@@ -131,6 +133,7 @@ def test_every_verb_fits_its_terminal(
     found = []
     for width in WIDTHS:
         monkeypatch.setattr(output, "width", lambda _=None, width=width: width)
+        shutil.rmtree("their_path", ignore_errors=True)  # what `mk new` wrote
         ended = mk(*words)
         assert ended.code in ((2,) if words == PRINTED["a wrong word"] else (0, 1)), ended.err
         assert (ended.out or ended.err).strip()

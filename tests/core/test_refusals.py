@@ -48,6 +48,7 @@ OPEN: dict[str, Any] = {
         reduces=frozenset(Reduce),
         keep_topk=True,
         world_sizes=(1, None),
+        linear_placement=False,
         asynchronous=True,
         graph_capturable=True,
         batch_invariant=True,

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doc_blocks import module_source
 from run_mk import run_mk
-from third_party import install, mk
+from third_party import install, mk, tutorial_parts
 
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import catalog as catalogs
@@ -21,10 +20,8 @@ from modular_kernel.spec.problem import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 from topk_reduce import TopKWeightAndReduceNoOp
 
-ROOT = Path(__file__).resolve().parents[2]
-
 # What a third party would write, one part of each kind: the tutorial's package.
-THEIR_PARTS = module_source(ROOT / "docs/add-a-part.md", "my_moe/__init__.py")
+THEIR_PARTS = tutorial_parts()
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class SumOverRanks(PrepareAndFinalize):
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,
         world_sizes=(2, None),
+        linear_placement=False,
         replicated_input=True,
         inplace=False,
     )

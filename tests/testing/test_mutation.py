@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_blocks import module_source
-from third_party import install
+from third_party import install, tutorial_parts
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
@@ -29,7 +28,6 @@ from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/add-a-part.md"
 # `adapters` is a scope of modules, whose tests kill, and no part.
 RECORDS = [
     path for path in sorted((ROOT / "docs/mutation").glob("*.json")) if path.stem != "adapters"
@@ -38,7 +36,7 @@ RECORDS = [
 # The tutorial's part with a value that nothing reads.
 LINE = "        problem, routing = self.problem, tokens.routing\n"
 UNREAD = "        unread = 40\n"
-THEIRS = module_source(PAGE, "my_moe/__init__.py").replace(LINE, LINE + UNREAD)
+THEIRS = tutorial_parts().replace(LINE, LINE + UNREAD)
 
 
 @pytest.fixture

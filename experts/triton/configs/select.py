@@ -26,7 +26,7 @@ from experts.triton.configs.lookup import (
 )
 from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.paths import BASE, PATHS
+from experts.triton.paths import BASE, PATHS, external_paths
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Problem
@@ -138,6 +138,7 @@ def explain(
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
+        *_external_lines(problem, store.device, paths),
         *(f"  note: {note}" for note in (*_adapter_notes(problem, store.device), *source.notes)),
         *(f"  looked in {location}" for location in source.looked_in),
     ]
@@ -152,6 +153,24 @@ def explain(
         )
         lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {tuning_hint}")
     return "\n".join(lines)
+
+
+def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) -> Iterator[str]:
+    """Yield a line for each path of another package that serves `problem`, and for each broken one.
+
+    paths: those that the caller supports; nothing for a part with the base path only.
+    """
+    if paths == (BASE.name,):
+        return
+    external = external_paths()
+    for path, origin in ((offered.path, offered.origin) for offered in external.usable):
+        if path.name in paths:
+            bounds = f"{path.min_tokens(problem)} to {path.max_tokens(problem) or 'any'} tokens"
+            yield f"  path of another package: {path.name} from {origin}, untuned for {bounds}"
+        elif not path.serves(problem, device):
+            yield f"  path of another package: {path.name} from {origin}, not for this problem"
+    for broken in external.broken:
+        yield f"  path of another package, not used: {broken.name} from {broken.origin}"
 
 
 def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:

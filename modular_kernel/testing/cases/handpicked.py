@@ -14,7 +14,7 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Proble
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.nan import nan_problems
-from modular_kernel.testing.cases.path_coverage import path_cases
+from modular_kernel.testing.cases.path_coverage import external_path_cases, path_cases
 from modular_kernel.testing.cases.row_order import in_row_order
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
@@ -32,7 +32,11 @@ def handpicked_cases(prepare_finalize: str, experts: str, machine: Machine) -> t
     small = (*small, *_thresholds())
     long_rows = _long_rows(16400 if interpreted else 32800)
     nan = ((problem, "uniform", InputVariation(nan=names)) for problem, names in nan_problems())
-    selected = (*_groups(), *_columns(), *small, *long_rows, *nan, *path_cases(experts))
+    paths = (
+        *path_cases(experts),
+        *external_path_cases(prepare_finalize, experts, machine),
+    )
+    selected = (*_groups(), *_columns(), *small, *long_rows, *nan, *paths)
     candidates = (
         (in_row_order(p, experts), routing, variation) for p, routing, variation in selected
     )

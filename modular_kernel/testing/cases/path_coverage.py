@@ -172,6 +172,25 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
             )
 
 
+def external_path_cases(
+    prepare_finalize: str, experts: str, machine: Machine
+) -> Iterator[tuple[Problem, str, InputVariation]]:
+    """Yield a case for each cell of a scheme that a path of another package serves.
+
+    Drawn cases enter the paths of this package. A path of another package takes some of their calls
+    away, and has cells of its own.
+    """
+    paths = [path for path in load_catalog().experts(experts).paths() if not path.error]
+    external = {path.name for path in paths if path.origin != paths[0].origin}
+    if not external:
+        return
+    cells = reachable_cells(prepare_finalize, experts, machine)
+    schemes = {cell.scheme for cell in cells if cell.path in external}
+    probes = (probe for cell, probe in cells.items() if cell.scheme in schemes)
+    for probe in dict.fromkeys(probes):
+        yield probe.problem, "skips", probe.variation
+
+
 def predict_cells(case: Case) -> frozenset[PathCell]:
     """Return the cells that the calls of a case enter, without running them.
 

@@ -25,7 +25,7 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import (
     FencedMemory,
@@ -43,6 +43,13 @@ from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.compare_isolated import RecipeErrors
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 from modular_kernel.testing.verify.one_process import Proof, raised_finding
+from modular_kernel.testing.verify.rank_differences import (
+    AGREES,
+    dispatch_difference,
+    keep_first_dispatch,
+    local_output,
+    output_difference,
+)
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.scenario_context import ScenarioContext
 from modular_kernel.testing.verify.scenarios import run_scenario
@@ -238,12 +245,17 @@ RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
 
 @dataclass(frozen=True)
 class RankReport:
-    """Findings of one rank; error and bound are those of its first call, as in Proof."""
+    """Findings of one rank; error and bound are those of its first call, as in Proof.
+
+    dispatch, output: what differs from the reference in the first call, "" if nothing known does.
+    """
 
     findings: tuple[str, ...]
     error: float
     bound: float
     invalid_ids: int
+    dispatch: str = ""
+    output: str = ""
 
 
 class CheckError(Exception):
@@ -276,9 +288,12 @@ def run_checks(
 ) -> RankReport:
     """Run the checks of a case on one rank of a RankPool. Raise CheckError if a check raises."""
     kernels: list[FusedMoEModularKernel] = []
+    received: list[list[Dispatched]] = []  # in the first call, if `numeric` is the first check
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
         kernels.append(build(rank_case, machine, poison, group))
+        if len(kernels) == 1 and checks and checks[0] is CHECKS[0]:
+            received.append(keep_first_dispatch(kernels[0]))
         return kernels[-1]
 
     trial = RankTrial(case, rank, machine, build_on_rank)
@@ -295,7 +310,27 @@ def run_checks(
     # Not done after a check raised: destroying a part may wait for peers that never get here.
     for kernel in kernels:
         kernel.prepare_finalize.destroy()
-    return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
+    report = RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
+    return _with_differences(report, trial, received[0]) if received else report
+
+
+def _with_differences(
+    report: RankReport, trial: RankTrial, received: Sequence[Dispatched]
+) -> RankReport:
+    """Add what differs from the reference; a rank's wrong dispatch may make another one's error."""
+    sample = trial.first
+    assert isinstance(sample, RankSample)
+    inputs, problem = sample.global_inputs, sample.problem
+    try:
+        weighted = sample.input_weighted
+        dispatch = dispatch_difference(received, inputs, problem, input_weighted=weighted)
+    except Exception as error:  # noqa: BLE001  a part may return anything
+        dispatch = f"dispatch: cannot be compared, {type(error).__name__}: {error}"
+    if not any(finding.startswith("numeric: ") for finding in report.findings):
+        return replace(report, dispatch=dispatch)
+    local_only = local_output(inputs, problem, sample.local_tokens, sample.global_problem)
+    output = output_difference(trial.eager, sample.exact, local_only)
+    return replace(report, dispatch=dispatch, output=output or AGREES)
 
 
 def prove_ranks(
@@ -347,6 +382,7 @@ def prove_unchecked(
             failures += [f"rank {rank}: {line}" for line in _findings_of(text)]
     for rank, report in sorted(reports.items()):
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
+    failures += _difference(reports)
     seconds = time.perf_counter() - start
     complete = len(reports) == case.world_size
     worst = (
@@ -354,6 +390,18 @@ def prove_unchecked(
     )
     invalid_ids = sum(report.invalid_ids for report in reports.values())
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
+
+
+def _difference(reports: Mapping[int, RankReport]) -> list[str]:
+    """Return one line that says what differs, if an output is wrong; the dispatch comes first."""
+    wrong = {rank: report for rank, report in reports.items() if report.output}
+    if not wrong:
+        return []
+    for rank, report in sorted(reports.items()):
+        if report.dispatch:
+            return [f"rank {rank} differs in {report.dispatch}"]
+    rank, report = min(wrong.items())
+    return [f"rank {rank} differs in {report.output}"]
 
 
 def machine_of(pool: AnyRanks) -> Machine:

@@ -1,0 +1,50 @@
+"""`mk new`: writes an installable package with a part or a path, to start from."""
+
+from pathlib import Path
+from typing import Annotated
+
+from modular_kernel.cli import output
+from modular_kernel.cli.command import argument, option
+from modular_kernel.cli.file_options import FilePath, FileUse
+from modular_kernel.cli.options import AsJson
+
+
+def new(
+    *,
+    kind: Annotated[str, argument("experts, prepare-finalize or path.")],
+    name: Annotated[str, argument("Name of the package, such as my_experts.")],
+    out: Annotated[
+        Path | None,
+        option(
+            "Folder in which the package's folder is made.  [default: the current one]",
+            type=FilePath(FileUse.WRITE_FOLDER),
+        ),
+    ] = None,
+    as_json: AsJson = None,
+) -> None:
+    """Write a package with a new part or path: pyproject.toml, code, tests and a README.
+
+    KIND is experts or prepare-finalize (a part, with its entry point in modular_kernel.parts), or
+    path (a path of TritonExperts, in modular_kernel.triton_paths). NAME names the package, and in
+    CamelCase the class: my_experts contains MyExperts. As written, the package passes `mk test
+    --level full` and its own tests. It is written to the folder NAME.
+
+    A quantization scheme cannot come from another package; see "Add a quantization scheme" in the
+    documentation. Nothing is written if the name is not valid or the folder exists.
+    """
+    from modular_kernel.cli.scaffold import check_kind, check_name, check_unused, render, write
+
+    check_kind(kind)
+    check_name(name)
+    check_unused(kind, name)
+    folder = (Path() if out is None else out) / name
+    files = render(kind, name)
+    write(files, folder)
+    record = {"folder": str(folder), "files": sorted(str(path) for path in files)}
+    output.print_result(record, as_json, lambda: _print_text(folder, files))
+
+
+def _print_text(folder: Path, files: dict[Path, str]) -> None:
+    for path in sorted(files):
+        output.line(str(folder / path))
+    output.line(f"Next: pip install -e '{folder}[test]', then the commands of its README.md")

@@ -1,0 +1,164 @@
+"""The packages that `mk new` writes, rendered from the templates in `cli/templates`.
+
+The listings in docs/add-a-part.md and docs/contributing/add-a-path.md are these files; a test
+compares them.
+"""
+
+import keyword
+import re
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.utils.optional_imports import OWN_PACKAGES
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_MAX_CHARS = 60
+
+
+@dataclass(frozen=True)
+class _Package:
+    """What the packages of one kind have in common.
+
+    group, attribute: the entry point. pair: the pairing that `mk test` verifies; "{}" is the new
+    class. modules: template -> file in the package. test: template of the test.
+    """
+
+    description: str
+    group: str
+    attribute: str
+    pair: tuple[str, str]
+    modules: dict[str, str]
+    test: str
+
+
+_PACKAGES: dict[str, _Package] = {
+    "experts": _Package(
+        "An experts part for modular_kernel.",
+        "modular_kernel.parts",
+        "PARTS",
+        ("MoEPrepareAndFinalizeNoEP", "{}"),
+        {"experts/package.py": "__init__.py"},
+        "common/test_part.py",
+    ),
+    "prepare-finalize": _Package(
+        "A PrepareAndFinalize part for modular_kernel.",
+        "modular_kernel.parts",
+        "PARTS",
+        ("{}", "TorchExperts"),
+        {"prepare-finalize/package.py": "__init__.py"},
+        "common/test_part.py",
+    ),
+    "path": _Package(
+        "A path of TritonExperts for modular_kernel.",
+        "modular_kernel.triton_paths",
+        "PATHS",
+        ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
+        {
+            "path/package.py": "__init__.py",
+            "path/path.py": "path.py",
+            "path/kernels.py": "kernels.py",
+        },
+        "path/test_path.py",
+    ),
+}
+
+
+KINDS = tuple(_PACKAGES)
+
+
+def check_kind(kind: str) -> None:
+    """Raise ConfigurationError unless `kind` is one of KINDS."""
+    if kind not in KINDS:
+        need = f"one of {', '.join(KINDS)}"
+        if kind == "scheme":
+            need += "; a scheme cannot come from another package (Add a quantization scheme)"
+        raise ConfigurationError("kind", got=repr(kind[:100]), need=need)
+
+
+def class_name_of(name: str) -> str:
+    """Return the class name of a package: "MyExperts" for "my_experts"."""
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigurationError unless `name` can be the name of a new package and its class."""
+    if not _NAME.fullmatch(name) or len(name) > _MAX_CHARS or keyword.iskeyword(name):
+        need = f"a package name such as my_experts: a-z, 0-9 and _, at most {_MAX_CHARS} characters"
+        raise ConfigurationError("name", got=repr(name[:100]), need=need)
+    taken = name in (*OWN_PACKAGES, "modular_kernel", "tests") or name in sys.stdlib_module_names
+    if taken or find_spec(name) is not None:
+        need = "a name that no module in this environment has"
+        raise ConfigurationError("name", got=repr(name), need=need)
+
+
+def check_unused(kind: str, name: str) -> None:
+    """Raise ConfigurationError if an installed part or path has the name already."""
+    from modular_kernel.catalog import load_catalog
+
+    parts = load_catalog().parts
+    if kind == "path":
+        experts = (part.cls for part in parts if part.kind == "experts")
+        taken = {path.name for cls in experts for path in getattr(cls, "paths", tuple)()}
+        used = name if name in taken else None
+    else:
+        class_name = class_name_of(name)
+        used = class_name if any(part.name == class_name for part in parts) else None
+    if used is not None:
+        need = f"another name: {used} is installed already"
+        raise ConfigurationError("name", got=repr(name), need=need)
+
+
+def render(kind: str, name: str) -> dict[Path, str]:
+    """Return the files of the package `name`, by their path in the package's folder."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    package, class_name = _PACKAGES[kind], class_name_of(name)
+    pair = tuple(part.format(class_name) for part in package.pair)
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # Python and TOML, not HTML
+    )
+    values = {
+        "kind": kind,
+        "name": name,
+        "class_name": class_name,
+        "distribution": name.replace("_", "-"),
+        "description": package.description,
+        "group": package.group,
+        "attribute": package.attribute,
+        "shown": f"{name} among the paths of TritonExperts" if kind == "path" else class_name,
+        "pair": ", ".join(f'"{part}"' for part in pair),
+        "verify": f"mk test --level full --pf-type {pair[0]} --experts-type {pair[1]}",
+    }
+    templates = {
+        "common/pyproject.toml": Path("pyproject.toml"),
+        "common/README.md": Path("README.md"),
+        **{template: Path(name, file) for template, file in package.modules.items()},
+        package.test: Path("tests", f"test_{name}.py"),
+    }
+    return {
+        path: environment.get_template(f"{template}.j2").render(values)
+        for template, path in templates.items()
+    }
+
+
+def write(files: dict[Path, str], folder: Path) -> None:
+    """Write the files below `folder`, which must not exist; nothing is written if it does."""
+    if folder.exists() or folder.is_symlink():
+        need = "a folder that does not exist yet"
+        raise ConfigurationError("folder of the package", got=str(folder), need=need)
+    try:
+        for path, text in files.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        need = "a place where files can be written"
+        raise ConfigurationError("folder of the package", got=str(error), need=need) from error

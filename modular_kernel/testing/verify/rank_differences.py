@@ -1,0 +1,251 @@
+"""What differs where a case over ranks fails: placement, received counts, rows, weights or scales.
+
+The error of an output does not say which step is wrong. So each rank keeps what its experts
+received in the first call, and compares it with the reference dispatch: the pairs of all tokens
+whose expert is on this rank. If that agrees, the output is examined. Every result is one line.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from modular_kernel import reference
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.placement import Placement, pairs_to_slots
+from modular_kernel.spec.problem import IdSpace, Problem
+from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched
+from modular_kernel.testing.cases.inputs import Inputs
+
+_EXACT, _QUANTIZED = 1e-6, 0.25  # relative difference of a row that is the same token
+_SAME_OUTPUT = 0.05  # relative difference of outputs that are the same up to rounding
+AGREES = "the received rows equal the reference dispatch, so the experts or the combine differ"
+
+
+@dataclass(frozen=True)
+class ReceivedPairs:
+    """Pairs that a rank computes.
+
+    x_PH: float64. expert_P: local experts. weight_P: router weights, None if they are not given.
+    token_P: in the reference, numbers of the tokens over all ranks.
+    """
+
+    x_PH: torch.Tensor
+    expert_P: torch.Tensor
+    weight_P: torch.Tensor | None
+    token_P: torch.Tensor
+
+
+def keep_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:
+    """Return a list that the kernel's first call fills with copies of what its experts receive.
+
+    Empty if nothing arrived; several entries if the call is split into chunks.
+    """
+    received: list[Dispatched] = []
+    experts: Any = kernel.experts
+    finish, apply = kernel.finish, experts.apply
+
+    def apply_and_keep(tokens: Dispatched, **arguments: Any) -> None:
+        received.append(copy.deepcopy(tokens))
+        apply(tokens, **arguments)
+
+    def finish_and_keep(pending: Any) -> torch.Tensor:
+        del kernel.finish  # this call only
+        experts.apply = apply_and_keep
+        try:
+            return finish(pending)
+        finally:
+            del experts.apply
+
+    kernel.finish = finish_and_keep  # type: ignore[method-assign]
+    return received
+
+
+def dispatch_difference(
+    received: Sequence[Dispatched],
+    inputs: Inputs,
+    problem: Problem,
+    *,
+    input_weighted: bool = False,
+) -> str:
+    """Compare what this rank's experts received with the reference; "" if it agrees.
+
+    inputs: of all ranks. problem: this rank's. input_weighted: the part multiplies x by the router
+    weight. Nothing is compared if experts have copies, because a pair may go to any of them, or if
+    the values are packed or not finite.
+    """
+    if problem.placement.has_copies:
+        return ""
+    packed = any(_hidden(tokens) != problem.hidden for tokens in received)
+    if packed or not bool(inputs.x_TH.isfinite().all()):
+        return ""
+    want = _reference(inputs, problem, problem.placement, input_weighted=input_weighted)
+    got = [_received(tokens, problem) for tokens in received]
+    expert_P = torch.cat([pairs.expert_P for pairs in got]) if got else torch.empty(0).long()
+    counts, reference_counts = (_counts(e, problem) for e in (expert_P, want.expert_P))
+    if counts != reference_counts:
+        return _count_difference(counts, reference_counts, inputs, problem)
+    if not counts or not got or not len(expert_P):
+        return ""
+    weights = [pairs.weight_P for pairs in got if pairs.weight_P is not None]
+    return _row_difference(
+        torch.cat([pairs.x_PH for pairs in got]),
+        expert_P,
+        torch.cat(weights) if len(weights) == len(got) else None,
+        want,
+        quantized=any(tokens.scale is not None for tokens in received),
+    )
+
+
+def output_difference(out: torch.Tensor, exact: torch.Tensor, local_only: torch.Tensor) -> str:
+    """Describe a wrong output of a rank in one line; "" if it has no simple description.
+
+    local_only: the output of this rank's experts alone, for its tokens.
+    """
+    if out.shape != exact.shape or not out.numel():
+        return ""
+    rows, want = (t.detach().double().cpu().flatten(0, -2) for t in (out, exact))
+    if _alike(rows, local_only.double().cpu().flatten(0, -2)):
+        return "combine: the output has the pairs of this rank's experts only"
+    ratio = float((rows * want).sum() / want.square().sum().clamp(min=1e-300))
+    if abs(ratio - 1) > _SAME_OUTPUT and _alike(rows, ratio * want):
+        return f"combine: the output is {ratio:.3g} times the reference"
+    wrong = [i for i in range(len(rows)) if not _alike(rows[i], want[i])]
+    for i in wrong:
+        same = [j for j in range(len(want)) if want[j].any() and _alike(rows[i], want[j])]
+        if same:
+            return f"order of rows: output row {i} is row {same[0]} of the reference"
+    if wrong and not rows[wrong].any():
+        return f"combine: {len(wrong)} output rows are zero, first row {wrong[0]}"
+    return ""
+
+
+def local_output(inputs: Inputs, problem: Problem, tokens: slice, global_problem: Problem) -> Any:
+    """Return the reference output of `tokens`, computed from this rank's experts alone."""
+    ids_TK = inputs.routing.topk_ids_TK
+    rank_TK, _, _ = pairs_to_slots(ids_TK, problem.placement.tables())
+    masked = ids_TK.masked_fill(rank_TK != problem.parallel.rank, -1)
+    routing = replace(inputs.routing, topk_ids_TK=masked)
+    return reference.oracle(inputs.x_TH, inputs.weights, routing, global_problem)[tokens]
+
+
+def _reference(
+    inputs: Inputs, problem: Problem, placement: Placement, *, input_weighted: bool = False
+) -> ReceivedPairs:
+    routing = inputs.routing
+    rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, placement.tables())
+    token_P, k_P = (rank_TK == problem.parallel.rank).nonzero(as_tuple=True)
+    weight_P = routing.topk_weights_TK[token_P, k_P].double()
+    x_PH = inputs.x_TH[token_P].double()
+    if input_weighted and problem.apply_router_weight_on_input:
+        x_PH = x_PH * weight_P[:, None]
+    return ReceivedPairs(x_PH, slot_TK[token_P, k_P], weight_P, token_P)
+
+
+def _hidden(tokens: Dispatched) -> int:
+    return (tokens.x_TH if isinstance(tokens, ContiguousTokens) else tokens.x_eCH).shape[-1]
+
+
+def _received(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
+    if isinstance(tokens, BatchedTokens):
+        x_eCH = _values(tokens.x_eCH, tokens.scale, problem)
+        capacity = torch.arange(x_eCH.shape[1])
+        expert_P, row_P = (capacity < tokens.counts_e.cpu()[:, None]).nonzero(as_tuple=True)
+        return ReceivedPairs(x_eCH[expert_P, row_P], expert_P, None, row_P)
+    routing = tokens.routing
+    ids_RK = routing.topk_ids_TK.long().cpu()
+    ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= routing.num_experts), -1)
+    if routing.space is IdSpace.GLOBAL and routing.expert_map is not None:
+        local = routing.expert_map.long().cpu()[ids_RK.clamp(min=0)]
+        ids_RK = torch.where(ids_RK < 0, -1, local)
+    row_P, k_P = ((ids_RK >= 0) & (ids_RK < problem.e)).nonzero(as_tuple=True)
+    weights_RK = routing.topk_weights_TK
+    weight_P = None if weights_RK is None else weights_RK.double().cpu()[row_P, k_P]
+    x_RH = _values(tokens.x_TH, tokens.scale, problem)
+    return ReceivedPairs(x_RH[row_P], ids_RK[row_P, k_P], weight_P, row_P)
+
+
+def _values(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> torch.Tensor:
+    values = x.float().double().cpu()
+    if scale is None:
+        return values
+    factor = scale.double().cpu()
+    if factor.dim() > 1 and factor.shape[-1] > 1:  # one per group of columns
+        factor = factor.repeat_interleave(problem.scheme.group[-1], -1)[..., : values.shape[-1]]
+    return values * factor
+
+
+def _counts(expert_P: torch.Tensor, problem: Problem) -> list[int]:
+    counts: list[int] = torch.bincount(expert_P, minlength=problem.e).tolist()
+    return counts
+
+
+def _count_difference(
+    counts: list[int], reference_counts: list[int], inputs: Inputs, problem: Problem
+) -> str:
+    numbers = f"{counts} pairs for the local experts, the reference has {reference_counts}"
+    parallel = problem.parallel
+    if not problem.placement.is_linear:
+        linear = Placement.linear(problem.experts, parallel.world_size)
+        expert_P = _reference(inputs, problem, linear).expert_P
+        if counts == _counts(expert_P, problem):
+            return f"placement: received {numbers}; these are the counts of the linear placement"
+    if sorted(counts) == sorted(reference_counts):
+        return f"placement: received {numbers}; local experts are in another order"
+    return f"received counts: {numbers}"
+
+
+def _row_difference(
+    x_PH: torch.Tensor,
+    expert_P: torch.Tensor,
+    weight_P: torch.Tensor | None,
+    want: ReceivedPairs,
+    *,
+    quantized: bool,
+) -> str:
+    """Compare rows with the most similar ones of the reference, then their experts and weights."""
+    finite = x_PH.isfinite().all(1)
+    if not bool(finite.all()):
+        return f"activations: received row {int((~finite).nonzero()[0])} is not finite"
+    directions = [x / x.norm(dim=1, keepdim=True).clamp(min=1e-300) for x in (x_PH, want.x_PH)]
+    similarity, nearest_P = (directions[0] @ directions[1].T).max(1)
+    closest = want.x_PH[nearest_P]
+    size = closest.norm(dim=1).clamp(min=1e-300)
+    error = (x_PH - closest).norm(dim=1) / size
+    limit = _QUANTIZED if quantized else _EXACT
+    token_P = want.token_P[nearest_P]
+    if bool((error > limit).any()):
+        pair = int(error.argmax())
+        ratio, token = float(x_PH[pair].norm() / size[pair]), int(token_P[pair])
+        if float(similarity[pair]) > 1 - limit:
+            what = "scales" if quantized else "activations"
+            return f"{what}: a received row is token {token} times {ratio:.3g}"
+        return f"activations: a row received for local expert {int(expert_P[pair])} is no token"
+    got_pairs = Counter(zip(token_P.tolist(), expert_P.tolist(), strict=True))
+    want_pairs = Counter(zip(want.token_P.tolist(), want.expert_P.tolist(), strict=True))
+    if got_pairs != want_pairs:
+        token, expert = next(iter(got_pairs - want_pairs))
+        return f"placement: local expert {expert} received token {token}, which is not routed to it"
+    if weight_P is None or want.weight_P is None:
+        return ""
+    got_weights, want_weights = (
+        sorted(zip(*(t.tolist() for t in columns), strict=True))
+        for columns in ((token_P, expert_P, weight_P), (want.token_P, want.expert_P, want.weight_P))
+    )
+    for (token, expert, got), (_, _, reference_weight) in zip(
+        got_weights, want_weights, strict=True
+    ):
+        if not abs(got - reference_weight) <= _EXACT * max(1.0, abs(reference_weight)):
+            pair_text = f"token {token} at local expert {expert}"
+            return (
+                f"router weights: {pair_text} has {got:.6g}, the reference {reference_weight:.6g}"
+            )
+    return ""
+
+
+def _alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    size = expected.norm()
+    return bool((actual - expected).norm() <= _SAME_OUTPUT * size) and bool(size > 0)

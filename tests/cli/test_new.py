@@ -1,0 +1,121 @@
+"""`mk new`: what it writes is what the pages show, installs and passes; else it writes nothing."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from doc_blocks import blocks_of
+from run_mk import run_mk
+from third_party import ROOT, install_new
+
+from modular_kernel.catalog import GROUP
+from modular_kernel.cli.scaffold import KINDS, render
+
+NAMES = {
+    "experts": "my_experts",
+    "prepare-finalize": "my_prepare",
+    "path": "my_path",
+}
+LISTED = (
+    ("docs/add-a-part.md", "experts", "my_experts/__init__.py"),
+    ("docs/add-a-part.md", "experts", "pyproject.toml"),
+    ("docs/add-a-part.md", "prepare-finalize", "my_prepare/__init__.py"),
+    ("docs/contributing/add-a-path.md", "path", "my_path/__init__.py"),
+    ("docs/contributing/add-a-path.md", "path", "my_path/path.py"),
+    ("docs/contributing/add-a-path.md", "path", "my_path/kernels.py"),
+    ("docs/contributing/add-a-path.md", "path", "pyproject.toml"),
+)
+
+
+def listing(page: Path, title: str) -> str:
+    """The block of a page below the comment `# TITLE`, and below the reason why it is not run."""
+    texts = (block.text for block in blocks_of(page))
+    bodies = (t.split("\n", 1)[1] if t.startswith("# not run:") else t for t in texts)
+    (found,) = [body for body in bodies if body.startswith(f"# {title}\n")]
+    return found.split("\n", 1)[1]
+
+
+@pytest.mark.parametrize(("page", "kind", "file"), LISTED, ids=lambda value: str(value))
+def test_the_pages_list_what_is_written(page: str, kind: str, file: str) -> None:
+    title = f"{NAMES[kind]}/{file}" if file == "pyproject.toml" else file
+    assert listing(ROOT / page, title) == render(kind, NAMES[kind])[Path(file)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_writes_an_installable_package(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "their_own2"
+    code, printed, _ = run_mk(capsys, "new", kind, name, "--out", str(tmp_path))
+    assert code == 0
+    folder = tmp_path / name
+    written = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert [line for line in printed.splitlines() if line.startswith(str(folder))] == [
+        str(path) for path in written
+    ]
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["name"] == "their-own2"
+    ((group, entries),) = project["project"]["entry-points"].items()
+    assert group == ("modular_kernel.triton_paths" if kind == "path" else GROUP)
+    attribute = entries[name].removeprefix(f"{name}:")
+    assert f"{attribute} = (TheirOwn2,)" in (folder / name / "__init__.py").read_text("utf-8")
+    for path in folder.rglob("*.py"):
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    assert (folder / f"tests/test_{name}.py").is_file()
+    for path in written:
+        assert "{{" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("experts", "My-Experts"), "a package name such as my_experts"),
+        (("experts", "../elsewhere"), "a package name such as my_experts"),
+        (("experts", "a" * 61), "at most 60 characters"),
+        (("experts", "lambda"), "a package name such as my_experts"),
+        (("experts", "json"), "a name that no module in this environment has"),
+        (("experts", "experts"), "a name that no module in this environment has"),
+        (("experts", "torch_experts"), "TorchExperts is installed already"),
+        (("path", "gemv"), "gemv is installed already"),
+        (("scheme", "fp3"), "a scheme cannot come from another package"),
+        (("transport", "mine"), "one of experts, prepare-finalize, path"),
+    ],
+)
+def test_it_refuses_before_it_writes(
+    words: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, errors = run_mk(capsys, "new", *words, "--out", str(tmp_path))
+    assert code == 2
+    assert message in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine_too").mkdir()
+    (tmp_path / "mine_too/keep").write_text("kept", encoding="utf-8")
+    code, _, errors = run_mk(capsys, "new", "experts", "mine_too", "--out", str(tmp_path))
+    assert code == 2
+    assert "a folder that does not exist yet" in errors
+    assert [path.name for path in (tmp_path / "mine_too").iterdir()] == ["keep"]
+    assert run_mk(capsys, "new", "experts", "mine", "--out", str(tmp_path / "new")).code == 0
+    assert (tmp_path / "new/mine/pyproject.toml").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.share(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_tests_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the cases of `mk test --level full`: for a path, those that take it."""
+    name, site = NAMES[kind], tmp_path / "site"
+    site.mkdir()
+    install_new(site, kind, name)
+    test = tmp_path / f"test_{name}.py"
+    text = render(kind, name)[Path(f"tests/test_{name}.py")]
+    test.write_text(text, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,190 @@
+"""Paths of TritonExperts from other packages: found, ordered, refused, listed and verified."""
+
+import logging
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from third_party import ROOT, install, install_new, mk
+
+from experts.triton import external_paths
+from experts.triton.aligned.aligned_path import AlignedPath
+from experts.triton.external_paths import GROUP, load_external_paths
+from experts.triton.gemv.gemv_path import GemvPath
+from experts.triton.path import Path as LaunchPath
+from experts.triton.paths import BASE, BUILT_IN, BY_NAME, NAMES, PATHS
+from modular_kernel.cli.scaffold import render
+
+ORIGIN = "my-path (my_path:PATHS)"
+USE = """
+import my_path  # first, as its own tests do: it imports experts, which looks for paths
+from experts.triton.configs.select import choose_config, explain
+from experts.triton.contiguous import TritonExperts, supported_paths
+from experts.triton.paths import BASE, NAMES, PATHS
+from modular_kernel.spec.problem import Problem
+
+assert NAMES[-1] == "my_path" and PATHS[-1] is my_path.MyPath and BASE.name == "aligned"
+layer = Problem(tokens=9, hidden=48, intermediate=32, experts=5, top_k=2)
+gelu = Problem(tokens=9, hidden=48, intermediate=32, experts=5, top_k=2, activation="gelu")
+
+def path_of(problem, tokens):
+    return choose_config(problem, tokens, supported_paths(problem)).path
+
+assert [path_of(layer, tokens) for tokens in (1, 4)] == ["my_path", "my_path"]
+assert path_of(layer, 5) == path_of(gelu, 5) != "my_path"  # beyond its bound
+assert path_of(gelu, 1) == "gemv" and "my_path" not in supported_paths(gelu)
+text = explain(layer, 1, paths=supported_paths(layer))
+assert "path: my_path" in text, text
+assert "my_path from my-path (my_path:PATHS), untuned for 0 to 4 tokens" in text, text
+text = explain(gelu, 1, paths=supported_paths(gelu))
+assert "my_path from my-path (my_path:PATHS), not for this problem" in text, text
+assert "another package" not in explain(layer, 1)  # of a part with the base path alone
+print("it is used")
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that fresh interpreters find packages in, with the path that `mk new` writes."""
+    install_new(tmp_path, "path", "my_path")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("site")
+def test_it_is_asked_first_for_the_problems_that_it_serves_and_for_no_others() -> None:
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "it is used" in done.stdout, done.stderr[-3000:]
+
+
+def test_it_is_listed_and_a_broken_one_harms_nobody(site: Path) -> None:
+    group = {"group": GROUP, "attribute": "PATHS"}
+    install(site, "broken_path", "import no_such_vendor_library\n", **group)
+    same = render("path", "my_path")[Path("my_path/path.py")].replace('"my_path"', '"gemv"')
+    install(site, "twin_path", f"{same}\n\nPATHS = (MyPath,)\n", **group)
+    code, listed = mk("list")
+    assert code == 0
+    (part,) = [part for part in listed["parts"] if part["name"] == "TritonExperts"]
+    origins = {path["name"]: path["origin"] for path in part["paths"] if not path["error"]}
+    assert list(origins) == [*(path.name for path in BUILT_IN), "my_path"]
+    assert origins["my_path"] == ORIGIN
+    errors = {path["origin"]: path["error"] for path in part["paths"] if path["error"]}
+    assert errors == {
+        "broken-path (broken_path:PATHS)": (
+            "ModuleNotFoundError: No module named 'no_such_vendor_library'"
+        ),
+        "twin-path (twin_path:PATHS)": (
+            "ConfigurationError: path: got 'gemv', need another name: TritonExperts has a path of "
+            "its own with this one"
+        ),
+    }
+    other = next(part for part in listed["parts"] if part["name"] == "TorchExperts")
+    assert other["paths"] == []
+
+
+@pytest.mark.usefixtures("site")
+def test_a_case_of_mk_test_enters_its_cells() -> None:
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
+    sizes = ("--tokens", "4", "--hidden", "48", "--intermediate", "32", "--experts", "5")
+    code, proven = mk("test", *pair, "--one", *sizes, "--top-k", "2")
+    assert code == 0
+    assert proven["pairs"][0]["failures"] == []
+    program = f"""
+from modular_kernel.cli.machine_setup import prepare_host
+prepare_host(quiet=True)
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases.handpicked import handpicked_cases
+from modular_kernel.testing.cases.path_coverage import predict_cells, reachable_cells
+pair, machine = {("MoEPrepareAndFinalizeNoEP", "TritonExperts")!r}, this_machine()
+mine = {{c for c in reachable_cells(*pair, machine) if c.path == "my_path"}}
+assert len(mine) >= 7, mine
+unquantized = [c for c in handpicked_cases(*pair, machine) if c.problem.quant == "none"]
+print(mine - frozenset().union(*map(predict_cells, unquantized)))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr[-3000:]
+
+
+# ------------------------------------------------------------------ the same, without packages
+
+
+class Other(AlignedPath):
+    name = "other"
+
+
+class Unnamed(AlignedPath):
+    name = "no identifier"
+
+
+class Unlaunched(AlignedPath):
+    name, launch = "unlaunched", int
+
+
+class Partial(LaunchPath):
+    name = "partial"
+
+
+class Alike(GemvPath):
+    name = "other"
+
+
+OFFERED = {
+    "first": (Other,),
+    "second": (Alike,),
+    "list": [Other],
+    "strings": ("other",),
+    "unnamed": (Unnamed,),
+    "unlaunched": (Unlaunched,),
+    "partial": (Partial,),
+    "foreign": (dict,),
+    "base": (AlignedPath,),
+}
+
+
+def load(monkeypatch: pytest.MonkeyPatch, *names: str) -> external_paths.ExternalPaths:
+    entries = [EntryPoint(name, f"{__name__}:OFFERED.{name}", GROUP) for name in names]
+    monkeypatch.setattr(external_paths, "entry_points", lambda *, group: entries)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: OFFERED[self.name])
+    return load_external_paths(["aligned"])
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("list", "need a tuple of classes"),
+        ("strings", "need a tuple of classes"),
+        ("unnamed", "path Unnamed: name: got 'no identifier', need an identifier"),
+        ("unlaunched", "path Unlaunched: launch: got <class 'int'>, need a dataclass"),
+        ("partial", "need every abstract method"),
+        ("foreign", "path dict: got another class, need a subclass of experts.triton.path.Path"),
+        ("base", "need another name: TritonExperts has a path of its own"),
+    ],
+)
+def test_an_entry_that_is_no_path_is_refused_and_logged(
+    name: str, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="modular_kernel.parts"):
+        loaded = load(monkeypatch, "first", name)
+    assert [offered.path for offered in loaded.usable] == [Other]
+    (broken,) = loaded.broken
+    assert error in broken.error
+    assert error in caplog.text
+
+
+def test_a_name_of_two_packages_is_used_by_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(monkeypatch, "second", "first")
+    assert loaded.usable == ()
+    assert len(loaded.broken) == 2
+    assert all("first" in b.error and "second" in b.error for b in loaded.broken)
+
+
+def test_views_agree() -> None:
+    assert list(PATHS) == list(BY_NAME.values())
+    assert list(NAMES) == list(BY_NAME) == [path.name for path in PATHS]
+    assert PATHS[0] is BASE is BUILT_IN[0]
+    assert PATHS[:2] == BUILT_IN[:2]
+    assert NAMES[:2] == tuple(path.name for path in BUILT_IN[:2])
