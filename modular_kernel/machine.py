@@ -56,8 +56,16 @@ def current_machine(
     available, mismatched = importable(by_name) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
-        name = torch.cuda.get_device_name()
-        return Machine("cuda", arch, available, name=name, others=mismatched, cuda=_cuda_version())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Machine(
+            "cuda",
+            arch,
+            available,
+            name=properties.name,
+            others=mismatched,
+            cuda=_cuda_version(),
+            memory=properties.total_memory,
+        )
     interpreter = (
         read_settings().triton_interpret
         and interpreted_since_import() is not False

@@ -29,8 +29,18 @@ _SHARED = {
 }
 _MIN_SHARED = 101_376  # minimum over all supported devices
 
-# sm_90 device names, as reported by the driver or, with "_" for spaces, in file names.
-_HOPPER = re.compile(r"(?<![^\W_])(GH200|H[128]00|H20)(?![^\W_])")
+# Words in device names, as reported by the driver or, with "_" for spaces, in file names, and the
+# compute capability that they stand for. The first that occurs decides.
+_ARCHS = (
+    (r"RTX[ _](?:PRO|50\d\d)", (12, 0)),
+    (r"G?B300", (10, 3)),
+    (r"(?:G?B200|B100)", (10, 0)),
+    (r"(?:GH200|H[128]00|H20)", (9, 0)),
+    (r"(?:L4|L40S?|L20|RTX[ _]40\d\d|RTX[ _]\d000[ _]Ada)", (8, 9)),
+    (r"Orin", (8, 7)),
+    (r"(?:A[128]6?|A[14]0|A10G|RTX[ _]30\d\d|RTX[ _]A\d000)", (8, 6)),
+    (r"(?:A[138]00|A30)", (8, 0)),
+)
 
 # `Violation.what` of the limits that a smaller tile can satisfy.
 GROUP_LIMIT = "block_k within a group"
@@ -136,11 +146,22 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Describe a GPU by its driver or file name, with the limits of sm_90.
+        """Describe a GPU by its driver or file name.
 
-        tma is set only for known sm_90 names.
+        The limits of a GPU that is not known by name are the smallest of any supported one.
         """
-        return cls(name, tma=_HOPPER.search(name) is not None)
+        arch = arch_of_name(name)
+        if arch is None:
+            return cls(name, _MIN_SHARED)
+        return cls.of(Machine("cuda", arch, name=name))
+
+
+def arch_of_name(name: str) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU by its driver or file name; None if not known."""
+    for words, arch in _ARCHS:
+        if re.search(rf"(?<![^\W_]){words}(?![^\W_])", name):
+            return arch
+    return None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
-from modular_kernel.cli.machine_setup import select_machine
+from modular_kernel.cli.machine_options import MachineOptions, on_cluster
 from modular_kernel.cli.options import (
     AsJson,
     ExpertsType,
@@ -33,6 +33,7 @@ _SUFFIX = "PrepareAndFinalize"  # common to most names; the matrix shows it only
 def check(
     *,
     options: ProblemOptions,
+    machine_options: MachineOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     arch: Annotated[
@@ -41,30 +42,30 @@ def check(
     device: Annotated[
         Literal["cuda", "cpu"] | None, option("Check for a machine with this device.")
     ] = None,
-    packages: Annotated[
-        str | None, option("Check for a machine with only these packages, such as deep_ep,triton.")
-    ] = None,
     as_json: AsJson = None,
 ) -> None:
     """Check one pair, or every pair, for a problem on this machine or on a described one.
 
     For a checkpoint folder (--model FOLDER) the headers of its tensor files are checked too. If the
-    layers of a model are quantized differently, there is a verdict for each scheme.
+    layers of a model are quantized differently, there is a verdict for each scheme. A pair whose
+    weights and buffers for one layer exceed the memory of the machine's GPU is refused.
 
     Exits with 0 if the pair is valid (without a pair: if any pair is), with 1 if it is refused,
     listing every reason, and with 2 on bad usage. With several schemes, all must be valid.
     """
-    options = with_launcher(options)
+    cluster = machine_options.cluster()
+    options = on_cluster(with_launcher(options), cluster)
     checkpoint = _checkpoint(options)
     problems = _problems_by_layers(options, checkpoint)
     _warn_of_sizes(problems[0][1])
-    machine = select_machine(arch, device, packages)
+    machine = machine_options.select(cluster, arch, device)
     from modular_kernel.catalog import load_catalog
+    from modular_kernel.perf_model.verdicts import judge_fitting
 
     catalog = load_catalog()
     single = pf_type is not None and experts_type is not None
     judged = [
-        (layers, problem, judge_pairs(catalog, pf_type, experts_type, problem, machine))
+        (layers, problem, judge_fitting(catalog, pf_type, experts_type, problem, machine))
         for layers, problem in problems
     ]
     records = [
@@ -191,33 +192,6 @@ def _warn_of_sizes(problem: "Problem") -> None:
         output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
     if problem.tokens == 0:
         output.note("warning: tokens=0: every call is empty")
-
-
-def judge_pairs(
-    catalog: "Catalog",
-    pf_type: str | None,
-    experts_type: str | None,
-    problem: "Problem",
-    machine: "Machine",
-) -> "list[Verdict]":
-    """Judge every pair that matches the given names (None matches all).
-
-    With several ranks each pair's verdict is that of the first rank that is refused, else rank 0's.
-    """
-    from modular_kernel.compatibility.rules import judge
-
-    ranks = range(problem.parallel.world_size)
-    problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in ranks]
-    pf_names = [pf_type] if pf_type is not None else catalog.names("prepare_finalize")
-    experts_names = [experts_type] if experts_type is not None else catalog.names("experts")
-    pfs = [catalog.prepare_finalize(name) for name in pf_names]
-    experts = [catalog.experts(name) for name in experts_names]
-    results = []
-    for pf in pfs:
-        for ex in experts:
-            verdicts = [judge(pf, ex, rank_problem, machine) for rank_problem in problems]
-            results.append(next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]))
-    return results
 
 
 def explain_pair(verdict: "Verdict") -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.check import judge_pairs, matrix_record
+from modular_kernel.cli.check import matrix_record
 from modular_kernel.cli.command import option
 from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
@@ -114,6 +114,7 @@ def demo(
     """
     machine = _machine(device)
     from modular_kernel.catalog import load_catalog
+    from modular_kernel.perf_model.verdicts import judge_pairs
     from modular_kernel.spec.problem import dtype_name, parse_dtype
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
@@ -137,7 +138,6 @@ def demo(
     seconds = time.perf_counter() - start
     rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
-
     verdicts = judge_pairs(load_catalog(), None, None, problem, machine)
     record = {
         "machine": machine,

@@ -82,13 +82,12 @@ def _has_cuda_driver() -> bool:
 
 
 def select_machine(
-    arch: str | None, device: Literal["cuda", "cpu"] | None, packages: str | None
+    arch: str | None, device: Literal["cuda", "cpu"] | None, packages: frozenset[str] | None
 ) -> "Machine":
-    """Return this machine, or the described one if any option is given.
+    """Return this machine, or the described one if any argument is given.
 
-    packages: comma-separated names; None means those importable on this machine.
+    packages: None means those importable on this machine. Call `prepare_host` first.
     """
-    prepare_host(quiet=device is not None or arch is not None)
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine
 
@@ -102,12 +101,11 @@ def select_machine(
             need = "a compute capability such as 9.0, with --device cuda on a machine without a GPU"
             raise ConfigurationError("--arch", got="nothing", need=need)
         capability = current.arch
-    available = current.packages
-    if packages is not None:
-        available = frozenset(name.strip() for name in packages.split(",") if name.strip())
+    available = current.packages if packages is None else packages
     # As prepare_host does on a machine without a GPU.
     interpreter = device_type == "cpu" and {"triton", "ml_dtypes"} <= available
-    return Machine(device_type, capability, available, interpreter, name="described")
+    memory = current.memory if arch is None and device_type == current.device else None
+    return Machine(device_type, capability, available, interpreter, name="described", memory=memory)
 
 
 def _resolve_device_type(

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
 from modular_kernel.cli.output_streams import LOST_OUTPUT, only_json_on_stdout
@@ -30,7 +30,7 @@ from modular_kernel.utils import json_files
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Rejection
 
-_PIPE_WIDTH = 10_000
+_DEFAULT_WIDTH = 80  # of a pipe or file, and of a terminal of unknown width
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0
 
@@ -135,14 +135,13 @@ def print_result(value: object, json_path: str | None, print_text: Callable[[], 
             print_text()
 
 
-def width(stream: TextIO | None = None) -> int:
-    """Return the line width of a stream in characters; None means stdout.
+def width() -> int:
+    """Return the line width of the output in characters.
 
-    That is COLUMNS if it is set, else the width of the terminal. Without a terminal it is 10,000,
-    so that each table row stays on one line for grep.
+    That is COLUMNS if it is set, else the width of the terminal, else 80. To keep each row of a
+    table on one line for grep, set COLUMNS, or use --json.
     """
-    stream = sys.stdout if stream is None else stream
-    return shutil.get_terminal_size((80 if stream.isatty() else _PIPE_WIDTH, 25)).columns
+    return shutil.get_terminal_size((_DEFAULT_WIDTH, 25)).columns
 
 
 def line(text: str = "") -> None:
@@ -168,7 +167,7 @@ def print_error(text: str) -> None:
 
 def _print_to_stderr(text: str) -> None:
     for part in printable(text, keep_lines=True).splitlines():
-        print("\n".join(fold(part, width(sys.stderr))), file=sys.stderr)
+        print("\n".join(fold(part, width())), file=sys.stderr)
 
 
 def table(

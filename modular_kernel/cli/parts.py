@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.cli.machine_setup import prepare_host
+from modular_kernel.cli.machine_options import MachineOptions
 from modular_kernel.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ _LEGEND = {
 }
 
 
-def list_parts(as_json: AsJson = None) -> None:
-    """List every part, its requirements, whether it can run on this machine, and its origin."""
-    prepare_host()
-    from modular_kernel.catalog import load_catalog, this_machine
+def list_parts(*, machine_options: MachineOptions, as_json: AsJson = None) -> None:
+    """List every part, its requirements, whether it can run on the machine, and its origin."""
+    machine = machine_options.select(machine_options.cluster())
+    from modular_kernel.catalog import load_catalog
 
-    catalog, machine = load_catalog(), this_machine()
+    catalog = load_catalog()
     catalog.require_parts()
     record = {
         "machine": machine,
@@ -59,7 +59,8 @@ def list_parts(as_json: AsJson = None) -> None:
         "broken": catalog.broken,
         "duplicates": catalog.duplicates(),
     }
-    output.print_result(record, as_json, lambda: _print_text(catalog, machine))
+    where = machine_options.machine or "this machine"
+    output.print_result(record, as_json, lambda: _print_text(catalog, machine, where))
 
 
 def _requires(part: "Part") -> "Requirements | None":
@@ -94,9 +95,9 @@ def _paths(part: "Part") -> "tuple[PathInfo, ...]":
     return paths
 
 
-def _print_text(catalog: "Catalog", machine: "Machine") -> None:
+def _print_text(catalog: "Catalog", machine: "Machine", where: str) -> None:
     interpreted = ", Triton interpreted" if machine.interpreter else ""
-    output.line(f"Parts on this machine ({machine}{interpreted}); terms are explained at the end:")
+    output.line(f"Parts on {where} ({machine}{interpreted}); terms are explained at the end:")
     for kind in _KINDS:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):

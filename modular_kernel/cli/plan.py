@@ -1,16 +1,17 @@
-"""`mk plan`: analytic time estimates of a layer on clusters other than this machine."""
+"""`mk plan`: which pair to take for a layer on a described machine, by an analytic model."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.command import IntegerList, option
+from modular_kernel.cli.command import POSITIVE, IntegerRange, NumberRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
+from modular_kernel.cli.machine_options import MachineOptions, on_cluster
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
     TOKENS_LIST,
     AsJson,
@@ -20,97 +21,123 @@ from modular_kernel.cli.options import (
     options_by_scheme,
     refuse_combination,
 )
+from modular_kernel.cli.plan_output import compared_row, print_cases, print_compared, record_of
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.text import counted, layers_text
 
 if TYPE_CHECKING:
-    from modular_kernel.perf_model.estimate import Estimate, SizeResult
-    from modular_kernel.perf_model.hardware import Cluster, Link
+    from modular_kernel.perf_model.estimate import SizeResult
+    from modular_kernel.perf_model.hardware import Cluster
+    from modular_kernel.perf_model.recommend import Recommendation
+    from modular_kernel.spec.problem import Machine, Problem
 
-_WORLD_SIZES = (1, 8, 16, 32, 64)
-_TOKENS = (1, 128, 4096)
-_MAX_WORLD_SIZE = 4096
-_GIGA, _TERA = 1e9, 1e12
-
-
-def _as_list(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
+_GPU, _PER_HOST = "h200", 8  # of the machine without --machine
+_GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """Command-line description of the cluster and the workload.
+class WorkloadOptions:
+    """The workload, and what differs from the described machine, in the units of the options."""
 
-    Fields are in the units of the options (GB/s, us, TB/s, TFLOP/s); `cluster` converts them to
-    bytes per second, seconds and flops per second.
-    """
-
-    worlds: Annotated[
-        tuple[int, ...] | None,
+    phase: Annotated[
+        Literal["prefill", "decode"] | None,
         option(
-            f"Numbers of ranks, such as 8,64,256.  [default: of {_as_list(_WORLD_SIZES)}, those "
-            "that have an expert for each rank]",
-            type=IntegerList(_MAX_WORLD_SIZE, "8,64"),
+            "Recommend a pair for this phase only.  [default: both; with token counts, decode up "
+            "to 256 tokens of a rank]"
         ),
     ] = None
     tokens_list: Annotated[
         tuple[int, ...] | None,
         option(
-            f"Tokens of each rank.  [default: --tokens, or {_as_list(_TOKENS)}]", type=TOKENS_LIST
+            "Tokens of each rank.  [default: --tokens, or 128 (decode) and 4096 (prefill)]",
+            type=TOKENS_LIST,
         ),
     ] = None
     routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
         "uniform"
     )
-    per_host: Annotated[int, option("GPUs per host.")] = 8
-    link: Annotated[float, option("Bandwidth of one GPU to others of its host, in GB/s.")] = 393
-    link_latency: Annotated[float, option("Latency of an exchange within a host, in us.")] = 0
-    net: Annotated[float, option("Bandwidth of one GPU to other hosts, in GB/s.")] = 50
-    net_latency: Annotated[float, option("Latency of an exchange between hosts, in us.")] = 20
-    bandwidth: Annotated[float, option("Memory bandwidth of a GPU, in TB/s.")] = 4.8
+    layers: Annotated[
+        int, option("Number of MoE layers whose weights must fit together.", type=IntegerRange(1))
+    ] = 1
+    link: Annotated[
+        float | None, option("Bandwidth of one GPU to others of its host, in GB/s.", type=POSITIVE)
+    ] = None
+    link_latency: Annotated[
+        float | None, option("Latency of an exchange within a host, in us.", type=NumberRange(0))
+    ] = None
+    net: Annotated[
+        float | None, option("Bandwidth of one GPU to other hosts, in GB/s.", type=POSITIVE)
+    ] = None
+    net_latency: Annotated[
+        float | None, option("Latency of an exchange between hosts, in us.", type=NumberRange(0))
+    ] = None
+    bandwidth: Annotated[
+        float | None, option("Memory bandwidth of a GPU, in TB/s.", type=POSITIVE)
+    ] = None
+    peak: Annotated[
+        float | None,
+        option("Peak of 16-bit products in TFLOP/s; 8-bit: twice that.", type=POSITIVE),
+    ] = None
     groups: Annotated[int, option("Group-limited routing: number of groups of experts.")] = 1
     topk_groups: Annotated[int, option("Group-limited routing: number of groups per token.")] = 1
     prepared: Prepared = False
-    peak: Annotated[
-        float | None,
-        option(
-            "Peak of 16-bit products in TFLOP/s; 8-bit: twice that.  [default: a measured H200]"
-        ),
-    ] = None
+    rows: Annotated[
+        int, option("Rows of each table; 0 shows every pair.", type=IntegerRange(0))
+    ] = 8
 
-    def cluster(self) -> "Cluster":
-        from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
+    def change(self, cluster: "Cluster") -> "Cluster":
+        """Return the machine with the values that options set."""
+        from modular_kernel.perf_model.hardware import peaks
 
-        gpu = replace(Gpu(), bandwidth=self.bandwidth * _TERA)
+        gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
+        if self.bandwidth is not None:
+            gpu = replace(gpu, bandwidth=self.bandwidth * _TERA)
         if self.peak is not None:
-            rates = {name: self.peak * _TERA * (1 if "16" in name else 2) for name in Gpu().flops}
-            gpu = replace(gpu, name="custom", flops=rates)
-        within_host = Link(self.link * _GIGA, self.link_latency * 1e-6)
-        between_hosts = Link(self.net * _GIGA, self.net_latency * 1e-6)
-        return Cluster(gpu, within_host, between_hosts, self.per_host)
+            rates = peaks(self.peak, 2 * self.peak, fp8="float8_e4m3fn" in gpu.flops)
+            gpu = replace(gpu, flops=rates)
+        if self.link is not None:
+            inside = replace(inside, bandwidth=self.link * _GIGA)
+        if self.link_latency is not None:
+            inside = replace(inside, latency=self.link_latency * _MICRO)
+        if self.net is not None:
+            between = replace(between, bandwidth=self.net * _GIGA)
+        if self.net_latency is not None:
+            between = replace(between, latency=self.net_latency * _MICRO)
+        return replace(cluster, gpu=gpu, inside=inside, between=between)
 
-    def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
-        """Return the token counts per rank: of --tokens-list, of --tokens, or the default."""
-        if self.tokens_list is not None:
-            return self.tokens_list
-        return _TOKENS if options.tokens is None else (options.tokens,)
+    def phases(self, options: ProblemOptions) -> list[tuple[str, int]]:
+        """Return (phase, tokens of each rank) of each table."""
+        from modular_kernel.perf_model.recommend import PHASE_TOKENS, phase_of
 
-    def world_sizes(self, options: ProblemOptions) -> tuple[int, ...]:
-        """Return the numbers of ranks: of --world-size, of --worlds, or the default."""
-        if options.world_size is not None:
-            if self.worlds is not None:
-                raise ConfigurationError("--worlds", got="--world-size too", need="one of the two")
-            return (options.world_size,)
-        if self.worlds is not None:
-            return self.worlds
-        experts = options.problem().experts
-        return tuple(world_size for world_size in _WORLD_SIZES if world_size <= experts)
+        counts = self.tokens_list
+        if counts is None and options.tokens is not None:
+            counts = (options.tokens,)
+        if counts is not None:
+            return [(self.phase or phase_of(tokens), tokens) for tokens in counts]
+        return [(p, tokens) for p, tokens in PHASE_TOKENS.items() if self.phase in (None, p)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One machine, phase and number of tokens, with its estimates.
+
+    layers: that have the problem's scheme, if those of a config.json have several; else None.
+    """
+
+    name: str
+    cluster: "Cluster"
+    machine: "Machine"
+    phase: str
+    problem: "Problem"
+    result: "SizeResult"
+    recommendation: "Recommendation | None"
+    layers: tuple[int, ...] | None = None
 
 
 def plan(
     *,
     options: ProblemOptions,
-    cluster_options: ClusterOptions,
+    machine_options: MachineOptions,
+    workload: WorkloadOptions,
     compare: Annotated[
         tuple[Path, ...],
         option(
@@ -120,227 +147,118 @@ def plan(
     ] = (),
     as_json: AsJson = None,
 ) -> None:
-    """Estimate the time of a layer on 1 to 4096 ranks for each pairing, without running it.
+    """Recommend a pair for prefill and one for decode on a machine, without running anything.
 
-    The analytic model derives the time of experts from bytes and flops at a measured efficiency,
-    and the time of exchanges from link latency and bytes. --tokens is the number of tokens per
-    rank. A config.json whose layers are quantized differently is estimated once for each scheme.
-    --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
-    gives the formulas, the fitted measurements and the errors of the model. `mk plan --compare
-    FILE` prints these errors for the records in modular_kernel/perf_model/data, h200-layers.json
-    and h200-exchange.json; --json is the only other option that --compare can be combined with.
+    Every pair that `mk check` calls valid with the same options has an estimate of its time and
+    memory, or is listed with the reason why not. Pairs that exceed the memory of a GPU are refused.
+    All rows of a table are of the same work: that many different tokens on each rank.
+    A config.json whose layers are quantized differently has a table for each scheme.
 
-    Exits with 1 if no pairing has an estimate, or if the model is more than 25 % off on a compared
-    row that was neither fitted nor timed eagerly; exits with 2 on bad usage.
+    --machine takes several machines, separated by commas; the default is 8xh200, or as many H200 as
+    --world-size, 8 on a host. --tokens is the number of tokens of each rank. --prepared counts the
+    memory of prepared weights. The page "Plan for a machine" of the documentation (docs/sizing.md)
+    gives the formulas, the records and the errors of the estimates. `mk plan --compare FILE` prints
+    the errors for a record of `mk bench` or `mk exchange`; --json is the only other option that
+    --compare can be combined with.
+
+    Exits with 1 if no pair has an estimate, or if the model is more than 25 % off on a compared row
+    that was neither fitted nor timed eagerly; exits with 2 on bad usage.
     """
     if compare:
-        refuse_combination("--compare", (options, cluster_options))
+        refuse_combination("--compare", (options, machine_options, workload))
         _compare(compare, as_json=as_json)
         return
-    if options.ranks_per_host is not None:
-        got = f"--ranks-per-host {options.ranks_per_host}"
-        raise ConfigurationError("mk plan", got=got, need="--per-host: GPUs per host")
-    groups = [
-        (layers, _sizes(each, cluster_options)) for layers, each in options_by_scheme(options)
+    prepare_host(quiet=True)
+    _check_options(options)
+    cases = [
+        replace(case, layers=layers)
+        for name, cluster in _machines(options, machine_options)
+        for layers, each in options_by_scheme(options)
+        for case in _cases(name, workload.change(cluster), each, machine_options, workload)
     ]
-    cluster, routing = cluster_options.cluster(), cluster_options.routing
-    by_group = [
-        [
-            _row(estimate, cluster) | ({} if layers is None else {"layers": layers})
-            for result in results
-            for estimate in result.estimates
-        ]
-        for layers, results in groups
-    ]
-    record = {"cluster": cluster, "routing": routing, "estimates": [*chain(*by_group)]}
-
-    def show() -> None:
-        for layers, results in groups:
-            if layers is not None:
-                output.line(f"{layers_text(layers)}:")
-            _print(results, cluster, routing)
-
-    output.print_result(record, as_json, show)
-    if not all(by_group):
+    if workload.prepared:
+        _check_prepared(cases)
+    record = record_of(cases, workload.routing)
+    output.print_result(
+        record, as_json, lambda: print_cases(cases, workload.routing, workload.rows)
+    )
+    if not any(case.result.estimates for case in cases):
         raise Exit(1)
 
 
-def _sizes(options: ProblemOptions, cluster_options: ClusterOptions) -> "list[SizeResult]":
-    """Return the estimates of one scheme for each number of ranks and of tokens."""
-    from modular_kernel.perf_model.estimate import over_ranks, size
-    from modular_kernel.perf_model.experts_time import PART
+def _check_options(options: ProblemOptions) -> None:
+    """Raise ConfigurationError for options that an estimate would ignore."""
+    if options.expert_map or options.local_experts is not None:
+        got = "--expert-map or --local-experts"
+        raise ConfigurationError("mk plan", got=got, need="a layer on all ranks")
+    if options.placement not in (None, "linear"):
+        raise ConfigurationError("--placement", got=options.placement, need="linear in mk plan")
+
+
+def _machines(
+    options: ProblemOptions, machine_options: MachineOptions
+) -> list[tuple[str, "Cluster"]]:
+    """Return the described machines with their names."""
+    if machine_options.machine is None:
+        from modular_kernel.perf_model.machines import parse_machine
+
+        per_host = options.ranks_per_host or _PER_HOST
+        hosts = -(-(options.world_size or per_host) // per_host)
+        name = f"{hosts}x{per_host}x{_GPU}" if hosts > 1 else f"{per_host}x{_GPU}"
+        return [(name, parse_machine(name))]
+    words = list(dict.fromkeys(machine_options.machine.split(",")))
+    described = [(word, replace(machine_options, machine=word).cluster()) for word in words]
+    return [(word, cluster) for word, cluster in described if cluster is not None]
+
+
+def _cases(
+    name: str,
+    cluster: "Cluster",
+    options: ProblemOptions,
+    machine_options: MachineOptions,
+    workload: WorkloadOptions,
+) -> list[Case]:
+    from modular_kernel.perf_model.estimate import complete_machines, size
     from modular_kernel.perf_model.load import Groups
+    from modular_kernel.perf_model.recommend import recommend
 
-    cluster, one_rank = cluster_options.cluster(), replace(options, world_size=None).problem()
-    if one_rank.expert_map or one_rank.local_experts is not None:
-        raise ConfigurationError(
-            "mk plan", got="--expert-map or --local-experts", need="a layer on all ranks"
-        )
-    groups = Groups(cluster_options.groups, cluster_options.topk_groups)
-    results = [
-        size(
-            over_ranks(one_rank.with_tokens(tokens), ranks, cluster_options.per_host),
-            cluster,
-            routing=cluster_options.routing,
-            others=True,
-            groups=groups,
-            prepared=cluster_options.prepared,
-        )
-        for ranks in cluster_options.world_sizes(options)
-        for tokens in cluster_options.tokens(options)
-    ]
-    estimates = [estimate for result in results for estimate in result.estimates]
-    if (
-        cluster_options.prepared
-        and estimates
-        and not any(estimate.prepared for estimate in estimates)
-    ):
-        raise not_prepared_error(one_rank.quant, PART)
-    return results
+    machine = machine_options.select(cluster)
+    problem = on_cluster(options, cluster).problem()
+    estimate = partial(
+        size,
+        cluster=cluster,
+        routing=workload.routing,
+        groups=Groups(workload.groups, workload.topk_groups),
+        prepared=workload.prepared,
+        layers=workload.layers,
+    )
+    cases = []
+    for phase, tokens in workload.phases(options):
+        here = problem.with_tokens(tokens)
+        result = estimate(here, machine=machine)
+        complete = [estimate(here, machine=other) for other in complete_machines(cluster)]
+        size_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
+        recommended = recommend(phase, result, size_at, complete)
+        cases.append(Case(name, cluster, machine, phase, here, result, recommended))
+    return cases
 
 
-def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
-    us = 1e6
-    return {
-        "ranks": estimate.problem.parallel.world_size,
-        "tokens": estimate.problem.tokens,
-        "pairing": estimate.pairing,
-        "ours": estimate.installed,
-        "dispatch_us": estimate.exchange.dispatch * us,
-        "experts_us": estimate.experts.seconds * us,
-        "combine_us": estimate.exchange.combine * us,
-        "layer_us": estimate.seconds * us,
-        "bound": estimate.experts.bound,
-        "tokens_per_second": estimate.tokens_per_second,
-        "weights_bytes": estimate.weights,
-        "prepared_bytes": estimate.prepared,
-        "fits": estimate.total_weight_bytes <= cluster.gpu.memory,
-        "network_rows": estimate.network_rows,
-        "caveat": estimate.caveat,
-        "exchange_source": estimate.source,
-        "experts_source": estimate.experts.source,
-    }
-
-
-def _print(results: "list[SizeResult]", cluster: "Cluster", routing: str) -> None:
-    from modular_kernel.perf_model.exchange_time import LIBRARIES
-
-    rows = []
-    for result in results:
-        for estimate in result.estimates:
-            row = _row(estimate, cluster)
-            times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
-            name = row["pairing"] if row["ours"] else f"({row['pairing']})"
-            gigabytes = f"{estimate.total_weight_bytes / _GIGA:.1f}"
-            rate = f"{row['tokens_per_second'] / 1e6:.2f}"
-            labels = row["ranks"], row["tokens"], name
-            sent = f"{row['network_rows']:.2f}"
-            extras = sent, rate, gigabytes, row["bound"]
-            rows.append((*labels, *(f"{us:.1f}" for us in times), *extras))
-    columns = ("ranks", "tokens", "pairing", "dispatch", "experts", "combine", "layer us")
-    extra = ("rows out", "Mtokens/s", "GB", "bound")
-    output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
-    for text in _assumptions(results, cluster, routing):
-        output.line(f"- {text}")
-    missing: dict[str, dict[str, None]] = {}
-    for pairing, reason in (pair for result in results for pair in result.unestimated):
-        if "no measured" in reason or pairing.partition(" x ")[0] in LIBRARIES:
-            missing.setdefault(reason, {})[pairing] = None
-    for reason, pairings in missing.items():
-        names = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
-        output.line(f"no estimate for {names}: {reason}")
-    for estimate in (
-        estimate for result in results for estimate in result.estimates if estimate.caveat
-    ):
-        ranks = estimate.problem.parallel.world_size
-        output.line(f"caveat: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
-
-
-def _assumptions(results: "list[SizeResult]", cluster: "Cluster", routing: str) -> list[str]:
-    gpu = cluster.gpu
-    rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
-    estimates = [estimate for result in results for estimate in result.estimates]
-    sources = dict.fromkeys((e.pairing.split(" x ")[0], e.source) for e in estimates)
-    efficiencies = dict.fromkeys(e.experts.source for e in estimates)
-    return [
-        f"GPU: {gpu.name}, {gpu.bandwidth / _TERA:g} TB/s, TFLOP/s: {rates}",
-        f"link of one GPU within a host of {cluster.per_host}: {_link_text(cluster.inside)}",
-        f"link of one GPU between hosts: {_link_text(cluster.between)}",
-        f"routing {routing}: expected loads; the most loaded rank determines the time",
-        "placement: consecutive experts on each rank",
-        "rows out: expected rows per token that leave the host in a dispatch",
-        "dispatch, experts and combine run one after another, without overlap",
-        "calls are replayed from CUDA graphs; router, shared experts and attention are excluded",
-        *_prepared_lines(estimates),
-        *(f"efficiency of the experts: {source}" for source in efficiencies),
-        *(f"{name}: {source}" for name, source in sources),
-        "pairings in parentheses: the exchange of a library with our experts",
-        "ReplicatedEP: all ranks have the same tokens; other parts: each rank has its own",
-    ]
-
-
-def _link_text(link: "Link") -> str:
-    latency = f" and {link.latency * 1e6:g} us" if link.latency else ""
-    return f"{link.bandwidth / _GIGA:g} GB/s{latency}"
-
-
-def _prepared_lines(estimates: "list[Estimate]") -> list[str]:
-    """Describe the memory of prepared weights; [] if no estimate includes any."""
-    by_ranks = {
-        estimate.problem.parallel.world_size: f"{estimate.prepared / _GIGA:.1f}"
-        for estimate in estimates
-        if estimate.prepared
-    }
-    if not by_ranks:
-        return []
-    sizes = ", ".join(f"{size} on each of {ranks}" for ranks, size in by_ranks.items())
-    note = f"GB includes prepared weights, {sizes}, in addition to w1 and w2"
-    return [
-        f"{note}, which some calls read",
-        "times are those of calls without prepared weights, excluding the time to prepare them",
-    ]
+def _check_prepared(cases: list[Case]) -> None:
+    """Raise ConfigurationError if no part of a valid pair prepares such weights."""
+    if any(case.result.prepares for case in cases):
+        return
+    estimates = [estimate for case in cases for estimate in case.result.estimates]
+    if estimates:
+        parts = ", ".join(dict.fromkeys(estimate.experts_part for estimate in estimates))
+        raise not_prepared_error(cases[0].problem.quant, parts)
 
 
 def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
     from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
 
     results = compare([cell for path in paths for cell in cells_of(path)])
-    rows = [
-        {
-            "cell": result.cell.label,
-            "ranks": result.cell.problem.parallel.world_size,
-            "quant": result.cell.problem.quant,
-            "tokens": result.cell.problem.tokens,
-            "measured_us": result.cell.us,
-            "predicted_us": round(result.predicted_us, 2),
-            "error": round(result.error, 4),
-            "fitted": result.cell.fitted,
-            "eager": result.cell.eager,
-        }
-        for result in results
-    ]
-
-    def show() -> None:
-        columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
-        output.table(columns, [_error_row(row) for row in rows])
-        for summary in summaries(results):
-            output.line(
-                f"{summary.quantity}: {summary.accurate} of {summary.count} within {WITHIN:.0%}, "
-                f"mean {summary.mean:.1%}, worst {summary.worst:.1%}"
-            )
-
-    output.print_result(
-        {"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show
-    )
+    rows: list[dict[str, Any]] = [compared_row(result) for result in results]
+    record = {"within": WITHIN, "cells": rows, "summaries": summaries(results)}
+    output.print_result(record, as_json, lambda: print_compared(rows, summaries(results)))
     if not results or any(result.is_mispredicted for result in results):
         raise Exit(1)
-
-
-def _error_row(row: dict[str, Any]) -> tuple[object, ...]:
-    labels = row["cell"], row["ranks"], row["quant"], row["tokens"]
-    times = f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}"
-    return *labels, *times, f"{row['error']:+.1%}", _kind(row)
-
-
-def _kind(row: dict[str, Any]) -> str:
-    return ", ".join(name for name in ("fitted", "eager") if row[name])

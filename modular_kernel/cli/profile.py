@@ -133,7 +133,7 @@ def default_experts() -> str:
 def check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
     """Raise IncompatibleError, with every reason of the first refused rank, for an invalid pair."""
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.cli.check import judge_pairs
+    from modular_kernel.perf_model.verdicts import judge_pairs
 
     (verdict,) = judge_pairs(load_catalog(), pf, experts, problem, machine)
     if not verdict.ok:

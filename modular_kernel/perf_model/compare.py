@@ -19,8 +19,9 @@ from modular_kernel.measure.records import OK, SCHEMA
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
     DEEPEP,
+    DEEPEP_2,
     DEEPEP_HT,
-    LIBRARIES,
+    PPLX,
     TRAFFIC,
     exchange_time,
 )
@@ -40,6 +41,8 @@ _QUANTITIES = ("dispatch", "combine", _PAIR, _LAYER)
 # Sizes of the rows in h200-exchange.json, which does not contain them (h200-exchange.md).
 _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}
+# h200-exchange.json has them as of an earlier program; h200-exchange-libraries.json is later.
+_REPLACED = (DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX)
 _PEERS = {
     "mk_triton": "none",
     "mk_triton_fp8ch": "fp8_w8a8_channel",
@@ -118,7 +121,7 @@ def _predicted(cell: ComparedTime) -> float:
     experts = experts_time(problem, load, cell.cluster.gpu).seconds
     if problem.parallel.world_size == 1:
         return experts
-    exchange = exchange_time(problem, (TRAFFIC | LIBRARIES)[cell.part], load, cell.cluster)
+    exchange = exchange_time(problem, TRAFFIC[cell.part], load, cell.cluster)
     if cell.quantity == _LAYER:
         return exchange.dispatch + experts + exchange.combine
     if cell.quantity == _PAIR:
@@ -193,7 +196,8 @@ def _read_world(report: Any) -> list[ComparedTime]:
     latest = {
         (r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *replacements]
     }
-    return _exchange_cells(list(latest.values()))
+    rows = [row for row in latest.values() if row["transport"] not in _REPLACED]
+    return _exchange_cells(rows)
 
 
 def _exchange_cells(rows: list[Any]) -> list[ComparedTime]:
@@ -202,13 +206,13 @@ def _exchange_cells(rows: list[Any]) -> list[ComparedTime]:
     return [
         _exchange_cell(part, _PAIR, _SIZES | row, row["pair_us"])
         for part, row in rows_by_part
-        if part in TRAFFIC | LIBRARIES and row["status"] == OK
+        if part in TRAFFIC and row["status"] == OK
     ]
 
 
 def _read_published(row: Any) -> ComparedTime:
     quantity, part = row["what"], row["part"]
-    if quantity not in _QUANTITIES or part not in TRAFFIC | LIBRARIES:
+    if quantity not in _QUANTITIES or part not in TRAFFIC:
         raise ValueError(f"{part} {quantity}")
     return _exchange_cell(part, quantity, row, row["us"])
 
@@ -238,10 +242,13 @@ def _exchange_cell(part: str, quantity: str, row: Any, us: Any) -> ComparedTime:
 def _is_fitted(cell: ComparedTime) -> bool:
     """Return whether the parameters of exchange_time were fitted to this exchange."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
-    if cell.part == DEEPEP:
+    plain = cell.problem.quant == "none"
+    if cell.part in (DEEPEP, PPLX):
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
     if cell.part == DEEPEP_HT:
-        return world in (16, 64)
+        return world in (16, 64) or (world in (2, 4) and plain and tokens in (1, 4096))
+    if cell.part == DEEPEP_2:
+        return world == 4 and plain and tokens in (1, 4096)
     return cell.quantity == _PAIR and world == 2 and tokens in (1, 4096)
 
 

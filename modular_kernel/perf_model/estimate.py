@@ -1,55 +1,60 @@
-"""Estimated time of a layer over several ranks, for each pairing that is valid there."""
+"""Estimated time and memory of a layer over several ranks, for each valid pair.
+
+All estimates of one `size` call are of the same work: problem.tokens tokens of each rank, none of
+them the same. A pair that wants every rank to pass the same tokens gets all of them on each rank.
+"""
 
 from dataclasses import dataclass, replace
 
-from modular_kernel.catalog import check_all, load_catalog, packages_of
-from modular_kernel.measure.adapter_roofline import adapter_bytes
-from modular_kernel.measure.prepared_weights import declared_bytes
-from modular_kernel.measure.roofline import expert_bytes
+from modular_kernel.catalog import load_catalog, packages_of
+from modular_kernel.compatibility.support import Verdict
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
-    LIBRARIES,
-    PART_OF_LIBRARY,
     TRAFFIC,
     ExchangeTime,
     Traffic,
     caveat,
+    effective,
     exchange_time,
     network_rows,
 )
+from modular_kernel.perf_model.experts_records import ARCH, Factor, factor
 from modular_kernel.perf_model.experts_time import PART, ExpertsTime, experts_time
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
+from modular_kernel.perf_model.machines import BASE_PACKAGES, OF_DEEP_EP_1
+from modular_kernel.perf_model.memory import Memory, memory_of, prepared_bytes
+from modular_kernel.perf_model.verdicts import judge_fitting
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 
-_HOPPER = (9, 0)
+_MODEL_ALONE = Factor(1.0, "no recorded time in such a scheme: the model alone")
+_GIGA = 1e9
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time of one layer with one pairing, in seconds.
+    """Estimated time of one layer with one pair, in seconds, and the memory of one rank.
 
-    weights: bytes of one rank's experts. prepared: bytes of prepared weights, which are kept in
-    addition. network_rows: rows per token that leave the host in a dispatch. installed: True for a
-    pairing of installed parts, False for a library's exchange with our experts. caveat: limits of
-    that library.
+    problem: what each rank passes to the layer; world_tokens: different tokens of all ranks.
+    experts: the model's time of the experts, times `factor`. source: of the exchange's parameters.
+    network_rows: rows per token that leave the host in a dispatch. caveat: limits of the exchange.
     """
 
-    pairing: str
+    prepare_finalize: str
+    experts_part: str
     problem: Problem
+    world_tokens: int
     exchange: ExchangeTime
     experts: ExpertsTime
-    weights: float
+    factor: Factor
+    memory: Memory
     source: str
     network_rows: float
-    installed: bool = True
     caveat: str = ""
-    prepared: int = 0
 
     @property
-    def total_weight_bytes(self) -> float:
-        """Bytes of one rank's experts, including prepared weights."""
-        return self.weights + self.prepared
+    def pairing(self) -> str:
+        return f"{self.prepare_finalize} x {self.experts_part}"
 
     @property
     def seconds(self) -> float:
@@ -58,23 +63,26 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second through this layer, summed over ranks with different tokens."""
-        return self.problem.tokens * self._distinct_inputs / self.seconds
-
-    @property
-    def _distinct_inputs(self) -> int:
-        return 1 if self.exchange.dispatch_bytes == 0 else self.problem.parallel.world_size
+        """Different tokens per second through this layer, summed over all ranks."""
+        return self.world_tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class SizeResult:
     """Result of `size`. estimates: fastest first.
 
-    unestimated: (pairing, reason) of those that are refused, or valid but without a model.
+    too_large: (pairing, reason) of pairs that are valid but for the machine's memory. unestimated:
+    (pairing, reason) of valid pairs without a model or record. refused: the other verdicts.
+    prepares: experts parts of valid pairs that prepare such weights.
     """
 
+    problem: Problem
+    machine: Machine
     estimates: tuple[Estimate, ...]
+    too_large: tuple[tuple[str, str], ...]
     unestimated: tuple[tuple[str, str], ...]
+    refused: tuple[Verdict, ...]
+    prepares: frozenset[str] = frozenset()
 
 
 def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
@@ -88,50 +96,55 @@ def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -
     )
 
 
+def complete_machines(cluster: Cluster) -> tuple[Machine, ...]:
+    """Return a GPU of the cluster with every package that some part needs: deep_ep 1, and 2."""
+    packages = packages_of(load_catalog()) | BASE_PACKAGES
+    return cluster.machine(packages), cluster.machine(packages - {OF_DEEP_EP_1})
+
+
 def size(
     problem: Problem,
     cluster: Cluster,
+    machine: Machine | None = None,
     *,
     routing: str = "uniform",
-    others: bool = False,
     groups: Groups = ONE_GROUP,
     prepared: bool = False,
+    layers: int = 1,
 ) -> SizeResult:
-    """Estimate every pairing for problem.tokens tokens on each of its ranks.
+    """Estimate every valid pair for problem.tokens tokens on each of its ranks.
 
-    others: include the exchanges of libraries. groups: of group-limited routing. prepared: include
-    the bytes of prepared weights; the time is that without them, see `experts_time`.
+    machine: the machine that pairs are judged for; None is the first of `complete_machines`.
+    groups: of group-limited routing. prepared: count the bytes of prepared weights; the time is
+    that without them, see `experts_time`. layers: number of layers whose weights must fit beside
+    each other.
     """
-    machine = _machine_of(cluster)
-    kind, estimates, unestimated = (
-        RoutingKind.parse(routing),
-        list[Estimate](),
-        list[tuple[str, str]](),
+    machine = complete_machines(cluster)[0] if machine is None else machine
+    request = SizeRequest(
+        problem, cluster, machine, RoutingKind.parse(routing), groups, prepared, layers
     )
-    prepared_bytes = declared_bytes(PART, problem, machine) if prepared else 0
-    request = SizeRequest(problem, cluster, kind, groups, prepared_bytes)
-    for verdict in check_all(problem, machine):
-        traffic = traffic_of(verdict.prepare_finalize)
-        if not verdict.ok:
-            if len({r.rule for r in verdict.rejections} & {"format", "reduce"}) == 0:
-                unestimated.append((verdict.pairing, str(verdict.rejections[0])))
-        elif traffic is None or verdict.experts != PART:
-            unmodeled = verdict.prepare_finalize if traffic is None else verdict.experts
-            unestimated.append((verdict.pairing, f"no measured efficiency of {unmodeled}"))
+    estimates, too_large, unestimated, refused = list[Estimate](), [], [], []
+    verdicts = judge_fitting(load_catalog(), None, None, problem, machine)
+    for verdict in verdicts:
+        if not verdict.ok and {r.rule for r in verdict.rejections} != {"memory"}:
+            refused.append(verdict)
+        elif reason := request.reason_of_size(verdict):
+            too_large.append((verdict.pairing, reason))
+        elif reason := request.reason_without_estimate(verdict):
+            unestimated.append((verdict.pairing, reason))
         else:
-            estimates.append(request.estimate(verdict.pairing, traffic))
-    if others and problem.parallel.world_size > 1:
-        for name, traffic in LIBRARIES.items():
-            pairing = f"{name} x {PART}"
-            if traffic.rows == "host" and problem.parallel.hosts == 1:
-                continue  # its parameters apply to several hosts
-            refusal = _library_refusal(PART_OF_LIBRARY[name], problem, machine)
-            if refusal:
-                unestimated.append((pairing, refusal))
-                continue
-            estimate = request.estimate(pairing, traffic)
-            estimates.append(replace(estimate, installed=False, caveat=caveat(name, problem)))
-    return SizeResult(tuple(sorted(estimates, key=lambda e: e.seconds)), tuple(unestimated))
+            estimates.append(request.estimate(verdict.prepare_finalize, verdict.experts))
+    estimates.sort(key=lambda estimate: estimate.seconds)
+    valid = {verdict.experts for verdict in verdicts if verdict.ok}
+    return SizeResult(
+        problem,
+        machine,
+        tuple(estimates),
+        tuple(too_large),
+        tuple(unestimated),
+        tuple(refused),
+        frozenset(name for name in valid if prepared_bytes(name, problem, machine)),
+    )
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
@@ -140,62 +153,105 @@ def traffic_of(prepare_finalize: str) -> Traffic | None:
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
 
-def _library_refusal(part: str, problem: Problem, machine: Machine) -> str:
-    """Return the reason why a library does not support these ranks, or "".
-
-    The part that uses the library is judged, by rules about ranks, experts, top_k and the hidden
-    size, not by formats and dtypes.
-    """
-    rules = {"world_size", "hosts", "max_experts", "top_k", "hidden"}
-    part_class = load_catalog().prepare_finalize(part)
-    verdicts = (v for v in check_all(problem, machine) if v.prepare_finalize == part_class.__name__)
-    verdict = next(verdicts, None)
-    if verdict is None:
-        return f"no experts part is installed to judge {part_class.__name__} with"
-    return "; ".join(
-        str(r) for r in verdict.rejections if r.rule in rules and part_class.__name__ in r.parties
-    )
-
-
 @dataclass(frozen=True)
 class SizeRequest:
     """The arguments that all estimates of one `size` call share."""
 
     problem: Problem
     cluster: Cluster
+    machine: Machine
     kind: RoutingKind
     groups: Groups
-    prepared: int = 0
+    prepared: bool = False
+    layers: int = 1
 
-    def estimate(self, pairing: str, traffic: Traffic) -> Estimate:
-        problem, cluster = self.problem, self.cluster
-        world = problem.parallel.world_size
-        # With "sum" all ranks have the same tokens: problem.tokens is the total over ranks.
-        tokens = problem.tokens if traffic.rows != "sum" else max(1, round(problem.tokens / world))
+    @property
+    def world(self) -> int:
+        return self.problem.parallel.world_size
+
+    def problem_of(self, prepare_finalize: str) -> Problem:
+        """Return what each rank passes: with replicated input, the tokens of all ranks."""
+        part = load_catalog().prepare_finalize(prepare_finalize)
+        if not part.requires.replicated_input:
+            return self.problem
+        return self.problem.with_tokens(self.problem.tokens * self.world)
+
+    def reason_of_size(self, verdict: Verdict) -> str:
+        """Return why a pair does not fit in memory, or ""."""
+        if not verdict.ok:
+            return str(verdict.rejections[0])
+        memory, limit = self.memory(verdict.prepare_finalize, verdict.experts), self.machine.memory
+        if limit is None or memory.total <= limit:
+            return ""
+        layers = f" for {self.layers} layers" if self.layers > 1 else ""
+        return f"{memory}{layers}, of {limit / _GIGA:.1f} GB"
+
+    def reason_without_estimate(self, verdict: Verdict) -> str:
+        """Return why a valid pair has no estimate, or ""."""
+        problem = self.problem_of(verdict.prepare_finalize)
+        if problem is not self.problem:
+            catalog = load_catalog()
+            pair = verdict.prepare_finalize, verdict.experts
+            (whole,) = judge_fitting(catalog, *pair, problem, self.machine)
+            if not whole.ok:
+                return f"with the tokens of all ranks on each: {whole.rejections[0]}"
+        if self.world > 1 and traffic_of(verdict.prepare_finalize) is None:
+            return f"no measured exchange of {verdict.prepare_finalize}"
+        if self._factor(verdict.experts) is None:
+            arch = self.machine.arch
+            where = "" if arch in (None, ARCH) else f" on sm_{arch[0]}{arch[1]}"
+            return f"no recorded time of {verdict.experts} with {self.problem.scheme.name}{where}"
+        return ""
+
+    def memory(self, prepare_finalize: str, experts: str) -> Memory:
+        return memory_of(
+            prepare_finalize,
+            experts,
+            self.problem_of(prepare_finalize),
+            self.machine,
+            prepared=self.prepared,
+            layers=self.layers,
+        )
+
+    def _factor(self, experts: str) -> Factor | None:
+        """Return the factor of an experts part; None if nothing says how fast it is.
+
+        The records are of one GPU. On another architecture they stand only for parts without a
+        library, whose code is the same there.
+        """
+        packages = load_catalog().experts(experts).requires.packages
+        if self.machine.arch != ARCH and not BASE_PACKAGES.issuperset(packages):
+            return None
+        problem = self.problem
+        rows = problem.tokens * self.world * problem.top_k / problem.experts
+        return factor(experts, problem, rows) or (_MODEL_ALONE if experts == PART else None)
+
+    def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
+        """Return the estimate of a pair for which `reason_without_estimate` has none."""
+        problem, cluster = self.problem_of(prepare_finalize), self.cluster
+        traffic = traffic_of(prepare_finalize) or TRAFFIC["MoEPrepareAndFinalizeNoEP"]
+        part_factor = self._factor(experts)
+        assert part_factor is not None
         load = rank_load(
             experts=problem.experts,
             top_k=problem.top_k,
-            world_size=world,
-            tokens=tokens,
+            world_size=self.world,
+            tokens=self.problem.tokens,
             kind=self.kind,
             per_host=cluster.per_host,
             groups=self.groups,
         )
-        local_experts = -(-problem.experts // world)
-        slots = 0 if problem.adapters is None else problem.adapters.adapters
+        times = experts_time(problem, load, cluster.gpu)
         return Estimate(
-            pairing,
+            prepare_finalize,
+            experts,
             problem,
+            self.problem.tokens * self.world,
             exchange_time(problem, traffic, load, cluster),
-            experts_time(problem, load, cluster.gpu),
-            local_experts * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
-            traffic.source,
+            replace(times, seconds=times.seconds * part_factor.value),
+            part_factor,
+            self.memory(prepare_finalize, experts),
+            effective(traffic, self.world, cluster).source,
             network_rows(problem, traffic, load, cluster),
-            prepared=self.prepared,
+            caveat(prepare_finalize, problem),
         )
-
-
-def _machine_of(cluster: Cluster) -> Machine:
-    """Return a Hopper GPU's Machine, with all optional packages."""
-    packages = packages_of(load_catalog()) | {"triton", "ml_dtypes"}
-    return Machine("cuda", _HOPPER, packages, name=cluster.gpu.name)

@@ -8,7 +8,8 @@ bytes: of the busier of sender and receiver on that link. The rows of a token ar
     "host"   once to each other host that holds one of its experts: T * sum of p_host(h), and
              from there to its ranks, with as many rows inside the host as "rank" has in total
     "all"    to every other rank:                                    T * (W - 1)
-    "sum"    not at all, but ranks synchronize; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
+    "sum"    not at all, but ranks synchronize; (T, H) float32 is all-reduced: 2 * (W - 1) / W of
+             it. Here all ranks pass the same T tokens, which are those of the whole world.
 
 p_rank(r): probability that a token has an expert on rank r (`perf_model.load`); with skew the
 fullest rank receives most. Links inside and between hosts transfer concurrently. latency: of the
@@ -58,6 +59,8 @@ class Traffic:
     quantize_seconds: float = 0.0  # seconds added to a dispatch with quantization
     between: float = 0.9
     max_pieces: int | None = None  # "host": maximum pieces in which hops overlap; None: row by row
+    own_rows: bool = False  # "rank": rows of a rank for its own experts take as long as others
+    one_host: "Traffic | None" = None  # of ranks that are all on one host; None: the same
 
     def __post_init__(self) -> None:
         if self.rows not in KINDS:
@@ -66,13 +69,19 @@ class Traffic:
 
 
 _NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, dominated by host time"
-DEEPEP, DEEPEP_HT, DEEPEP_2 = "DeepEP low latency", "DeepEP high throughput", "DeepEP 2"
+DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX = (
+    "DeepEPLLPrepareAndFinalize",
+    "DeepEPHTPrepareAndFinalize",
+    "DeepEPV2PrepareAndFinalize",
+    "PplxPrepareAndFinalize",
+)
+_NOTHING = Traffic("rank", DirectionModel(0, 1), DirectionModel(0, 1), "nothing travels")
 
-# By the name of a PrepareAndFinalize. For the measurements of the fit see perf_model.compare.
+# By the name of a PrepareAndFinalize. For the measurements of the fit see perf_model.compare. A
+# part that is not here, and declares no `traffic`, has no estimate: its exchange was not measured.
 TRAFFIC = {
-    "MoEPrepareAndFinalizeNoEP": Traffic(
-        "rank", DirectionModel(0, 1), DirectionModel(0, 1), "nothing travels"
-    ),
+    "MoEPrepareAndFinalizeNoEP": _NOTHING,
+    "BatchedPrepareAndFinalize": _NOTHING,
     "SymmMemPrepareAndFinalize": Traffic(
         "rank",
         DirectionModel(4.9e-6, 0.92),
@@ -92,7 +101,7 @@ TRAFFIC = {
         "host",
         DirectionModel(1205e-6, 0.92),
         DirectionModel(285e-6, 0.83),
-        "derived from the two parts above; not measured",
+        "derived from SymmMem and TorchAll2All; not measured",
         quantize_seconds=700e-6,
         max_pieces=4,
     ),
@@ -106,47 +115,53 @@ TRAFFIC = {
     "ReplicatedEPPrepareAndFinalize": Traffic(
         "sum", DirectionModel(645e-6, 1), DirectionModel(180e-6, 0.60), _NCCL
     ),
-}
-# Exchange libraries, as alternatives for many hosts.
-LIBRARIES = {
     DEEPEP: Traffic(
         "pair",
         DirectionModel(12.5e-6, 0.72),
         DirectionModel(12.5e-6, 0.68),
         "fitted at 1 and 128 tokens on four GPUs, and to its published EP16 and EP256",
     ),
+    # Inside a host the library has other kernels, which also copy a rank's rows to itself.
     DEEPEP_HT: Traffic(
         "host",
         DirectionModel(88e-6, 0.80),
         DirectionModel(50e-6, 0.78),
-        "start as on four GPUs, fitted to its published EP16 and EP64",
+        "start as of eager calls on four GPUs, fitted to its published EP16 and EP64",
+        one_host=Traffic(
+            "rank",
+            DirectionModel(31e-6, 0.55),
+            DirectionModel(31e-6, 0.76),
+            "fitted at 1 and 4096 tokens in bfloat16 on two and four GPUs",
+            own_rows=True,
+        ),
     ),
     DEEPEP_2: Traffic(
         "host",
         DirectionModel(17e-6, 0.80),
         DirectionModel(18e-6, 0.80),
         "start as on four GPUs, links as DeepEP's first",
+        one_host=Traffic(
+            "rank",
+            DirectionModel(13e-6, 0.61),
+            DirectionModel(13e-6, 0.65),
+            "fitted at 1 and 4096 tokens in bfloat16 on four GPUs",
+        ),
     ),
-}
-# Library -> part that uses it, whose compatibility rules apply.
-PART_OF_LIBRARY = {
-    DEEPEP: "DeepEPLLPrepareAndFinalize",
-    DEEPEP_HT: "DeepEPHTPrepareAndFinalize",
-    DEEPEP_2: "DeepEPV2PrepareAndFinalize",
+    PPLX: Traffic(
+        "pair",
+        DirectionModel(16.5e-6, 0.62),
+        DirectionModel(16.5e-6, 0.45),
+        "fitted at 1 and 128 tokens on four GPUs",
+    ),
 }
 _FEW_TOKENS = 256
 
 
-def caveat(name: str, problem: Problem) -> str:
-    """Return the limits of a library for such a problem, or ""."""
-    if name != DEEPEP or problem.tokens <= _FEW_TOKENS:
+def caveat(prepare_finalize: str, problem: Problem) -> str:
+    """Return the limits of a part for such a problem, or ""."""
+    if prepare_finalize != DEEPEP or problem.tokens <= _FEW_TOKENS:
         return ""
-    row = problem.hidden * problem.dtype.itemsize
-    gigabytes = 4 * problem.experts * problem.tokens * row / 1e9
-    return (
-        f"made for at most {_FEW_TOKENS} tokens: for {problem.tokens} its buffer takes"
-        f" {gigabytes:.0f} GB of each GPU"
-    )
+    return f"made for at most {_FEW_TOKENS} tokens on each rank"
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,7 @@ def exchange_time(
     world = problem.parallel.world_size
     if world == 1:
         return ExchangeTime(0.0, 0.0, 0.0, 0.0)
+    traffic = effective(traffic, world, cluster)
     combine_row = problem.hidden * problem.dtype.itemsize
     if traffic.rows == "sum":
         reduced_bytes = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32_BYTES
@@ -193,6 +209,12 @@ def exchange_time(
     )
     combine = _seconds(rows * combine_row, traffic.combine, traffic, cluster, world)
     return ExchangeTime(dispatch, combine, rows * dispatch_row, rows * combine_row)
+
+
+def effective(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
+    """Return the model of ranks that are all on one host, if it differs there."""
+    one_host = world_size <= cluster.per_host
+    return traffic.one_host if one_host and traffic.one_host is not None else traffic
 
 
 def _two_hop_time(
@@ -237,6 +259,7 @@ def network_rows(
 ) -> float:
     """Return the expected number of rows per token that leave the host in a dispatch."""
     near, far = cluster.peers(problem.parallel.world_size)
+    traffic = effective(traffic, problem.parallel.world_size, cluster)
     if not far or traffic.rows == "sum":
         return 0.0
     if traffic.rows == "host":
@@ -251,7 +274,8 @@ def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
         return float(tokens * (world - 1))
     if traffic.rows == "pair":
         return max(tokens * problem.top_k, load.pairs) * (world - 1) / world
-    return tokens * (world - 1) * max(load.p_rank, load.p_fullest_rank)
+    receivers = world if traffic.own_rows else world - 1
+    return tokens * receivers * max(load.p_rank, load.p_fullest_rank)
 
 
 def _seconds(

@@ -413,6 +413,7 @@ class Machine:
     others: (name, reason) of importable packages that share a name with an optional package but are
         different ones.
     cuda: CUDA version that torch was built for, such as (12, 8); None if unknown.
+    memory: bytes of the GPU; None if unknown, or on a CPU.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"
@@ -422,6 +423,7 @@ class Machine:
     name: str = ""
     others: tuple[tuple[str, str], ...] = ()
     cuda: tuple[int, int] | None = None
+    memory: Annotated[int, Between(1, 2**63 - 1)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "machine ")

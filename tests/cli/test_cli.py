@@ -132,7 +132,7 @@ def test_check_refuses_with_rule_parties_got_and_need(mk: Mk) -> None:
         "hint": hint,
     }
     assert record["problem"]["hidden"] == 64
-    names = {"device", "arch", "packages", "interpreter", "name", "others", "cuda"}
+    names = {"device", "arch", "packages", "interpreter", "name", "others", "cuda", "memory"}
     assert set(record["machine"]) == names
 
 

@@ -239,7 +239,7 @@ def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(os, "get_terminal_size", _no_terminal)
-    assert output.width() == 10_000
+    assert output.width() == 80
     monkeypatch.setenv("COLUMNS", "50")
     assert output.width() == 50
 

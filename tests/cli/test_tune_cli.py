@@ -1,5 +1,6 @@
 """`mk tune` as a command, and its bench on whatever machine the tests run on."""
 
+import itertools
 import json
 import re
 from contextlib import nullcontext
@@ -16,6 +17,13 @@ from run_mk import Mk, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
 from experts.triton.configs.files import ConfigKey, config_to_json
+from experts.triton.launch_config import (
+    Device,
+    LaunchConfig,
+    arch_of_name,
+    gemms,
+    shared_bytes,
+)
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
@@ -26,7 +34,7 @@ from modular_kernel.contracts import StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.quant.quantized_weights import check_weights_quantized
 from modular_kernel.reference.weights import matrix
-from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tuning import compilation
 from modular_kernel.tuning.compilation import TunedPair
 from modular_kernel.tuning.measurement import TimedSearch
@@ -75,6 +83,47 @@ def test_explain_needs_no_gpu(mk: Mk) -> None:
     assert code == 0
     (text,) = json.loads(out)["explanations"]
     assert text.startswith("T16-")
+
+
+GPUS = {
+    "NVIDIA GeForce RTX 4090": (8, 9),
+    "NVIDIA L40S": (8, 9),
+    "NVIDIA RTX 6000 Ada Generation": (8, 9),
+    "NVIDIA RTX A6000": (8, 6),
+    "NVIDIA A10G": (8, 6),
+    "NVIDIA A100-SXM4-80GB": (8, 0),
+    "NVIDIA H100 80GB HBM3": (9, 0),
+    "NVIDIA_H200": (9, 0),
+    "NVIDIA B200": (10, 0),
+    "NVIDIA GB300": (10, 3),
+    "NVIDIA GeForce RTX 5090": (12, 0),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (12, 0),
+    "Tesla T4": None,
+}
+
+
+@pytest.mark.parametrize(("name", "arch"), GPUS.items())
+def test_what_is_explained_for_a_gpu_fits_its_shared_memory(
+    mk: Mk, name: str, arch: tuple[int, int] | None
+) -> None:
+    """Of an unknown GPU, that of the smallest one: what is launched there is launched anywhere."""
+    assert arch_of_name(name) == arch
+    device = Device.named(name)
+    if arch is not None:
+        assert device == Device.of(Machine("cuda", arch, name=name))
+    assert device.shared == {9: 232_448, 10: 232_448}.get((arch or (0,))[0], device.shared)
+    for quant in ("none", "fp8_w8a8_block"):
+        words = ("--explain", "--model", "mixtral", "--tokens-list", "1,128,4096")
+        shown = mk(*words, "--quant", quant, "--device-name", name).out
+        problem = replace(SMALL, hidden=4096, intermediate=14336, experts=8, quant=quant)
+        for line, gemm in zip(
+            re.findall(r"^  GEMM [12]: .*", shown, re.M), itertools.cycle(gemms(problem))
+        ):
+            assert line.startswith(f"  {gemm}: ")
+            fields = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
+            fields["num_warps"], fields["num_stages"] = fields.pop("warps"), fields.pop("stages")
+            assert shared_bytes(LaunchConfig(**fields), gemm, device) <= device.shared
+    assert (f"{name} is not known by name: assuming 101376 bytes" in shown) is (arch is None)
 
 
 @pytest.mark.parametrize(

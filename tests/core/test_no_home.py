@@ -50,7 +50,7 @@ def test_verbs_work() -> None:
         ("list",),
         ("check",),
         ("doctor",),
-        ("plan", "--model", "mixtral-8x7b", "--worlds", "8"),
+        ("plan", "--model", "mixtral-8x7b", "--machine", "8xh200"),
         ("report", "--json"),
         ("tune", "--explain", "--model", "mixtral", "--tokens-list", "4"),
         ("test", "--one", "--pf-type", PREPARE, "--experts-type", "TorchExperts"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from modular_kernel.cli import main
+from modular_kernel.cli import main, output
 
 
 class Ended(NamedTuple):
@@ -23,10 +23,12 @@ class Ended(NamedTuple):
 
 
 def run_mk(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
-    """Exit code, and what was printed since."""
+    """Exit code, and what was printed since; lines are not folded unless COLUMNS is set."""
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main.run(list(words))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "_DEFAULT_WIDTH", 10_000)
+        with pytest.raises(SystemExit) as ended:
+            main.run(list(words))
     code = ended.value.code
     assert isinstance(code, int | None)
     return Ended(code or 0, *capsys.readouterr())

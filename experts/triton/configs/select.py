@@ -25,7 +25,7 @@ from experts.triton.configs.lookup import (
     nearest,
 )
 from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS
-from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.launch_config import Device, MoEConfig, arch_of_name
 from experts.triton.paths import BASE, PATHS, external_paths
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
@@ -117,8 +117,12 @@ def explain(
     """
     store = current_lookup()
     recipe = _override.get()
+    notes: list[str] = []
     if device_name is not None:
         store = replace(store, device=Device.named(device_name))
+        if arch_of_name(device_name) is None:
+            limit = f"{store.device.shared} bytes of shared memory for a block"
+            notes = [f"{device_name} is not known by name: assuming {limit}"]
     source = _source(store, recipe, problem, prepared)
     from_file = source.steps.choose(tokens)
     unprepared = source.launched(problem, store.device, paths).choose(tokens)
@@ -139,7 +143,10 @@ def explain(
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
         *_external_lines(problem, store.device, paths),
-        *(f"  note: {note}" for note in (*_adapter_notes(problem, store.device), *source.notes)),
+        *(
+            f"  note: {note}"
+            for note in (*notes, *_adapter_notes(problem, store.device), *source.notes)
+        ),
         *(f"  looked in {location}" for location in source.looked_in),
     ]
     if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):

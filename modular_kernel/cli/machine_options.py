@@ -1,0 +1,102 @@
+"""Options that describe a machine, with the same meaning in every verb that has them."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from modular_kernel.cli.command import option
+from modular_kernel.cli.machine_setup import prepare_host, select_machine
+from modular_kernel.cli.options import ProblemOptions
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.perf_model.hardware import Cluster
+    from modular_kernel.spec.problem import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The machine that a verb judges: this one, or a described one."""
+
+    machine: Annotated[
+        str | None,
+        option(
+            "Describe a machine instead of this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or "
+            "2x8xb200 (a100, h100, h200, b200), or a JSON file.",
+            metavar="NAME",
+        ),
+    ] = None
+    packages: Annotated[
+        str | None,
+        option(
+            "Packages of the machine: all, or a list such as deep_ep,triton.  [default: those "
+            "installed; of a described GPU machine: triton,ml_dtypes]"
+        ),
+    ] = None
+
+    def cluster(self) -> "Cluster | None":
+        """Return the machine of --machine; None if it is not given."""
+        if self.machine is None:
+            return None
+        from modular_kernel.perf_model.machines import parse_machine
+
+        return parse_machine(self.machine)
+
+    def select(
+        self,
+        cluster: "Cluster | None",
+        arch: str | None = None,
+        device: Literal["cuda", "cpu"] | None = None,
+    ) -> "Machine":
+        """Return the machine of `cluster`, of the other options, or this one."""
+        if cluster is not None:
+            for name, value in (("--arch", arch), ("--device", device)):
+                if value is not None:
+                    got = f"{name} together with --machine"
+                    raise ConfigurationError(name, got=got, need="only one of them")
+        prepare_host(quiet=any(given is not None for given in (cluster, arch, device)))
+        described = cluster is not None or arch is not None
+        packages = self.package_set(cluster, described=described)
+        if cluster is not None:
+            assert packages is not None
+            return cluster.machine(packages)
+        return select_machine(arch, device, packages)
+
+    def package_set(
+        self, cluster: "Cluster | None" = None, *, described: bool = True
+    ) -> frozenset[str] | None:
+        """Return the packages of the machine; None means those that are installed here.
+
+        described: the machine is not this one. Raises ConfigurationError for an unknown package.
+        """
+        from modular_kernel.catalog import load_catalog, packages_of
+        from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
+
+        known = packages_of(load_catalog())
+        if self.packages is not None:
+            return parse_packages(self.packages, known)
+        if cluster is not None and cluster.packages is not None:
+            names = ",".join(sorted(cluster.packages))
+            return parse_packages(names, known, "packages of --machine")
+        return BASE_PACKAGES if described else None
+
+
+def on_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:
+    """Return the options with the ranks of a described machine: its GPUs, or --world-size of them.
+
+    Raises ConfigurationError if --world-size or --ranks-per-host contradict the machine.
+    """
+    if cluster is None:
+        return options
+    world = cluster.gpus if options.world_size is None else options.world_size
+    per_host = cluster.per_host
+    if world > cluster.gpus:
+        need = f"at most {cluster.gpus}, the GPUs of --machine"
+        raise ConfigurationError("--world-size", got=world, need=need)
+    if world > per_host and world % per_host:
+        need = f"a multiple of {per_host}, the GPUs of a host"
+        raise ConfigurationError("--world-size", got=world, need=need)
+    if options.ranks_per_host not in (None, min(world, per_host)):
+        need = f"{min(world, per_host)} as in --machine, or no --ranks-per-host"
+        raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
+    hosts = per_host if world > per_host else None
+    return replace(options, world_size=world, ranks_per_host=hosts)

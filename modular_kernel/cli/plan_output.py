@@ -1,0 +1,283 @@
+"""Text and JSON of `mk plan`."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from modular_kernel.cli import output
+from modular_kernel.text import counted, layers_text
+
+if TYPE_CHECKING:
+    from modular_kernel.cli.plan import Case
+    from modular_kernel.perf_model.compare import Compared, Summary
+    from modular_kernel.perf_model.estimate import Estimate
+    from modular_kernel.perf_model.hardware import Link
+    from modular_kernel.perf_model.recommend import Recommendation
+
+# Common to most names; tables show them only in the header.
+_SUFFIX, _EXPERTS_SUFFIX = "PrepareAndFinalize", "Experts"
+_GIGA, _TERA, _MEGA = 1e9, 1e12, 1e6
+_DECIDING = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
+_OPTIONAL = (
+    *("dispatch", "experts us", "combine"),
+    *("weights", "workspace", "buffers", "prepared"),
+    *("rows out", "bound"),
+)
+
+
+def record_of(cases: "Sequence[Case]", routing: str) -> dict[str, Any]:
+    """Return the JSON record of all cases."""
+    return {
+        "routing": routing,
+        "machines": {case.name: case.cluster for case in cases},
+        "recommendations": [
+            _labels(case) | _recommendation_record(case.recommendation)
+            for case in cases
+            if case.recommendation is not None
+        ],
+        "estimates": [
+            _labels(case) | _estimate_record(estimate)
+            for case in cases
+            for estimate in case.result.estimates
+        ],
+        "too_large": _reasons(cases, "too_large"),
+        "no_estimate": _reasons(cases, "unestimated"),
+    }
+
+
+def _labels(case: "Case") -> dict[str, Any]:
+    return {
+        "machine": case.name,
+        "packages": case.machine.packages,
+        "phase": case.phase,
+        "ranks": case.problem.parallel.world_size,
+        "tokens": case.problem.tokens,
+        "layers": case.layers,
+        "quant": case.problem.quant,
+    }
+
+
+def _reasons(cases: "Sequence[Case]", field: str) -> list[dict[str, Any]]:
+    return [
+        _labels(case) | {"pairing": pairing, "reason": reason}
+        for case in cases
+        for pairing, reason in getattr(case.result, field)
+    ]
+
+
+def _estimate_record(estimate: "Estimate") -> dict[str, Any]:
+    us, memory = 1e6, estimate.memory
+    return {
+        "prepare_finalize": estimate.prepare_finalize,
+        "experts": estimate.experts_part,
+        "pairing": estimate.pairing,
+        "world_tokens": estimate.world_tokens,
+        "dispatch_us": estimate.exchange.dispatch * us,
+        "experts_us": estimate.experts.seconds * us,
+        "combine_us": estimate.exchange.combine * us,
+        "layer_us": estimate.seconds * us,
+        "tokens_per_second": estimate.tokens_per_second,
+        "bound": estimate.experts.bound,
+        "weights_bytes": memory.weights,
+        "prepared_bytes": memory.prepared,
+        "workspace_bytes": memory.workspace,
+        "exchange_bytes": memory.exchange,
+        "memory_bytes": memory.total,
+        "network_rows": estimate.network_rows,
+        "caveat": estimate.caveat,
+        "exchange_source": estimate.source,
+        "experts_source": f"{estimate.experts.source}; x {estimate.factor.value:.2f}: "
+        f"{estimate.factor.source}",
+    }
+
+
+def _recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
+    runner_up = recommendation.runner_up
+    return {
+        "pairing": recommendation.best.pairing,
+        "layer_us": recommendation.best.seconds * 1e6,
+        "tokens_per_second": recommendation.best.tokens_per_second,
+        "memory_bytes": recommendation.best.memory.total,
+        "runner_up": None if runner_up is None else runner_up.pairing,
+        "runner_up_us": None if runner_up is None else runner_up.seconds * 1e6,
+        "close": recommendation.close,
+        "would_change": recommendation.changes,
+    }
+
+
+def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
+    """Print the recommendations, then a table for each case, then the assumptions.
+
+    max_rows: number of pairs in a table; 0 for all.
+    """
+    for case in cases:
+        _print_recommendation(case)
+    for case in cases:
+        _print_table(case, max_rows)
+    output.line()
+    for text in dict.fromkeys(text for case in cases for text in _assumptions(case, routing)):
+        output.line(f"- {text}")
+
+
+def _title(case: "Case") -> str:
+    problem = case.problem
+    ranks, tokens = problem.parallel.world_size, counted(problem.tokens, "token")
+    whole = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
+    where = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
+    layers = "" if case.layers is None else f"{layers_text(case.layers)} ({problem.quant}): "
+    return f"{layers}{case.phase} on {case.name}, {tokens} {where}{whole}"
+
+
+def _print_recommendation(case: "Case") -> None:
+    recommendation = case.recommendation
+    if recommendation is None:
+        reason = "every pair is refused"
+        if case.result.too_large:
+            reason = "what is valid does not fit in memory"
+        elif case.result.unestimated:
+            reason = "no valid pair has an estimate"
+        output.line(f"{_title(case)}: no recommendation, {reason}")
+        _print_nearest_refusal(case)
+        return
+    best, limit = recommendation.best, case.machine.memory or 0
+    output.line(
+        f"{_title(case)}: take {best.pairing}: {best.seconds * 1e6:.0f} us a layer, "
+        f"{best.tokens_per_second / _MEGA:.2f} Mtokens/s, fits: {best.memory} of "
+        f"{limit / _GIGA:.0f} GB"
+    )
+    if recommendation.runner_up is not None:
+        other = recommendation.runner_up
+        ratio = other.seconds / best.seconds
+        close = ", within the error of the estimates: time both" if recommendation.close else ""
+        output.line(f"  runner-up: {other.pairing}, {ratio:.2f} x the time{close}")
+    for text in recommendation.changes:
+        output.line(f"  would change it: {text}")
+
+
+def _print_nearest_refusal(case: "Case") -> None:
+    """Print the refusal with the fewest reasons, if nothing is valid."""
+    result = case.result
+    if result.estimates or result.too_large or result.unestimated or not result.refused:
+        return
+    verdict = min(result.refused, key=lambda verdict: len(verdict.rejections))
+    output.line(f"  nearest: {verdict.pairing}: {'; '.join(map(str, verdict.rejections))}")
+
+
+def _print_table(case: "Case", max_rows: int) -> None:
+    result = case.result
+    shown = result.estimates[: max_rows or None]
+    output.table(
+        (*_DECIDING, *_OPTIONAL), map(_cells, shown), title=_title(case), optional=_OPTIONAL
+    )
+    hidden = len(result.estimates) - len(shown)
+    if hidden:
+        output.line(f"{counted(hidden, 'slower pair')}: --rows 0 or --json shows them")
+    _print_grouped("does not fit", result.too_large)
+    _print_grouped("no estimate", result.unestimated)
+    for text in dict.fromkeys(f"{e.prepare_finalize}: {e.caveat}" for e in shown if e.caveat):
+        output.line(f"caveat of {text}")
+
+
+def _cells(estimate: "Estimate") -> tuple[str, ...]:
+    exchange, memory = estimate.exchange, estimate.memory
+    times = exchange.dispatch, estimate.experts.seconds, exchange.combine
+    sizes = memory.weights, memory.workspace, memory.exchange, memory.prepared
+    return (
+        estimate.prepare_finalize.removesuffix(_SUFFIX),
+        estimate.experts_part.removesuffix(_EXPERTS_SUFFIX),
+        f"{estimate.seconds * 1e6:.1f}",
+        f"{estimate.tokens_per_second / _MEGA:.2f}",
+        f"{memory.total / _GIGA:.1f}",
+        *(f"{seconds * 1e6:.1f}" for seconds in times),
+        *(f"{size / _GIGA:.1f}" if size else "" for size in sizes),
+        f"{estimate.network_rows:.2f}" if estimate.network_rows else "",
+        estimate.experts.bound,
+    )
+
+
+def _print_grouped(what: str, reasons: Iterable[tuple[str, str]]) -> None:
+    """Print pairs with the same reason on one line."""
+    by_reason: dict[str, list[str]] = {}
+    for pairing, reason in reasons:
+        by_reason.setdefault(reason, []).append(pairing)
+    for reason, pairings in by_reason.items():
+        experts = ", ".join(pairing.partition(" x ")[2] for pairing in pairings)
+        exchanges = {pairing.partition(" x ")[0] for pairing in pairings}
+        names = f"{exchanges.pop()} x {experts}" if len(exchanges) == 1 else ", ".join(pairings)
+        output.line(f"{what}: {names}: {reason}")
+
+
+def _assumptions(case: "Case", routing: str) -> list[str]:
+    cluster, estimates = case.cluster, case.result.estimates
+    gpu = cluster.gpu
+    rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
+    sizes = f"{gpu.bandwidth / _TERA:g} TB/s, {gpu.memory / _GIGA:g} GB"
+    measured = "measured" if gpu.measured else "by data sheet, at the H200's share of its peaks"
+    packages = ", ".join(sorted(case.machine.packages)) or "none"
+    return [
+        f"packages of {case.name}: {packages} (--packages all: every one that a part needs)",
+        f"GPU: {gpu.name}, {measured}; {sizes}, TFLOP/s: {rates}",
+        f"link of one GPU within a host of {cluster.per_host}: {_link_text(cluster.inside)}",
+        *([f"link of one GPU between hosts: {_link_text(cluster.between)}"] * (cluster.hosts > 1)),
+        f"routing {routing}: expected loads; the most loaded rank determines the time",
+        "Mtok/s: different tokens of all ranks",
+        "GB: of a rank: weights of its experts, workspace, exchange buffers, prepared weights",
+        "dispatch, experts and combine run one after another, without overlap",
+        "calls are replayed from CUDA graphs; router, shared experts and attention are excluded",
+        *_prepared_lines(estimates),
+        *_by_source((e.experts_part, e.factor.source) for e in estimates),
+        *_by_source((e.prepare_finalize, e.source) for e in estimates),
+    ]
+
+
+def _by_source(named: Iterable[tuple[str, str]]) -> list[str]:
+    """Format the parts that have the same source on one line."""
+    names: dict[str, dict[str, None]] = {}
+    for name, source in named:
+        names.setdefault(source, {})[name.removesuffix(_SUFFIX)] = None
+    return [f"{', '.join(parts)}: {source}" for source, parts in names.items()]
+
+
+def _link_text(link: "Link") -> str:
+    latency = f" and {link.latency * 1e6:g} us" if link.latency else ""
+    return f"{link.bandwidth / _GIGA:.0f} GB/s{latency}"
+
+
+def _prepared_lines(estimates: "Sequence[Estimate]") -> list[str]:
+    if not any(estimate.memory.prepared for estimate in estimates):
+        return []
+    return ["times are those of calls without prepared weights, whose memory is counted"]
+
+
+def compared_row(result: "Compared") -> dict[str, Any]:
+    """Return the JSON row of one compared time."""
+    return {
+        "cell": result.cell.label,
+        "ranks": result.cell.problem.parallel.world_size,
+        "quant": result.cell.problem.quant,
+        "tokens": result.cell.problem.tokens,
+        "measured_us": result.cell.us,
+        "predicted_us": round(result.predicted_us, 2),
+        "error": round(result.error, 4),
+        "fitted": result.cell.fitted,
+        "eager": result.cell.eager,
+    }
+
+
+def print_compared(rows: Sequence[dict[str, Any]], summaries: "Iterable[Summary]") -> None:
+    """Print the compared times and their summaries."""
+    from modular_kernel.perf_model.compare import WITHIN
+
+    columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
+    output.table(columns, [_error_cells(row) for row in rows])
+    for summary in summaries:
+        output.line(
+            f"{summary.quantity}: {summary.accurate} of {summary.count} within {WITHIN:.0%}, "
+            f"mean {summary.mean:.1%}, worst {summary.worst:.1%}"
+        )
+
+
+def _error_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    labels = row["cell"], row["ranks"], row["quant"], row["tokens"]
+    times = f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}"
+    kind = ", ".join(name for name in ("fitted", "eager") if row[name])
+    return *labels, *times, f"{row['error']:+.1%}", kind

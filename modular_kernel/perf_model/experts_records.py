@@ -1,0 +1,166 @@
+"""Measured times of experts parts on one GPU, as factors on the model's time of the experts.
+
+The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the time of
+whole layers with every experts part, library parts among them. A cell's factor is its measured time
+over that of `experts_time` for TritonExperts. The factor for another layer is that of the recorded
+layers of the same scheme with the nearest H * I, interpolated between the nearest numbers of rows
+of an expert (both in octaves), and not extrapolated.
+
+Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
+same GPU.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from modular_kernel import select
+from modular_kernel.measure.routing_patterns import RoutingKind
+from modular_kernel.perf_model.experts_time import experts_time
+from modular_kernel.perf_model.hardware import Gpu
+from modular_kernel.perf_model.load import rank_load
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.utils import json_files
+
+ARCH = (9, 0)  # of the GPU in the records
+_FILES = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
+_FOLDER = Path(select.__file__).with_name("data")
+_SHAPES_FILE = Path(__file__).with_name("data") / "h200-layers.json"
+_MAX_BYTES = 1 << 24
+_ITEMSIZE = 2  # bytes of the dtype of every recorded layer, bfloat16
+
+
+@dataclass(frozen=True)
+class RecordedLayer:
+    """One measured layer: its experts part, and the microseconds of the whole layer."""
+
+    shape: str
+    quant: str
+    tokens: int
+    experts: str
+    us: float
+
+    @property
+    def scheme(self) -> str:
+        return self.quant.partition(":")[0]
+
+    @property
+    def problem(self) -> Problem:
+        return _prediction(self.shape, self.quant, self.tokens)[0]
+
+    @property
+    def factor(self) -> float:
+        """Measured time over that of the model for TritonExperts."""
+        return self.us / _prediction(self.shape, self.quant, self.tokens)[1]
+
+    @property
+    def rows(self) -> float:
+        """Mean rows of an expert."""
+        return self.problem.tokens * self.problem.top_k / self.problem.experts
+
+    @property
+    def size(self) -> float:
+        return math.log2(self.problem.hidden * self.problem.intermediate)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Measured time over the model's. source: which cells it comes from."""
+
+    value: float
+    source: str
+
+
+def factor(
+    experts: str, problem: Problem, rows: float, *, without_shape: str = ""
+) -> Factor | None:
+    """Return the factor of an experts part; None if no record has its time in such a scheme.
+
+    rows: mean rows of an expert. without_shape: a shape whose cells are left out, to compare the
+    estimate with its measured times.
+    """
+    if problem.dtype.itemsize != _ITEMSIZE:
+        return None
+    cells = [c for c in recorded_layers() if c.experts == experts and c.shape != without_shape]
+    scheme = problem.scheme.name
+    same = [cell for cell in cells if cell.scheme == scheme]
+    similar = same or [cell for cell in cells if _operands(cell.scheme) == _operands(scheme)]
+    if not similar:
+        return None
+    size = math.log2(problem.hidden * problem.intermediate)
+    nearest_size = min((cell.size for cell in similar), key=lambda s: abs(s - size))
+    nearest = [cell for cell in similar if cell.size == nearest_size]
+    schemes = ", ".join(sorted({cell.scheme for cell in nearest}))
+    shapes = ", ".join(sorted({cell.shape for cell in nearest}))
+    value = _interpolate(nearest, math.log2(max(rows, 1e-9)))
+    return Factor(value, f"recorded times of {shapes} in {schemes}")
+
+
+def _interpolate(cells: Sequence[RecordedLayer], rows: float) -> float:
+    """Return the factor at 2 ** rows rows of an expert, linear in logarithms between two cells.
+
+    Cells with as many rows count as their geometric mean.
+    """
+    logs: dict[float, list[float]] = {}
+    for cell in cells:
+        logs.setdefault(math.log2(cell.rows), []).append(math.log(cell.factor))
+    points = sorted((row, fmean(values)) for row, values in logs.items())
+    below = max((point for point in points if point[0] <= rows), default=points[0])
+    above = min((point for point in points if point[0] >= rows), default=points[-1])
+    if below[0] >= above[0]:
+        return math.exp(below[1] if rows >= below[0] else above[1])
+    share = (rows - below[0]) / (above[0] - below[0])
+    return math.exp(below[1] + share * (above[1] - below[1]))
+
+
+def _operands(scheme: str) -> tuple[str, str]:
+    info = QUANT_SCHEMES[scheme]
+    return info.weight, info.activation
+
+
+@cache
+def recorded_layers() -> tuple[RecordedLayer, ...]:
+    """Return the measured layers of every part; a newer record replaces an older one."""
+    times: dict[tuple[str, str, int, str], float] = {}
+    for name in _FILES:
+        times |= dict(_times(_parse(_FOLDER / f"{name}.json")))
+    return tuple(
+        RecordedLayer(shape, quant, tokens, pairing.split(" x ")[1], us)
+        for (shape, quant, tokens, pairing), us in times.items()
+    )
+
+
+def _parse(path: Path) -> Any:
+    return json_files.parse(json_files.read_file(path, _MAX_BYTES))
+
+
+def _times(record: Any) -> Iterator[tuple[tuple[str, str, int, str], float]]:
+    for cell in record["cells"]:
+        for pairing, us, *_ in cell["outcomes"]:
+            if us:
+                yield (cell["shape"], cell["quant"], cell["tokens"], pairing), float(us)
+
+
+@cache
+def _shapes() -> Any:
+    return _parse(_SHAPES_FILE)["shapes"]
+
+
+@cache
+def _prediction(shape_name: str, quant: str, tokens: int) -> tuple[Problem, float]:
+    """Return the problem of a recorded layer, and the model's time in microseconds."""
+    shape = _shapes()[shape_name]
+    problem = Problem(tokens, shape["H"], shape["I"], shape["E"], shape["k"], quant=quant)
+    load = rank_load(
+        experts=problem.experts,
+        top_k=problem.top_k,
+        world_size=1,
+        tokens=tokens,
+        kind=RoutingKind("uniform"),
+    )
+    return problem, experts_time(problem, load, Gpu()).seconds * 1e6

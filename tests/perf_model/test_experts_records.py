@@ -1,0 +1,74 @@
+"""Factors of experts parts: from the shipped records, and by how much they miss them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from modular_kernel.perf_model.experts_records import (
+    ARCH,
+    RecordedLayer,
+    factor,
+    recorded_layers,
+)
+from modular_kernel.perf_model.hardware import Gpu
+from modular_kernel.spec.problem import Problem
+
+DEEPSEEK = Problem(4096, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
+
+
+def layer(experts: str, tokens: int, shape: str = "dsv3_256") -> RecordedLayer:
+    key = experts, tokens, shape, "fp8_w8a8_block"
+    (found,) = [o for o in recorded_layers() if (o.experts, o.tokens, o.shape, o.quant) == key]
+    return found
+
+
+def test_a_recorded_layer_has_its_own_time() -> None:
+    """Of two shapes with the same experts, as many rows of an expert count as their mean."""
+    measured = layer("DeepGemmExperts", 4096)
+    assert (measured.problem.hidden, measured.problem.experts) == (7168, 256)
+    assert measured.rows == 128
+    found = factor("DeepGemmExperts", DEEPSEEK, 128, without_shape="dsv3_ep8")
+    assert found is not None
+    assert found.value == pytest.approx(measured.factor)
+    assert found.source == "recorded times of dsv3_256 in fp8_w8a8_block"
+    predicted = measured.us / measured.factor / 1e6
+    assert 3 * 256 * 7168 * 2048 / Gpu().bandwidth < predicted < 1
+
+
+def test_between_two_numbers_of_rows_it_is_linear_in_octaves() -> None:
+    few, many = layer("DeepGemmExperts", 1024), layer("DeepGemmExperts", 4096)
+    found = factor("DeepGemmExperts", DEEPSEEK, 64, without_shape="dsv3_ep8")
+    assert found is not None
+    assert found.value == pytest.approx(math.sqrt(few.factor * many.factor))
+    beyond = factor("DeepGemmExperts", DEEPSEEK, 1 << 20, without_shape="dsv3_ep8")
+    assert beyond is not None
+    assert beyond.value == pytest.approx(many.factor), "not extrapolated"
+    below = factor("DeepGemmExperts", DEEPSEEK, 1e-3, without_shape="dsv3_ep8")
+    assert below is not None
+    assert below.value == pytest.approx(layer("DeepGemmExperts", 16).factor)
+
+
+def test_a_scheme_without_records_takes_those_with_the_same_operands() -> None:
+    found = factor("CutlassExpertsFP8", replace(DEEPSEEK, quant="fp8_w8a8_tensor"), 100)
+    assert found is not None
+    assert found.source.endswith(" in fp8_w8a8_block")
+    other = factor("TritonExperts", replace(DEEPSEEK, quant="fp8_w8a8_block:block=64x64"), 100)
+    assert other == factor("TritonExperts", DEEPSEEK, 100)
+    assert factor("DeepGemmExperts", replace(DEEPSEEK, quant="mxfp4_w4a16"), 100) is None
+    assert factor("FlashInferExperts", DEEPSEEK, 100) is None
+    assert factor("TritonExperts", replace(DEEPSEEK, dtype="float32", quant="none"), 100) is None
+
+
+def test_the_nearest_size_is_taken() -> None:
+    found = factor("DeepGemmExperts", replace(DEEPSEEK, hidden=4096, intermediate=14336), 100)
+    assert found is not None
+    assert found.source == "recorded times of mixtral in fp8_w8a8_block"
+
+
+def test_newer_records_replace_older_ones() -> None:
+    keys = [(o.shape, o.quant, o.tokens, o.experts) for o in recorded_layers()]
+    assert len(keys) == len(set(keys)) > 1000
+    names = {o.experts for o in recorded_layers()}
+    assert names >= {"DeepGemmExperts", "CutlassExpertsFP8", "TritonKernelsExperts"}
+    assert Gpu().arch == ARCH

@@ -1,0 +1,96 @@
+"""Machines by name and by file, and their packages."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.perf_model.hardware import NAMED_GPUS, Cluster
+from modular_kernel.perf_model.machines import parse_machine, parse_packages
+
+CUSTOM = {"gpu": "x1", "arch": "12.0", "memory_gb": 32, "bandwidth_tbs": 1.5}
+CUSTOM |= {"peak_tflops": 200, "link_gbs": 40}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "per_host", "name"),
+    [("h200", 1, 1, "h200"), ("8xH200", 1, 8, "h200"), ("2x8xh200", 2, 8, "h200"),
+     ("8xb200", 1, 8, "b200"), ("4xa100", 1, 4, "a100"), ("16x4xh100", 16, 4, "h100")],
+)  # fmt: skip
+def test_a_name_is_hosts_gpus_and_gpu(text: str, hosts: int, per_host: int, name: str) -> None:
+    machine = parse_machine(text)
+    assert (machine.hosts, machine.per_host, machine.gpus) == (hosts, per_host, hosts * per_host)
+    assert (machine.gpu, machine.inside) == NAMED_GPUS[name]
+    described = machine.machine(frozenset({"triton"}))
+    assert (described.arch, described.memory) == (machine.gpu.arch, machine.gpu.memory)
+    assert described.packages == {"triton"}
+
+
+@pytest.mark.parametrize(
+    ("text", "need"),
+    [("8xh20", "did you mean h200?"), ("b20", "did you mean b200?"), ("8 h200", "such as 8xh200"),
+     ("", "such as 8xh200"), ("0xh200", "ranks of a host"), ("0x8xh200", "hosts"),
+     ("1x2x3xh200", "such as 8xh200"), ("8xfoo", "one of the GPUs a100, h100, h200, b200")],
+)  # fmt: skip
+def test_another_name_is_refused_with_the_nearest(text: str, need: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        parse_machine(text)
+    assert need in str(refused.value)
+
+
+def written(folder: Path, content: Any) -> str:
+    path = folder / "machine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_a_file_says_what_differs(tmp_path: Path) -> None:
+    content = {"gpu": "h200", "gpus_per_host": 4, "hosts": 2, "net_gbs": 25, "net_latency_us": 7}
+    machine = parse_machine(written(tmp_path, {**content, "packages": ["deep_ep"]}))
+    assert (machine.gpu, machine.inside) == NAMED_GPUS["h200"]
+    assert (machine.hosts, machine.per_host) == (2, 4)
+    assert (machine.between.bandwidth, machine.between.latency) == (25e9, pytest.approx(7e-6))
+    assert machine.packages == {"deep_ep"}
+    own = parse_machine(written(tmp_path, CUSTOM))
+    assert (own.gpu.name, own.gpu.arch, own.gpu.memory) == ("x1", (12, 0), 32e9)
+    assert own.gpu.flops == {n: 2e14 if "16" in n else 4e14 for n in own.gpu.flops}
+    assert "float8_e4m3fn" in own.gpu.flops
+    assert (own.inside.bandwidth, own.between) == (40e9, Cluster().between)
+    assert own.packages is None
+    old = parse_machine(written(tmp_path, CUSTOM | {"arch": "8.6"}))
+    assert "float8_e4m3fn" not in old.gpu.flops
+
+
+@pytest.mark.parametrize(
+    ("content", "need"),
+    [("{", "need JSON"), ([], "need a JSON object"), ({}, "the name of a GPU"),
+     ({"gpu": "h20"}, "or arch, memory_gb, bandwidth_tbs, peak_tflops, link_gbs in addition"),
+     ({"gpu": "h200", "net_gb": 1}, "did you mean net_gbs?"),
+     ({"gpu": "h200", "hosts": 0}, "an integer from 1 to 1024"),
+     ({"gpu": "h200", "hosts": True}, "an integer from 1 to 1024"),
+     ({"gpu": "h200", "net_gbs": 0}, "a number > 0"),
+     ({"gpu": "h200", "memory_gb": "80"}, "a number > 0"),
+     ({"gpu": "h200", "arch": 9.0}, 'such as "9.0"'),
+     ({"gpu": "h200", "packages": "all"}, "a list of package names")],
+    ids=str,
+)  # fmt: skip
+def test_an_invalid_file_is_refused(tmp_path: Path, content: Any, need: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        parse_machine(written(tmp_path, content))
+    assert need in str(refused.value)
+    with pytest.raises(ConfigurationError, match="a JSON file that can be read"):
+        parse_machine(str(tmp_path / "none.json"))
+
+
+def test_packages_are_all_or_known_ones() -> None:
+    known = ("deep_ep", "deep_gemm")
+    assert parse_packages("all", known) == {"deep_ep", "deep_gemm", "triton", "ml_dtypes"}
+    assert parse_packages("triton, deep_ep", known) == {"triton", "deep_ep"}
+    assert parse_packages("", known) == frozenset()
+    for text, got, nearest in (("deep_gem", "deep_gem", "deep_gemm"), ("all,tritn", "all", "")):
+        with pytest.raises(ConfigurationError) as refused:
+            parse_packages(text, known)
+        assert f"got '{got}', need all, or some of deep_ep, deep_gemm" in str(refused.value)
+        assert (f"did you mean {nearest}?" in str(refused.value)) is bool(nearest)

@@ -1,0 +1,108 @@
+"""Memory of a rank: formulas against what parts declare and allocate."""
+
+from dataclasses import replace
+
+import pytest
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.perf_model.hardware import Cluster
+from modular_kernel.perf_model.memory import (
+    _library_workspace,
+    exchange_bytes,
+    memory_of,
+    with_memory,
+)
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.tensors import BatchedShape, ContiguousShape
+from modular_kernel.workspace import workspace_bytes
+from prepare_finalize.pplx.part import _shape
+from prepare_finalize.symm_mem.group import aligned
+from prepare_finalize.symm_mem.launch import sections
+
+HOPPER = Cluster().machine(frozenset({"triton", "ml_dtypes"}))
+DEEPSEEK = Problem(4096, 7168, 2048, 256, 8, parallel=Parallel(8))
+QUANTS = ("none", "fp8_w8a8_block", "fp8_w8a8_channel")
+NO_EP, LOW_LATENCY = "MoEPrepareAndFinalizeNoEP", "DeepEPLLPrepareAndFinalize"
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("tokens", [1, 128, 4096])
+def test_exchange_buffers_are_those_that_the_parts_allocate(quant: str, tokens: int) -> None:
+    problem = replace(DEEPSEEK, quant=quant, tokens=tokens)
+    heap = 2 * sum(aligned(section.nbytes) for section in sections(problem).values())
+    assert exchange_bytes("SymmMemPrepareAndFinalize", problem) == pytest.approx(heap, rel=0.03)
+    library = _shape(problem).device_bytes(8)
+    whole = exchange_bytes("PplxPrepareAndFinalize", problem)
+    batched = exchange_bytes("BatchedPrepareAndFinalize", problem)
+    assert whole - batched == pytest.approx(library, rel=0.05)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(
+    ("name", "world"), [(NO_EP, 1), ("BatchedPrepareAndFinalize", 1)], ids=lambda x: str(x)
+)
+def test_buffers_of_one_rank_are_those_that_the_parts_declare(
+    quant: str, name: str, world: int
+) -> None:
+    problem = replace(DEEPSEEK, quant=quant, tokens=300, parallel=Parallel(world))
+    part = load_catalog().prepare_finalize(name)(problem)
+    declared = workspace_bytes(part.workspace_shapes(300))
+    assert exchange_bytes(name, problem) == pytest.approx(declared, rel=0.05, abs=1024)
+
+
+def test_the_low_latency_buffer_has_four_rows_for_each_expert_and_token() -> None:
+    found = exchange_bytes(LOW_LATENCY, DEEPSEEK)
+    assert found == 256 * 4096 * (4 * (7168 * 2 + 16) + 7168 * 2)
+    assert exchange_bytes(LOW_LATENCY, DEEPSEEK.with_tokens(1)) == found // 32, "128 at least"
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [("CutlassRowwiseExpertsFP8", "fp8_w8a8_channel"), ("TritonExperts", "none"),
+     ("BatchedCutlassExpertsFP8", "fp8_w8a8_channel"), ("BatchedTritonExperts", "none")],
+)  # fmt: skip
+@pytest.mark.parametrize("tokens", [1024, 65536])
+def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: int) -> None:
+    """From what such a part declares to twice of it: a pair is not found to fit by an omission."""
+    problem = replace(DEEPSEEK, quant=quant)
+    part = load_catalog().experts(name)
+    batched = part.requires.activation_format.value == "batched_experts"
+    shape = BatchedShape(32, tokens) if batched else ContiguousShape(tokens, 8)
+    with part.described(HOPPER):
+        declared = part(problem).workspace_shapes(shape)
+    nbytes = workspace_bytes({**declared.buffers(), "output": declared.output})
+    assert nbytes * 0.99 <= _library_workspace(problem, shape) <= 2 * nbytes
+
+
+def test_weights_are_those_of_the_rank_and_layers_share_the_rest() -> None:
+    one = memory_of(NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER)
+    assert one.weights == 256 * 3 * 7168 * 2048 * 2
+    eight = memory_of("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER, layers=58)
+    assert eight.weights == 58 * one.weights / 8
+    once = memory_of("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER)
+    assert (eight.workspace, eight.exchange) == (once.workspace, once.exchange)
+    assert once.workspace > one.workspace, "tokens of 8 ranks may arrive"
+    bounded = replace(DEEPSEEK, max_received=8192)
+    part = "TorchAll2AllPrepareAndFinalize"
+    few, many = (memory_of(part, "TritonExperts", p, HOPPER) for p in (bounded, DEEPSEEK))
+    assert few.workspace < many.workspace / 3
+    assert few.exchange < many.exchange
+    assert str(few).startswith(f"{few.total / 1e9:.1f} GB (")
+
+
+def test_a_pair_is_refused_if_it_exceeds_a_known_memory() -> None:
+    problem, pair = replace(DEEPSEEK, parallel=Parallel()), (NO_EP, "TritonExperts")
+    total = int(memory_of(*pair, problem, HOPPER).total)
+
+    def verdict(memory: int | None) -> list[str]:
+        judged = check(*pair, problem, replace(HOPPER, memory=memory))
+        assert judged.ok, "buffers are no rule of make_kernel"
+        return [f"{r.rule}: {r.got}, {r.need}" for r in with_memory(judged).rejections]
+
+    assert verdict(None) == verdict(total + 1) == []
+    (reason,) = verdict(total - 1)
+    assert reason.startswith(f"memory: {total / 1e9:.1f} GB (22.5 of weights, ")
+    assert reason.endswith(f"<= {total / 1e9:.1f} GB of NVIDIA H200 sm_90")
+    refused = check("BatchedPrepareAndFinalize", "TritonExperts", problem, HOPPER)
+    assert with_memory(refused) is refused
+    assert with_memory(check(NO_EP, "TorchExperts", problem, Machine("cpu"))).ok

@@ -1,0 +1,253 @@
+"""`mk plan`: what it proposes is what `mk check` calls valid, of the same work, and fits."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from run_mk import Mk, runs_mk
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.perf_model import recommend
+from modular_kernel.perf_model.estimate import complete_machines, over_ranks, size
+from modular_kernel.perf_model.hardware import Cluster
+from modular_kernel.perf_model.recommend import PHASE_TOKENS, best_of, phase_of
+from modular_kernel.spec.problem import Problem
+
+mk = runs_mk()
+DEEPSEEK = Problem(128, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
+MODELS = {
+    "deepseek-v3": ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block"),
+    "qwen3": ("--model", "qwen3-30b-a3b"),
+    "gpt-oss": ("--model", "gpt-oss-120b", "--quant", "mxfp4_w4a16"),
+    "mixtral, channel": ("--model", "mixtral-8x7b", "--quant", "fp8_w8a8_channel"),
+}
+MACHINES = ("h200", "8xh200", "2x8xh200", "8xb200", "4xa100")
+FOR_16 = {"mixtral, channel"}  # a rank of 16 would hold no expert
+
+
+def pairs_of(rows: list[dict[str, Any]]) -> set[str]:
+    return {row["pairing"] for row in rows}
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("packages", [("--packages", "all"), ("--packages", "deep_ep,triton"), ()])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_pair_that_check_calls_valid_is_in_the_plan_and_no_other(
+    mk: Mk, model: str, machine: str, packages: tuple[str, ...]
+) -> None:
+    if machine == "2x8xh200" and model in FOR_16:
+        assert mk("plan", *MODELS[model], "--machine", machine).code == 2
+        return
+    words = (*MODELS[model], "--machine", machine, *packages)
+    for tokens in ("128", "4096"):
+        judged = mk("check", *words, "--tokens", tokens, "--json").json["pairs"]
+        planned = mk("plan", *words, "--tokens", tokens, "--json").json
+        names = {f"{p['prepare_finalize']} x {p['experts']}": p for p in judged}
+        valid = {name for name, pair in names.items() if pair["ok"]}
+        estimates, rest = pairs_of(planned["estimates"]), pairs_of(planned["no_estimate"])
+        assert estimates | rest == valid, "each once, and no other"
+        assert not estimates & rest
+        rules = {n: {r["rule"] for r in pair["rejections"]} for n, pair in names.items()}
+        assert pairs_of(planned["too_large"]) == {n for n in rules if rules[n] == {"memory"}}
+        taken = [row["pairing"] for row in planned["recommendations"]]
+        assert set(taken) <= estimates
+        assert bool(taken) is bool(estimates)
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 4096])
+def test_all_rows_are_of_the_same_work(tokens: int) -> None:
+    """Each of 8 ranks has its own tokens; where all pass the same, all 8 times as many."""
+    problem = over_ranks(DEEPSEEK.with_tokens(tokens), 8)
+    found = size(problem, Cluster()).estimates
+    assert {estimate.world_tokens for estimate in found} == {8 * tokens}
+    by_kind = {e.prepare_finalize: e.problem.tokens for e in found}
+    assert by_kind.pop("ReplicatedEPPrepareAndFinalize") == 8 * tokens
+    assert set(by_kind.values()) == {tokens}
+    for estimate in found:
+        assert estimate.tokens_per_second == 8 * tokens / estimate.seconds
+    rates = [estimate.tokens_per_second for estimate in found]
+    assert rates == sorted(rates, reverse=True), "one order, by time and by throughput"
+    replicated = next(e for e in found if e.prepare_finalize.startswith("ReplicatedEP"))
+    reduced = 2 * 7 / 8 * 8 * tokens * 7168 * 4
+    assert replicated.exchange.combine_bytes == pytest.approx(reduced)
+    other = next(e for e in found if e.experts_part == replicated.experts_part)
+    assert replicated.experts == other.experts, "as many pairs of a token and an expert"
+
+
+def test_what_replicated_tokens_make_invalid_has_no_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = load_catalog().prepare_finalize("ReplicatedEPPrepareAndFinalize")
+    monkeypatch.setattr(part, "requires", replace(part.requires, max_tokens=1000))
+    found = size(over_ranks(DEEPSEEK, 8), Cluster())
+    pair = f"{part.__name__} x TritonExperts"
+    assert pair not in {estimate.pairing for estimate in found.estimates}
+    reason = dict(found.unestimated)[pair]
+    assert reason.startswith("with the tokens of all ranks on each: [capacity]")
+    assert "got tokens=1024, need <= 1000 per rank" in reason
+
+
+def test_pairs_over_libraries_have_estimates_from_records() -> None:
+    found = {e.pairing: e for e in size(over_ranks(DEEPSEEK, 8), Cluster()).estimates}
+    for pair in ("DeepEPLLPrepareAndFinalize x BatchedDeepGemmExperts",
+                 "SymmMemPrepareAndFinalize x DeepGemmExperts",
+                 "SymmMemPrepareAndFinalize x CutlassExpertsFP8"):  # fmt: skip
+        assert found[pair].factor.source == "recorded times of dsv3_256, dsv3_ep8 in fp8_w8a8_block"
+    assert len({found[pair].experts.seconds for pair in found if "SymmMem" in pair}) > 3
+
+
+@pytest.mark.parametrize(("machine", "arch"), [("8xb200", "sm_100"), ("8xh100", "")])
+def test_records_of_a_library_are_of_one_architecture(mk: Mk, machine: str, arch: str) -> None:
+    words = ("--model", "qwen3-30b-a3b", "--machine", machine, "--packages", "all", "--tokens", "9")
+    done = mk("plan", *words, "--json").json
+    pair = "SymmMemPrepareAndFinalize x TritonKernelsExperts"
+    assert (pair in pairs_of(done["estimates"])) is not bool(arch)
+    if arch:
+        reasons = {row["pairing"]: row["reason"] for row in done["no_estimate"]}
+        assert reasons[pair] == f"no recorded time of TritonKernelsExperts with none on {arch}"
+
+
+def test_what_does_not_fit_is_refused_by_both_verbs(mk: Mk) -> None:
+    words = ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "8xh200")
+    words += ("--packages", "all", "--tokens", "8192")
+    pair = ("DeepEPLLPrepareAndFinalize", "BatchedDeepGemmExperts")
+    done = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
+    assert done.code == 1
+    assert "workspace" in done.out
+    planned = mk("plan", *words)
+    assert "does not fit: DeepEPLLPrepareAndFinalize x" in planned.out
+    assert "need <= 141.0 GB of NVIDIA H200 sm_90" in planned.out
+    assert planned.out.index("prefill on 8xh200") == 0
+
+
+def test_layers_share_buffers_but_not_weights(mk: Mk) -> None:
+    words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--tokens", "128")
+    one, many = (
+        mk(*words, "--machine", "8xh200", "--layers", n, "--json").json for n in ("1", "58")
+    )
+    first, last = one["estimates"][0], many["estimates"][0]
+    assert last["weights_bytes"] == 58 * first["weights_bytes"]
+    assert last["workspace_bytes"] == first["workspace_bytes"]
+    refused = mk(*words, "--machine", "4xh200", "--layers", "58")
+    assert refused.code == 1
+    assert "no recommendation, what is valid does not fit in memory" in refused.out
+    assert " for 58 layers, of 141.0 GB" in refused.out
+
+
+def test_one_recommendation_for_each_phase(mk: Mk) -> None:
+    words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "2x8xh200")
+    done = mk(*words)
+    lines = done.out.splitlines()
+    taken = [line for line in lines if ": take " in line]
+    assert [line.split(" on ")[0] for line in taken] == ["decode", "prefill"]
+    assert taken[0].startswith("decode on 2x8xh200, 128 tokens on each of 16 ranks, 2048 in all")
+    assert re.search(r": take \w+ x \w+: \d+ us a layer, [\d.]+ Mtokens/s, fits: ", taken[0])
+    assert sum(line.startswith("  runner-up: ") for line in lines) == 2
+    changes = [line for line in lines if line.startswith("  would change it: ")]
+    assert any("with deep_ep 2: DeepEPV2PrepareAndFinalize x" in line for line in changes)
+    record = mk(*words, "--phase", "decode", "--json").json
+    assert [row["phase"] for row in record["recommendations"]] == ["decode"]
+    assert {row["tokens"] for row in record["estimates"]} == {PHASE_TOKENS["decode"]}
+    complete = mk(*words, "--packages", "all").out
+    assert "  would change it: with deep_ep 2: DeepEPV2PrepareAndFinalize x" in complete
+    assert "with deep_ep 1" not in complete
+    assert "would change it: down to 32 tokens on each rank: DeepEPLLPrepareAndFinalize" in complete
+
+
+@pytest.mark.parametrize(
+    ("words", "phases"),
+    [((), ["decode", "prefill"]), (("--tokens", "256"), ["decode"]),
+     (("--tokens-list", "1,257"), ["decode", "prefill"]),
+     (("--tokens-list", "1,257", "--phase", "decode"), ["decode", "decode"])],
+)  # fmt: skip
+def test_phases_follow_tokens(mk: Mk, words: tuple[str, ...], phases: list[str]) -> None:
+    done = mk("plan", *words, "--json")
+    assert [row["phase"] for row in done.json["recommendations"]] == phases
+    assert (phase_of(256), phase_of(257)) == ("decode", "prefill")
+
+
+def test_of_pairs_that_are_equally_fast_the_one_with_fewer_packages_is_taken() -> None:
+    result = size(over_ranks(DEEPSEEK, 8), Cluster())
+    by_name = {estimate.pairing: estimate for estimate in result.estimates}
+    ours = by_name["SymmMemPrepareAndFinalize x TritonExperts"]
+    vendor = by_name["SymmMemPrepareAndFinalize x CutlassExpertsFP8"]
+    grouped = by_name["SymmMemPrepareAndFinalize x GroupedGemmExperts"]
+
+    def taken(*seconds: float) -> str:
+        pairs = zip((vendor, grouped, ours), seconds, strict=True)
+        estimates = [
+            replace(
+                estimate,
+                exchange=replace(estimate.exchange, dispatch=time, combine=0.0),
+                experts=replace(estimate.experts, seconds=0.0),
+            )
+            for estimate, time in pairs
+        ]
+        estimates.sort(key=lambda estimate: estimate.seconds)
+        best = best_of(replace(result, estimates=tuple(estimates)))
+        assert best is not None
+        return best.experts_part
+
+    assert taken(1.0, 1.01, 1.02) == "TritonExperts"
+    assert taken(1.0, 1.01, 1.04) == "GroupedGemmExperts"
+    assert taken(1.0, 1.04, 1.04) == "CutlassExpertsFP8"
+    assert best_of(replace(result, estimates=())) is None
+
+
+def test_the_other_deep_ep_is_proposed_by_its_generation() -> None:
+    cluster = replace(Cluster(), hosts=2)
+    problem = over_ranks(DEEPSEEK.with_tokens(64), 16, 8)
+    first, second = complete_machines(cluster)
+    results = [size(problem, cluster, machine) for machine in (first, second)]
+    slow = size(problem, cluster, cluster.machine(frozenset({"triton", "ml_dtypes"})))
+    texts = [recommend._by_packages(best_of(one), one, results) for one in (slow, *results)]  # type: ignore[arg-type]
+    assert len(texts[0]) == 1
+    assert re.match(r"with deep_ep [12](, \w+)*: DeepEP", texts[0][0])
+    best = min((best_of(one) for one in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
+    assert best.pairing in texts[0][0]  # type: ignore[union-attr]
+    assert sorted(map(len, texts[1:])) in ([0, 0], [0, 1])
+
+
+def test_deciding_columns_are_shown_in_80_columns(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--packages", "all")
+    for machine in ("h200", "2x8xh200"):
+        shown = mk(*words, "--machine", machine).out
+        heads = re.findall(
+            r"^ \.\.PrepareAndFinalize +\.\.Experts +layer us +Mtok/s +GB\b", shown, re.M
+        )
+        assert len(heads) == 2
+        assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert "slower pairs: --rows 0 or --json shows them" in shown
+    every = mk(*words, "--machine", "2x8xh200", "--rows", "0").out
+    assert "slower pair" not in every
+
+
+def test_several_machines_and_ranks(mk: Mk) -> None:
+    words = ("plan", "--model", "qwen3-30b-a3b", "--tokens", "128", "--json")
+    found = mk(*words, "--machine", "8xh200,4xb200").json
+    assert {(row["machine"], row["ranks"]) for row in found["recommendations"]} == {
+        ("8xh200", 8),
+        ("4xb200", 4),
+    }
+    assert {row["ranks"] for row in mk(*words, "--world-size", "16").json["estimates"]} == {16}
+    ranks = mk(*words, "--world-size", "4", "--machine", "8xh200").json["estimates"]
+    assert {row["ranks"] for row in ranks} == {4}
+    slow = mk(*words, "--machine", "8xh200", "--bandwidth", "2.4", "--link", "100").json
+    for before, after in zip(
+        sorted(mk(*words, "--machine", "8xh200").json["estimates"], key=lambda r: r["pairing"]),
+        sorted(slow["estimates"], key=lambda row: row["pairing"]),
+        strict=True,
+    ):
+        assert after["layer_us"] > before["layer_us"]
+
+
+def test_a_machine_without_a_valid_pair_says_the_nearest(mk: Mk) -> None:
+    sizes = ("--tokens", "8", "--top-k", "99", "--experts", "128")
+    done = mk("plan", "--machine", "h200", *sizes)
+    assert done.code == 1
+    assert "no recommendation, every pair is refused" in done.out
+    assert "nearest: MoEPrepareAndFinalizeNoEP x" in done.out
+    assert "[top_k]" in done.out
