@@ -5,6 +5,7 @@
 #   make test VENV=/some/env    use this environment as it is; if there is none, make it there
 #   make test-triton NEWEST_VENV=/some/env   use this environment of the newest triton, or make it there
 #   make test-cutlass CUTLASS_VENV=/some/env   use this environment with CUTLASS's DSL, or make it there
+#   make test-vllm VLLM_VENV=/some/env   use this environment with vLLM's layers, or make it there
 #   make docs DOCS_VENV=/some/env   use this environment of Sphinx, or make it there
 #   make test ARGS="-k name"    hand options to pytest (or, with `make demo`, to `mk demo`)
 
@@ -80,7 +81,20 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-.PHONY: environments help demo test test-rest test-all bench fuzz verify test-interpreter test-compile test-gpu check docs docs-site test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
+# vLLM without its compiled extension, for tests of the plug-in with its layers.
+VLLM_VERSION ?= 0.33.0
+VLLM_VENV    ?= .venv-vllm
+VLLM_TESTS   ?= tests/integrations/in_vllm
+VLLM_MARK    := $(VLLM_VENV)/.made-by-make
+VLLM_STAMP   := $(VLLM_VENV)/.installed
+VLLM_PY      := $(VLLM_VENV)/bin/python
+ifeq ($(if $(wildcard $(VLLM_PY)),$(wildcard $(VLLM_MARK)),new),)
+  VLLM_READY :=
+else
+  VLLM_READY := $(VLLM_STAMP)
+endif
+
+.PHONY: environments help demo test test-rest test-all bench fuzz verify test-interpreter test-compile test-gpu check docs docs-site test-triton newest-compile newest-compile-all newest-interpreter test-cutlass test-vllm wheel clean metadata test-isa isa
 .DEFAULT_GOAL := help
 
 help:
@@ -91,6 +105,7 @@ help:
 	@echo "make test-isa       parts of plain torch under each CPU instruction set that this machine has"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
+	@echo "make test-vllm      the plug-in for vLLM in layers of vLLM itself, on a CPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
 	@echo "make bench   compares our layers with public ones on this GPU; table and plot in out/bench"
 	@echo "make fuzz    everything public with 50,000 random inputs"
@@ -101,7 +116,8 @@ help:
 	@echo "make clean   remove all that make has made, the environment included"
 	@echo
 	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs,"
-	@echo "test-triton what it needs beside that into .venv-newest, test-cutlass into .venv-cutlass."
+	@echo "test-triton what it needs beside that into .venv-newest, test-cutlass into .venv-cutlass,"
+	@echo "test-vllm into .venv-vllm."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
 
 # All environments at once: `make -j3 environments` installs them side by side.
@@ -174,6 +190,11 @@ test-cutlass: $(CUTLASS_READY)
 	$(CUTLASS_PY) -c 'import cutlass.cute, tvm_ffi'
 	env -u TRITON_INTERPRET $(CUTLASS_PY) -m pytest -q -p no:cacheprovider -n 2 $(CUTLASS_TESTS) $(ARGS)
 
+# Where vLLM cannot be imported, the tests would be left out: ask first.
+test-vllm: $(VLLM_READY)
+	VLLM_TARGET_DEVICE=cpu $(VLLM_PY) -c 'import vllm; print("vllm", vllm.__version__)'
+	VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -q -p no:cacheprovider --whole $(VLLM_TESTS) $(ARGS)
+
 # The record is checked in: what was proven, of which commit, with which versions.
 VERIFIED   := docs/verified.json
 
@@ -226,6 +247,7 @@ clean:
 	@if [ -e "$(MARK)" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi
 	@if [ -e "$(NEWEST_MARK)" ]; then echo "rm -rf $(NEWEST_VENV)"; rm -rf "$(NEWEST_VENV)"; fi
 	@if [ -e "$(CUTLASS_MARK)" ]; then echo "rm -rf $(CUTLASS_VENV)"; rm -rf "$(CUTLASS_VENV)"; fi
+	@if [ -e "$(VLLM_MARK)" ]; then echo "rm -rf $(VLLM_VENV)"; rm -rf "$(VLLM_VENV)"; fi
 	@if [ -e "$(DOCS_MARK)" ]; then echo "rm -rf $(DOCS_VENV)"; rm -rf "$(DOCS_VENV)"; fi
 
 # Somebody else's environment: install nothing there. Entry points are read from metadata beside
@@ -266,6 +288,16 @@ $(NEWEST_STAMP): constraints-newest.txt | $(READY)
 $(CUTLASS_STAMP): constraints-cutlass.txt | $(READY)
 	@echo "setting up $(CUTLASS_VENV) (about half a minute, 330 MB)"
 	$(call beside_make_test,$(CUTLASS_VENV),constraints-cutlass.txt)
+
+# The target device "empty" builds vLLM without extensions. Its build imports torch, which is found
+# behind the new environment by then.
+$(VLLM_STAMP): constraints-vllm.txt | $(READY)
+	@echo "setting up $(VLLM_VENV) (about two minutes, 200 MB)"
+	$(call beside_make_test,$(VLLM_VENV),constraints-vllm.txt)
+	@rm $@
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) $(PY) -m pip --python $(VLLM_PY) install $(PIP_FLAGS) --no-deps --no-build-isolation \
+	  --no-binary vllm 'vllm==$(VLLM_VERSION)'
+	@touch $@
 
 $(DOCS_STAMP): constraints-docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

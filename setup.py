@@ -79,6 +79,8 @@ setup(
     # extras at once build them. The parts that wrap them say what they miss.
     extras_require={
         "transformers": ["transformers>=5.23"],
+        # The versions that the plug-in knows; with another one, it stays off.
+        "vllm": ["vllm>=0.33,<0.34"],
         # NVIDIA's license, 330 MB. Its name is not that of the package on the index called cutlass.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
         "bench": ["matplotlib>=3.8"],
@@ -102,6 +104,8 @@ setup(
     },
     entry_points={
         "console_scripts": ["mk = modular_kernel.cli.main:run"],
+        # vLLM calls it in each of its processes.
+        "vllm.general_plugins": ["modular_kernel = modular_kernel.integrations.vllm:register"],
         # A third party's parts come in the same way, under a name of their own.
         "modular_kernel.parts": [
             "prepare_finalize = prepare_finalize:COMPONENTS",

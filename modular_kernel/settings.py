@@ -11,7 +11,14 @@ from pathlib import Path
 from modular_kernel.errors import ConfigurationError
 
 # Every environment variable of this package.
-VARIABLES = ("MK_CACHE_DIR", "MK_CONFIG_DIR", "MK_DEADLINE_S", "MK_HOST_ID", "MK_IMPORT_DEADLINE_S")
+VARIABLES = (
+    "MK_CACHE_DIR",
+    "MK_CONFIG_DIR",
+    "MK_DEADLINE_S",
+    "MK_HOST_ID",
+    "MK_IMPORT_DEADLINE_S",
+    "MK_VLLM",
+)
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,14 @@ def nvshmem_uses_ibgda() -> bool:
 def deepep_disables_gin() -> bool:
     """Return whether DeepEP v2 is configured not to use NCCL GIN (RDMA)."""
     return os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")
+
+
+def vllm_plugin() -> str:
+    """Return MK_VLLM, default "1": "0" disables the plug-in for vLLM, and "1" enables it.
+
+    Any other value enables it with the experts parts that it names, separated by commas.
+    """
+    return os.environ.get("MK_VLLM", "").strip() or "1"
 
 
 @contextmanager

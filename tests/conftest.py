@@ -8,6 +8,7 @@ machine without a GPU, `tests/compile` is left out.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ LEFT_OUT = pytest.StashKey[int]()
 COMPILE = Path(__file__).parent / "compile"
 GPU = Path(__file__).parent / "gpu"
 INTERPRETER = Path(__file__).parent / "interpreter"
+IN_VLLM = Path(__file__).parent / "integrations" / "in_vllm"
 
 
 def _compiles_only(config: pytest.Config) -> bool:
@@ -58,7 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """A process interprets or compiles, never both; tests/gpu needs a GPU's memory."""
+    """A process interprets or compiles, never both; tests/gpu needs a GPU's memory.
+
+    Tests in vLLM need an environment that has it: `make test-vllm`.
+    """
+    if collection_path.is_relative_to(IN_VLLM) and find_spec("vllm") is None:
+        return True
     if collection_path.is_relative_to(GPU) and not torch.cuda.is_available():
         return True
     other = COMPILE if read_settings().triton_interpret else INTERPRETER
@@ -141,7 +148,10 @@ def pytest_report_header() -> list[str]:
     triton = "triton: compiled"
     if read_settings().triton_interpret:
         triton = "triton: interpreted (tests/compile is left out: run `pytest tests/compile`)"
-    return [triton, f"tree: {tree_hash()} (shares of cases are drawn from it)"]
+    vllm = "vllm: found"
+    if find_spec("vllm") is None:
+        vllm = "vllm: not found (tests/integrations/in_vllm is left out: `make test-vllm`)"
+    return [triton, vllm, f"tree: {tree_hash()} (shares of cases are drawn from it)"]
 
 
 @pytest.fixture(scope="session")

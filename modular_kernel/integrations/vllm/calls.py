@@ -1,0 +1,123 @@
+"""Calls of one layer's experts in memory that the engine provides.
+
+vLLM asks for the size of the workspace before each call, and passes memory of that size, which all
+layers share and whose address stays the same in CUDA graphs.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from modular_kernel import validate
+from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.operators.kernel_cache import NO_EP
+from modular_kernel.plan import plan_capacity
+from modular_kernel.replay import modes
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.tensors import BatchedShape, BatchedTokens, ExpertWeights, Routing
+from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
+
+
+class StandardCalls:
+    """Calls with the layer's tokens and their routing: from x (T, H) to the layer's output (T, H).
+
+    problem: the layer; its `tokens` and `top_k` are those of the calls instead. part: name of the
+    experts part.
+    """
+
+    def __init__(self, problem: Problem, part: str, machine: Machine) -> None:
+        self.problem, self.part, self.machine = problem, part, machine
+
+    def kernel(self, tokens: int, top_k: int) -> FusedMoEModularKernel:
+        """Return the kernel of calls with this many tokens and experts per token."""
+        problem = replace(self.problem, tokens=plan_capacity(tokens), top_k=top_k)
+        return _kernel(problem, self.part, self.machine, _device(self.machine))
+
+    def workspace_bytes(self, tokens: int, top_k: int) -> int:
+        """Return the bytes of workspace that a call needs."""
+        return workspace_bytes(self.kernel(tokens, top_k).workspace_specs(tokens))
+
+    @modes.untraced
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        memory: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the layer's output to `out`; memory: uint8, at least `workspace_bytes` of it.
+
+        Raises an InputError before anything is launched if a tensor does not match.
+        """
+        tokens, top_k = routing.topk_ids_TK.shape
+        kernel = self.kernel(tokens, top_k)
+        weights = kernel.check(x_TH, weights, routing, out)
+        workspace = Workspace(kernel.workspace_specs(tokens), x_TH.device, memory=memory)
+        kernel.start_checked(x_TH, weights, routing, out, workspace, at_once=True).finish()
+
+
+class BatchedCalls:
+    """Calls with rows grouped by expert: from x (e, C, H) to unweighted rows (e, C, H)."""
+
+    def __init__(self, problem: Problem, part: str) -> None:
+        self.problem, self.part = problem, part
+        self._experts = _batched_experts(problem, part)
+        self._checked: ExpertWeights | None = None
+
+    def _specs(self, experts: int, capacity: int) -> dict[str, BufferSpec]:
+        return self._experts.workspace_shapes(BatchedShape(experts, capacity)).buffers()
+
+    def workspace_bytes(self, experts: int, capacity: int) -> int:
+        """Return the bytes of workspace of a call with `capacity` rows for each expert."""
+        return workspace_bytes(self._specs(experts, capacity))
+
+    @modes.untraced
+    @modes.without_autocast
+    def __call__(
+        self,
+        tokens: BatchedTokens,
+        weights: ExpertWeights,
+        *,
+        memory: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the experts' rows to `out`; memory: as in StandardCalls.
+
+        Raises an InputError if a weight does not match.
+        """
+        x_eCH = tokens.x_eCH
+        if weights is not self._checked:
+            validate.check_weights(weights, x_eCH, self.problem)
+            self._checked = weights
+        workspace = Workspace(self._specs(*x_eCH.shape[:2]), x_eCH.device, memory=memory)
+        self._experts.apply(tokens, weights=weights, workspace=workspace, output=out)
+
+
+def _device(machine: Machine) -> torch.device:
+    if machine.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    problem: Problem, part: str, machine: Machine, device: torch.device
+) -> FusedMoEModularKernel:
+    """Create the kernel of a device; layers of the same sizes share it.
+
+    Derived copies of 4-bit weights are not made: vLLM may load new weights into the same memory,
+    which CUDA graphs that read the copies would not notice.
+    """
+    kernel = make_kernel(NO_EP, part, problem, machine=machine, auto_prepare=False)
+    kernel.count_invalid_ids_on(device)  # not while a CUDA graph is captured
+    return kernel
+
+
+@lru_cache(maxsize=256)
+def _batched_experts(problem: Problem, part: str) -> PermuteExpertsUnpermute:
+    return load_catalog().experts(part)(problem)

@@ -1,0 +1,121 @@
+"""Replacement of the functions with which vLLM selects the experts class of a layer.
+
+vLLM has one such function for each kind of quantization, in a module of its folder `oracle`. When
+vLLM imports one of these modules, `install` replaces its function by one that offers each layer to
+this package first. It imports nothing of vLLM itself.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
+from importlib import import_module
+from inspect import signature
+from types import ModuleType
+from typing import Any, Protocol
+
+from modular_kernel.errors import ModularKernelError, UnsupportedError
+from modular_kernel.utils.after_import import call_after_import
+
+LOG = logging.getLogger("vllm.modular_kernel")
+
+_FOLDER = "vllm.model_executor.layers.fused_moe.oracle"
+_NAMES = ("unquantized", "fp8", "int8", "int_wna16", "mxfp4", "nvfp4")
+_MARK = "modular_kernel_original"
+
+
+class Oracle(Protocol):
+    """A module of vLLM's `oracle` and how its layers are offered to our parts."""
+
+    module: str  # full name
+    selecting: tuple[str, ...]  # functions that select a backend and an experts class
+    following: tuple[str, ...]  # functions that vLLM then calls for a layer of this class
+
+    def missing(self, module: ModuleType) -> Sequence[str]:
+        """Return what the oracle relies on and this vLLM does not have."""
+
+    def offer(self, function: str, arguments: dict[str, Any]) -> Any | None:
+        """Return what `function` is to return for a layer that our parts serve; None otherwise.
+
+        A selecting function raises ModularKernelError with the reason for a layer that they do not
+        support.
+        """
+
+
+def install(version_module: str) -> None:
+    """Replace the functions of all oracles, now or when vLLM imports them; may be repeated.
+
+    version_module: the module for this version of vLLM, whose `ORACLES` maps names to `Oracle`s.
+    It is imported together with the first oracle.
+    """
+    for name in _NAMES:
+        call_after_import(f"{_FOLDER}.{name}", partial(_install_into, name, version_module))
+
+
+def _install_into(name: str, version_module: str) -> None:
+    """Replace an oracle's functions, all or none, or log why not. Raises nothing."""
+    try:
+        oracles: dict[str, Oracle] = import_module(version_module).ORACLES
+        oracle = oracles.get(name)
+        if oracle is None:
+            return
+        module = import_module(oracle.module)
+        functions = oracle.selecting + oracle.following
+        if any(hasattr(getattr(module, f, None), _MARK) for f in functions):
+            return  # all were replaced before
+        missing = [f for f in functions if not callable(getattr(module, f, None))]
+        missing += oracle.missing(module)
+        if missing:
+            raise UnsupportedError("vLLM", got=f"no {', '.join(missing)}", need="all of them")
+        replacements = {f: _offering(oracle, f, getattr(module, f)) for f in functions}
+    except Exception as error:  # noqa: BLE001 (raised to vLLM, it would end its import)
+        LOG.warning("modular_kernel leaves layers of %s to vLLM: %s", name, _line(error))
+        return
+    for function, replacement in replacements.items():
+        replace_everywhere(module, function, replacement)
+
+
+def replace_everywhere(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function in its module, and in vLLM's modules that have imported it by name."""
+    original = getattr(module, name)
+    for other in list(sys.modules.values()):
+        of_vllm = getattr(other, "__name__", "").startswith("vllm.")
+        if of_vllm and vars(other).get(name) is original:
+            setattr(other, name, function)
+
+
+def _offering(oracle: Oracle, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that offers a layer to `oracle`, and else calls the original one."""
+    parameters = signature(function)
+
+    def offered(*args: Any, **kwargs: Any) -> Any:
+        return oracle.offer(name, parameters.bind(*args, **kwargs).arguments)
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        try:
+            selected = offered(*args, **kwargs)
+        except ModularKernelError as error:
+            log_once(f"modular_kernel leaves a layer to vLLM ({name}): {_line(error)}")
+            selected = None
+        except Exception as error:  # noqa: BLE001 (vLLM can still run the layer)
+            LOG.warning("modular_kernel failed and leaves a layer to vLLM: %r", error)
+            selected = None
+        return function(*args, **kwargs) if selected is None else selected
+
+    def follow(*args: Any, **kwargs: Any) -> Any:
+        result = offered(*args, **kwargs)
+        return function(*args, **kwargs) if result is None else result
+
+    replacement = wraps(function)(select if name in oracle.selecting else follow)
+    setattr(replacement, _MARK, function)
+    return replacement
+
+
+@cache
+def log_once(message: str) -> None:
+    """Log a message; the layers of a model mostly share it."""
+    LOG.info("%s", message)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or repr(error)

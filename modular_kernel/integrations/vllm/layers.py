@@ -1,0 +1,218 @@
+"""vLLM's description of a MoE layer as a Problem, and the experts part that can serve it.
+
+Nothing here imports vLLM. Its quantization keys, activations and configurations are passed in as
+their own objects and read by attribute, or as plain values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from modular_kernel.catalog import check, load_catalog, this_machine
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.errors import IncompatibleError, UnsupportedError
+from modular_kernel.integrations.runner_dispatched import ReceivedBatches
+from modular_kernel.operators.kernel_cache import NO_EP
+from modular_kernel.settings import vllm_plugin
+from modular_kernel.spec.problem import ActivationFormat, ActivationSpec, Machine, Problem
+from modular_kernel.spec.quantization import QuantScheme
+
+# Parts on a GPU, unless MK_VLLM names others.
+DEFAULT_PARTS = ("TritonExperts", "BatchedTritonExperts")
+_TENSOR, _TOKEN, _CHANNEL = (-1, -1), (1, -1), (-1, 1)
+# vLLM's SWIGLUOAI and SWIGLUSTEP use these constants, whatever the configuration says.
+_OAI_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
+_PLAIN_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "silu_no_mul": "silu_no_mul",
+    "gelu_no_mul": "gelu_no_mul",
+    "gelu_tanh_no_mul": "gelu_tanh_no_mul",
+    "relu2_no_mul": "relu2",
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Quantization of weights or activations.
+
+    element: "fp8" (e4m3), "int8", "mxfp4", "nvfp4", or vLLM's name of a type without a torch dtype.
+    group: rows and columns that one scale covers; -1 is all. static: the scale is given, not
+    computed in each call.
+    """
+
+    element: str
+    group: tuple[int, int]
+    static: bool
+    symmetric: bool = True
+
+    def __str__(self) -> str:
+        kind = "static" if self.static else "dynamic"
+        return f"{kind} {'' if self.symmetric else 'asymmetric '}{self.element} {self.group}"
+
+
+def operand_of(key: Any) -> Operand | None:
+    """Return the operand that a `QuantKey` of vLLM describes; None for None (unquantized)."""
+    if key is None:
+        return None
+    element, scale = str(key.dtype).removeprefix("torch."), str(key.scale.dtype)
+    if element == "uint8":  # pairs of 4-bit values; the scales tell the formats apart
+        element = {"torch.uint8": "mxfp4", "torch.float8_e4m3fn": "nvfp4"}.get(scale, element)
+    elif element == "float8_e4m3fn" and scale == "torch.float32":
+        element = "fp8"
+    elif element == "float8_e4m3fn":
+        element = "mxfp8" if scale == "torch.uint8" else f"fp8 with scales in {scale}"
+    row, column = key.scale.group_shape
+    return Operand(element, (row, column), key.scale.static, key.symmetric)
+
+
+def scheme_of(weight: Operand | None, activation: Operand | None) -> str:
+    """Return the quantization scheme of a layer, as for Problem.quant.
+
+    Raises UnsupportedError if no scheme computes with these operands. int4 and int8 weights with
+    16-bit activations are not described by operands alone: see `weight_only_scheme`.
+    """
+    if weight is None and activation is None:
+        return "none"
+    if weight is not None and weight.static and weight.symmetric:
+        scheme = None
+        if weight.element == "fp8":
+            scheme = _fp8_scheme(weight.group, activation)
+        elif weight == Operand("int8", _CHANNEL, static=True):
+            tokens = Operand("int8", _TOKEN, static=False)
+            scheme = {tokens: "int8_w8a8_channel", None: "int8_w8a16_channel"}.get(activation)
+        elif weight.element in ("mxfp4", "nvfp4") and activation is None:
+            scheme = f"{weight.element}_w4a16"
+        if scheme is not None:
+            return scheme
+    got = f"{weight or '16-bit'} weights, {activation or '16-bit'} activations"
+    raise UnsupportedError("quantization", got=got, need="a scheme of modular_kernel")
+
+
+def _fp8_scheme(group: tuple[int, int], activation: Operand | None) -> str | None:
+    """Return the scheme of e4m3 weights with float32 scales."""
+    if group in (_TENSOR, _CHANNEL):
+        granularity = "tensor" if group == _TENSOR else "channel"
+        if activation is None:
+            return f"fp8_w8a16_{granularity}"
+        if activation == Operand("fp8", _TOKEN, static=False):
+            return "fp8_w8a8_channel"  # the scale of a tensor is repeated for each channel
+        if group == _TENSOR and activation == Operand("fp8", _TENSOR, static=False):
+            return "fp8_w8a8_tensor"
+        if group == _TENSOR and activation == Operand("fp8", _TENSOR, static=True):
+            return "fp8_w8a8_tensor:static=true"
+        return None
+    if min(group) < 1:
+        return None
+    option = "" if group == (128, 128) else f":block={group[0]}x{group[1]}"
+    if activation is None:
+        return f"fp8_w8a16_block{option}"
+    # vLLM's key says 128 columns also where it quantizes in groups as wide as a weight block.
+    wide = Operand("fp8", (1, 128), static=False), Operand("fp8", (1, group[1]), static=False)
+    return f"fp8_w8a8_block{option}" if activation in wide else None
+
+
+def weight_only_scheme(
+    bits: int, group_size: int, *, zero_points: bool, act_order: bool = False
+) -> str:
+    """Return the scheme of int4 or int8 weights with a scale per group and 16-bit activations.
+
+    Raises UnsupportedError for other widths, for one scale per row (group_size -1), and for
+    columns in act-order.
+    """
+    if bits not in (4, 8):
+        raise UnsupportedError("weight bits", got=bits, need="4 or 8")
+    if group_size < 2 or group_size % 2:
+        raise UnsupportedError("group_size", got=group_size, need="an even number of columns")
+    if act_order:
+        raise UnsupportedError("act-order", got="columns ordered by group", need="columns in order")
+    name = "int4_w4a16_group" if bits == 4 else "int8_w8a16_group"
+    options = f":group={group_size}" + (",zero_points=true" if zero_points else "")
+    return str(QuantScheme.parse(name + options))
+
+
+def activation_of(
+    name: str,
+    *,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
+) -> ActivationSpec:
+    """Return the activation that vLLM computes for a value of its `MoEActivation`.
+
+    limit, alpha, beta: the layer's clamp limit, factor in the sigmoid, and number added to the up
+    values; None if the configuration has none. Raises UnsupportedError for an activation that no
+    part computes.
+    """
+    if name in _PLAIN_ACTIVATIONS:
+        return ActivationSpec(_PLAIN_ACTIVATIONS[name])
+    if name == "swiglustep":
+        return ActivationSpec("swiglu_clamp_after", limit=_SWIGLU_LIMIT)
+    if name == "situ" and situ_beta is not None:
+        has_limit = situ_linear_beta is not None and situ_linear_beta > 0
+        return ActivationSpec("situ", situ_beta, situ_linear_beta if has_limit else None)
+    got = f"{name}, limit {limit}, alpha {alpha}, beta {beta}"
+    if name == "swigluoai":
+        if limit in (None, 7) and alpha in (None, _OAI_ALPHA) and beta in (None, 1):
+            return ActivationSpec("swiglu_oai", _OAI_ALPHA, _SWIGLU_LIMIT, interleaved=True)
+        need = f"vLLM's constants {_SWIGLU_LIMIT}, {_OAI_ALPHA} and 1"
+        raise UnsupportedError("activation", got=got, need=need)
+    factor, added = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+    if name == "silu" and limit is None and (factor, added) == (1, 0):
+        return ActivationSpec("silu")
+    if name in ("silu", "swigluoai_uninterleave") and limit is not None:
+        if (factor, added) == (1, 0):
+            return ActivationSpec("swiglu_clamp_before", limit=limit)
+        if name != "silu" and added == 1:
+            return ActivationSpec("swiglu_oai", factor, limit)
+    raise UnsupportedError("activation", got=got, need="one that modular_kernel computes")
+
+
+def local_problem(problem: Problem) -> Problem:
+    """Return the problem of a rank's own experts, whose rows a dispatcher has sent here."""
+    return replace(problem, experts=problem.e, local_experts=None, expert_map=False)
+
+
+def machine_of(device: str) -> Machine:
+    """Return this machine with its GPU or, for device "cpu", without it."""
+    return this_machine(device="cpu" if device == "cpu" else "cuda")
+
+
+def part_names(machine: Machine) -> tuple[str, ...]:
+    """Return the experts parts that may serve vLLM's layers; none if they are to stay with vLLM.
+
+    On a CPU, vLLM's own kernels are faster than parts in plain torch, so that MK_VLLM has to name
+    the parts.
+    """
+    setting = vllm_plugin()
+    if setting == "0":
+        return ()
+    if setting == "1":
+        return DEFAULT_PARTS if machine.device == "cuda" else ()
+    return tuple(name.strip() for name in setting.split(",") if name.strip())
+
+
+def serving_part(problem: Problem, names: Sequence[str], machine: Machine, *, batched: bool) -> str:
+    """Return the first of the named experts parts that supports the layer.
+
+    batched: vLLM passes rows grouped by expert. Raises UnsupportedError if no named part has the
+    format, UnknownPartError for a name that no part has, and IncompatibleError with every reason
+    why the last one does not support the layer.
+    """
+    format = ActivationFormat.BATCHED_EXPERTS if batched else ActivationFormat.STANDARD
+    catalog = load_catalog()
+    parts = {name: catalog.experts(name) for name in names}
+    fitting = [n for n, part in parts.items() if part.requires.activation_format is format]
+    if not fitting:
+        need = f"an experts part of the {format.value} format; MK_VLLM can name one"
+        raise UnsupportedError("parts", got=", ".join(names) or "none", need=need)
+    for name in fitting:
+        if batched:
+            verdict = judge(ReceivedBatches, parts[name], local_problem(problem), machine)  # type: ignore[type-abstract]
+        else:
+            verdict = check(NO_EP, name, problem, machine)
+        if verdict.ok:
+            return name
+    raise IncompatibleError(verdict.pairing, verdict.rejections)

@@ -1,0 +1,592 @@
+"""Everything that is vLLM 0.33's: its oracles, and experts classes of its interface.
+
+A layer that our parts serve is reported to vLLM as one of its plain backend, whose weights keep the
+layout of the checkpoint, with an experts class of ours.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    FusedMoEKernel,
+)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.platforms import current_platform
+
+from modular_kernel.checkpoints.gptq_awq import from_awq
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.integrations.vllm import layers
+from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
+from modular_kernel.integrations.vllm.hooks import log_once
+from modular_kernel.integrations.vllm.weights import expert_weights
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
+
+Arguments = dict[str, Any]
+_FOLDER = "vllm.model_executor.layers.fused_moe.oracle"
+
+# Attributes that a layer's FusedMoEConfig, its moe_parallel_config, and its FusedMoEQuantConfig
+# must have: `tests/integrations/vllm` checks them by name.
+CONFIG_FIELDS = (
+    "activation",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+    "experts_per_token",
+    "has_bias",
+    "hidden_dim",
+    "in_dtype",
+    "intermediate_size_per_partition",
+    "max_num_tokens",
+    "moe_backend",
+    "moe_parallel_config",
+    "num_experts",
+    "num_local_experts",
+    "swiglu_alpha",
+    "swiglu_beta",
+    "swiglu_limit",
+)
+_REFUSED_EXCHANGES = (
+    "use_deepep_v2_kernels",
+    "use_fi_nvl_one_sided_kernels",
+    "use_fi_nvl_two_sided_kernels",
+    "use_moonep_kernels",
+    "use_mori_kernels",
+    "use_passthrough_all2all",
+)
+PARALLEL_FIELDS = (
+    "enable_eplb",
+    "use_batched_activation_format",
+    "use_ep",
+    *_REFUSED_EXCHANGES,
+)
+QUANT_FIELDS = (
+    "a1_scale",
+    "a2_scale",
+    "g1_alphas",
+    "g2_alphas",
+    "gemm1_alpha",
+    "gemm1_beta",
+    "gemm1_clamp_limit",
+    "w1_bias",
+    "w1_scale",
+    "w1_zp",
+    "w2_bias",
+    "w2_scale",
+    "w2_zp",
+)
+
+
+# ------------------------------------------------------------------------------------- oracles
+
+
+def _scheme_of_keys(arguments: Arguments) -> str:
+    keys = arguments.get("weight_key"), arguments.get("activation_key")
+    return layers.scheme_of(*map(layers.operand_of, keys))
+
+
+def _scheme_of_groups(arguments: Arguments) -> str:
+    """Return the scheme of int4 or int8 weights in groups, by the configuration's own fields."""
+    quant, zero_points = arguments["quant_config"], arguments["may_have_zp"]
+    act_order = False
+    if _is_a(quant, "QuantizationArgs"):  # compressed-tensors
+        bits, group, act_order = quant.num_bits, quant.group_size, quant.actorder == "group"
+    elif _is_a(quant, "AutoGPTQConfig") or _is_a(quant, "AutoAWQConfig"):
+        bits, group = quant.weight_bits, quant.group_size
+        act_order = getattr(quant, "desc_act", False)
+    elif _is_a(quant, "MoeWNA16Config"):
+        config, bits, group = arguments["config"], quant.weight_bits, quant.group_size
+        sizes = config.hidden_dim, config.intermediate_size_per_partition
+        while group > 1 and any(size % group for size in sizes):
+            group //= 2  # as its method does, which repeats the scales
+    else:
+        got, need = type(quant).__name__, "GPTQ, AWQ or compressed-tensors"
+        raise UnsupportedError("quant_config", got=got, need=need)
+    group = -1 if group is None else group
+    return layers.weight_only_scheme(bits, group, zero_points=zero_points, act_order=act_order)
+
+
+def _is_a(value: object, name: str) -> bool:
+    """Return whether a value is of a class of this name; its module need not be imported."""
+    return any(cls.__name__ == name for cls in type(value).__mro__)
+
+
+def _scheme_of_mxfp4(arguments: Arguments) -> str:
+    """Return mxfp4_w4a16; refuse layers for which quantized activations are requested."""
+    resolve = import_module(f"{_FOLDER}.mxfp4")._resolve_activation_key  # may be overridden
+    activation = resolve(arguments.get("activation_key"))
+    if activation is not None:
+        need = "16-bit activations"
+        raise UnsupportedError("activations", got=layers.operand_of(activation), need=need)
+    return "mxfp4_w4a16"
+
+
+def _scheme_of_nvfp4(arguments: Arguments) -> str:
+    """Return nvfp4_w4a16, also for 4-bit activations where the GPU cannot multiply them."""
+    weight, activation = (
+        layers.operand_of(arguments[f"{x}_key"]) for x in ("weight", "activation")
+    )
+    machine = _machine()
+    if machine is not None and machine.arch is not None and machine.arch >= (10, 0):
+        return layers.scheme_of(weight, activation)
+    four_bits = layers.Operand("nvfp4", (1, 16), static=False)
+    return layers.scheme_of(weight, None if activation == four_bits else activation)
+
+
+def _make_group_kernel(arguments: Arguments) -> Any | None:
+    """Return the kernel of a layer whose experts are ours: vLLM's function knows only its own."""
+    experts_cls, config = arguments["experts_cls"], arguments["moe_config"]
+    if not issubclass(experts_cls, StandardExperts):
+        return None
+    quant_config = arguments["moe_quant_config"]
+    prepare_finalize = maybe_make_prepare_finalize(
+        moe=config,
+        quant_config=quant_config,
+        routing_tables=arguments.get("routing_tables"),
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
+    options = {}
+    if prepare_finalize.activation_format == FusedMoEActivationFormat.BatchedExperts:
+        options["max_num_tokens"] = prepare_finalize.max_num_tokens_per_rank()
+        options["num_dispatchers"] = prepare_finalize.num_dispatchers()
+    return FusedMoEKernel(prepare_finalize, experts_cls(config, quant_config, **options))
+
+
+def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
+    """Return AWQ's tensors in the layout of the plain backend, which vLLM does not convert them to.
+
+    None for other formats, and for backends that vLLM converts to.
+    """
+    quant, plain = arguments["quant_config"], arguments["backend"].name == "TRITON"
+    if not plain or not _is_a(quant, "AutoAWQConfig"):
+        return None
+    converted = [
+        from_awq(
+            arguments[name].data,
+            arguments[f"{name}_scale"].data,
+            arguments[f"{name}_qzeros"].data if quant.zero_point else None,
+            group=quant.group_size,
+        )
+        for name in ("w13", "w2")
+    ]
+    by_field = zip(*((w.w, w.scale, w.zero_point) for w in converted), strict=True)
+    tensors = [tensor for pair in by_field for tensor in pair]
+    return (*tensors, None, None, arguments.get("w13_bias"), arguments.get("w2_bias"))
+
+
+def _keep_nvfp4(arguments: Arguments) -> tuple[Any, ...] | None:
+    """Return the tensors of a layer whose experts are ours as they are."""
+    experts_cls = getattr(arguments["layer"].quant_method, "experts_cls", None)
+    if experts_cls is None or not issubclass(experts_cls, StandardExperts):
+        return None
+    names = [f"{x}{suffix}" for x in ("w13", "w2") for suffix in ("", "_scale", "_scale_2")]
+    names.insert(3, "a13_scale")
+    return tuple(arguments[name] for name in (*names, "a2_scale"))
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """See `modular_kernel.integrations.vllm.hooks.Oracle`.
+
+    config: name of the selecting functions' parameter for the layer's FusedMoEConfig. backends:
+    name of the enum of backends. plain: its member whose weights keep the checkpoint's layout.
+    requested: values of --moe-backend for which our parts are tried; with others, the user has
+    chosen one of vLLM's. scheme: returns the quantization scheme from a selecting function's
+    arguments, or raises UnsupportedError. handlers: what replaces each of the following functions;
+    it returns None for layers of vLLM's own experts. used: other names of the module.
+    """
+
+    name: str
+    selecting: tuple[str, ...]
+    config: str
+    backends: str
+    plain: str = "TRITON"
+    requested: tuple[str, ...] = ("auto", "triton")
+    scheme: Callable[[Arguments], str] = _scheme_of_keys
+    handlers: Mapping[str, Callable[[Arguments], Any | None]] = field(default_factory=dict)
+    used: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Full name of the module."""
+        return f"{_FOLDER}.{self.name}"
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        """Functions that vLLM calls for a layer after it has selected its class."""
+        return tuple(self.handlers)
+
+    def missing(self, module: ModuleType) -> Sequence[str]:
+        """Return what the oracle relies on and this vLLM does not have."""
+        missing = [name for name in self.used if not hasattr(module, name)]
+        if not hasattr(getattr(module, self.backends, None), self.plain):
+            missing.append(f"{self.backends}.{self.plain}")
+        missing += [
+            f"parameter {self.config} of {name}"
+            for name in self.selecting
+            if hasattr(module, name)
+            and self.config not in signature(getattr(module, name)).parameters
+        ]
+        return missing
+
+    def offer(self, function: str, arguments: Arguments) -> Any | None:
+        """Return the result of a function for a layer that our parts serve; None otherwise.
+
+        A selecting function returns the plain backend and our experts class. Raises
+        ModularKernelError with the reason if our parts do not support the layer.
+        """
+        if function in self.handlers:
+            return self.handlers[function](arguments)
+        config = arguments[self.config]
+        machine = _machine()
+        names = () if machine is None else layers.part_names(machine)
+        if machine is None or not names or config.moe_backend not in self.requested:
+            return None
+        scheme = self.scheme(arguments)
+        problem = layer_problem(config, scheme)
+        batched = config.moe_parallel_config.use_batched_activation_format
+        part = layers.serving_part(problem, names, machine, batched=batched)
+        experts = experts_class(scheme, part, batched=batched)
+        keys = arguments.get("weight_key"), arguments.get("activation_key")
+        format = experts.activation_format()
+        supported, reason = experts.is_supported_config(experts, config, *keys, format)
+        if not supported:
+            raise UnsupportedError("layer", got=reason, need="an option that these experts have")
+        log_once(f"modular_kernel serves {problem} with {part}")
+        backends = getattr(import_module(self.module), self.backends)
+        return backends[self.plain], experts
+
+
+ORACLES = {
+    oracle.name: oracle
+    for oracle in (
+        Oracle(
+            "unquantized",
+            ("select_unquantized_moe_backend",),
+            "moe_config",
+            "UnquantizedMoeBackend",
+            # humming and marlin name kernels for quantized layers of the same model.
+            requested=("auto", "triton", "humming", "marlin"),
+        ),
+        Oracle("fp8", ("select_fp8_moe_backend",), "config", "Fp8MoeBackend"),
+        Oracle("int8", ("select_int8_moe_backend",), "config", "Int8MoeBackend"),
+        Oracle(
+            "int_wna16",
+            ("select_wna16_moe_backend",),
+            "config",
+            "WNA16MoEBackend",
+            scheme=_scheme_of_groups,
+            handlers={
+                "make_wna16_moe_kernel": _make_group_kernel,
+                "convert_to_wna16_moe_kernel_format": _convert_awq,
+            },
+        ),
+        Oracle(
+            "mxfp4",
+            ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"),
+            "config",
+            "Mxfp4MoeBackend",
+            "EMULATION",
+            ("auto",),
+            _scheme_of_mxfp4,
+            used=("_resolve_activation_key",),
+        ),
+        Oracle(
+            "nvfp4",
+            ("select_nvfp4_moe_backend",),
+            "config",
+            "NvFp4MoeBackend",
+            "EMULATION",
+            ("auto",),
+            _scheme_of_nvfp4,
+            {"convert_to_nvfp4_moe_kernel_format": _keep_nvfp4},
+        ),
+    )
+}
+
+
+# ------------------------------------------------------------------------------------ problems
+
+
+def _machine() -> Machine | None:
+    """Return the machine that vLLM runs on; None if it is neither a CUDA GPU nor a CPU."""
+    if current_platform.is_cuda():
+        return layers.machine_of("cuda")
+    return layers.machine_of("cpu") if current_platform.is_cpu() else None
+
+
+def layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem:
+    """Return the Problem of a layer.
+
+    config: its FusedMoEConfig. quant_config: its FusedMoEQuantConfig, whose activation options take
+    precedence, as in vLLM; None while a class is selected. Raises ConfigurationError or
+    UnsupportedError.
+    """
+    sources = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
+    options = {}
+    for option, name in sources.items():
+        value = getattr(quant_config, name, None)
+        options[option] = getattr(config, f"swiglu_{option}") if value is None else value
+    activation = layers.activation_of(
+        config.activation.value,
+        **options,
+        situ_beta=config.activation_situ_beta,
+        situ_linear_beta=config.activation_situ_linear_beta,
+    )
+    use_ep = config.moe_parallel_config.use_ep
+    return Problem(
+        tokens=config.max_num_tokens,
+        hidden=config.hidden_dim,
+        intermediate=config.intermediate_size_per_partition,
+        experts=config.num_experts,
+        top_k=config.experts_per_token,
+        dtype=config.in_dtype,
+        quant=scheme,
+        activation=activation,
+        bias=config.has_bias,
+        local_experts=config.num_local_experts if use_ep else None,
+        expert_map=use_ep,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    )
+
+
+# ------------------------------------------------------------------------------------- experts
+
+
+@cache
+def experts_class(scheme: str, part: str, *, batched: bool) -> type[Any]:
+    """Return an experts class of vLLM that runs a part with a scheme."""
+    base = BatchedExperts if batched else StandardExperts
+    return type(f"ModularKernel{part}", (base,), {"scheme": scheme, "part": part})
+
+
+class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
+    """Experts of one layer: tokens and their routing in, the layer's output out.
+
+    scheme, part: quantization scheme, and name of the experts part; set by `experts_class`.
+    """
+
+    scheme = "none"
+    part = ""
+
+    def __init__(self, moe_config: Any, quant_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(moe_config, quant_config, *args, **kwargs)
+        self._made_calls: StandardCalls | BatchedCalls | None = None
+        self._sources: tuple[Any, ...] = ()
+        self._weights: ExpertWeights | None = None
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Return the layout of the rows that `prepare` passes on."""
+        return FusedMoEActivationFormat.Standard
+
+    # Sizes, scheme and activation are checked before the class is offered to vLLM.
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return _machine() is not None
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        """Refuse EPLB, whose writes to weights and scales converted scales would not follow.
+
+        Exchanges that quantize rows before they send them are refused as well.
+        """
+        refused = ("enable_eplb", *_REFUSED_EXCHANGES)
+        return not any(getattr(moe_parallel_config, name) for name in refused)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # `layer_problem` demands it of the part
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """True: `prepare` leaves quantization to the experts, which fuse it."""
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Return the reduction that is left to `finalize`: none."""
+        return TopKWeightAndReduceNoOP()
+
+    def _problem(self) -> Problem:
+        return layer_problem(self.moe_config, self.scheme, self.quant_config)
+
+    def _calls(self) -> StandardCalls:
+        """Return this layer's calls, made on first use because vLLM may still round sizes up."""
+        if self._made_calls is None:
+            machine = _machine()
+            assert machine is not None  # else the class would not have been offered
+            self._made_calls = StandardCalls(self._problem(), self.part, machine)
+        assert isinstance(self._made_calls, StandardCalls)
+        return self._made_calls
+
+    def _expert_weights(self, problem: Problem, *sources: Any) -> ExpertWeights:
+        """Return the layer's weights, translated once. sources: w1, w2, and the expert map."""
+        known = len(sources) == len(self._sources)
+        if (
+            self._weights is None
+            or not known
+            or any(new is not old for new, old in zip(sources, self._sources, strict=True))
+        ):
+            quant = self.quant_config
+            w1, w2, expert_map = sources
+            self._weights = expert_weights(
+                problem,
+                w1,
+                w2,
+                b1=quant.w1_bias,
+                b2=quant.w2_bias,
+                expert_map=expert_map,
+                w1_scale=quant.w1_scale,
+                w2_scale=quant.w2_scale,
+                w1_zero_point=quant.w1_zp,
+                w2_zero_point=quant.w2_zp,
+                a1_scale=quant.a1_scale,
+                a2_scale=quant.a2_scale,
+                w1_global_scale=quant.g1_alphas,
+                w2_global_scale=quant.g2_alphas,
+            )
+            self._sources = sources
+        return self._weights
+
+    def _workspace_shape(self, nbytes: int) -> tuple[int, ...]:
+        return (-(-nbytes // self.workspace_dtype(self.moe_config.in_dtype).itemsize),)
+
+    def workspace_shapes(  # noqa: PLR0913 (vLLM's)
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of two workspaces and of the output.
+
+        The first workspace is empty, because vLLM places the output in its memory.
+        """
+        nbytes = self._calls().workspace_bytes(M, topk)
+        return (0,), self._workspace_shape(nbytes), (M, K)
+
+    def apply(  # noqa: PLR0913 (vLLM's)
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write the layer's output; see vLLM's class for the arguments."""
+        calls = self._calls()
+        if apply_router_weight_on_input:  # then `prepare` has already multiplied the tokens by them
+            topk_weights = torch.ones_like(topk_weights)
+        calls(
+            hidden_states,
+            self._expert_weights(calls.problem, w1, w2, expert_map),
+            Routing(topk_weights.float().contiguous(), topk_ids.contiguous()),
+            memory=workspace2.view(torch.uint8),
+            out=output,
+        )
+
+
+class BatchedExperts(StandardExperts):
+    """Experts of one layer for rows grouped by expert; `finalize` weights and sums their output."""
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Return the layout of the rows that `prepare` passes on."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """False: `prepare` quantizes rows before it sends them."""
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Return the reduction that is left to `finalize`: its own."""
+        return TopKWeightAndReduceDelegate()
+
+    def _batched_calls(self) -> BatchedCalls:
+        if self._made_calls is None:
+            self._made_calls = BatchedCalls(layers.local_problem(self._problem()), self.part)
+        assert isinstance(self._made_calls, BatchedCalls)
+        return self._made_calls
+
+    def workspace_shapes(  # noqa: PLR0913 (vLLM's)
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of two workspaces and of the output; M: rows for each expert."""
+        nbytes = self._batched_calls().workspace_bytes(local_num_experts, M)
+        return (0,), self._workspace_shape(nbytes), (local_num_experts, M, K)
+
+    def apply(  # noqa: PLR0913 (vLLM's)
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write the rows of the experts, not weighted; see vLLM's class for the arguments."""
+        calls = self._batched_calls()
+        calls(
+            BatchedTokens(hidden_states, expert_tokens_meta.expert_num_tokens, a1q_scale),
+            self._expert_weights(calls.problem, w1, w2, None),
+            memory=workspace2.view(torch.uint8),
+            out=output,
+        )

@@ -1,0 +1,257 @@
+"""MoE layers of vLLM itself on a CPU, filled with the tensors of a checkpoint.
+
+vLLM is used without its compiled extension. `scaled_fp8_quant` is the only operator of it that
+loading a layer calls; `stand_in_operators` computes it in torch.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm._custom_ops as vllm_operators
+from vllm.config import (
+    DeviceConfig,
+    ParallelConfig,
+    VllmConfig,
+    get_current_vllm_config,
+    set_current_vllm_config,
+)
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig, AutoAWQMoEMethod
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+
+_layers = count()
+# Values of vLLM's MoEActivation for ours.
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "swiglu_oai": "swigluoai",
+    "swiglu_clamp_after": "swiglustep",
+}
+
+
+class Gptq(AutoGPTQConfig):
+    """GPTQ with the method that vLLM uses on GPUs."""
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return AutoGPTQMoEMethod(self, layer.moe_config)
+
+
+class Awq(AutoAWQConfig):
+    """AWQ with the method that vLLM uses on GPUs."""
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return AutoAWQMoEMethod(self, layer.moe_config)
+
+
+def free_store() -> str:
+    """Return the address of a port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def vllm_process(
+    *, world_size: int = 1, rank: int = 0, store: str = "", ep: bool = False
+) -> Iterator[None]:
+    """Make this process rank `rank` of a vLLM whose ranks share layers by TP or EP, over gloo.
+
+    store: tcp://host:port of rank 0; by default, a free port of this machine.
+    """
+    store = store or free_store()
+    parallel = ParallelConfig(tensor_parallel_size=world_size, enable_expert_parallel=ep)
+    config = VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=parallel)
+    with set_current_vllm_config(config):
+        init_distributed_environment(world_size, rank, store, rank, "gloo")
+        ensure_model_parallel_initialized(world_size, 1)
+        yield
+
+
+def stand_in_operators(monkeypatch: Any) -> None:
+    """Compute vLLM's compiled operators that loading needs in torch."""
+
+    def scaled_fp8_quant(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(vllm_operators, "scaled_fp8_quant", scaled_fp8_quant)
+
+
+def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:
+    """Return vLLM's configuration of a compressed-tensors checkpoint, all layers alike."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {"config_groups": {"group_0": group}, "format": form}
+    return CompressedTensorsConfig.from_config(config | {"quant_method": "compressed-tensors"})
+
+
+def quant_config(problem: Problem, form: str = "") -> Any:
+    """Return vLLM's configuration of a checkpoint in the problem's scheme; None if unquantized.
+
+    form: "gptq", "awq" or "moe_wna16" (GPTQ's, repacked while loading) for groups of 4-bit weights;
+    compressed-tensors otherwise.
+    """
+    scheme, name = problem.scheme, problem.scheme.name
+    if name == "none":
+        return None
+    if name == "fp8_w8a8_tensor":
+        return Fp8Config(True, "static" if scheme.static else "dynamic")
+    if name == "fp8_w8a8_block":
+        return Fp8Config(True, "dynamic", weight_block_size=list(scheme.group))
+    if name == "mxfp4_w4a16":
+        return GptOssMxfp4Config() if problem.act.kind == "swiglu_oai" else Mxfp4Config()
+    if name == "nvfp4_w4a16":
+        common = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        weights, inputs = common | {"dynamic": False}, common | {"dynamic": "local"}
+        return compressed_tensors(weights, inputs, "nvfp4-pack-quantized")
+    if form == "gptq":
+        options = {"bits": 4, "group_size": scheme.group[0], "desc_act": False, "sym": True}
+        return Gptq.from_config(options | {"quant_method": "gptq"})
+    if form == "moe_wna16":
+        options = {"bits": 4, "group_size": scheme.group[0], "desc_act": False, "sym": True}
+        return MoeWNA16Config.from_config(options | {"quant_method": "gptq"})
+    if form == "awq":
+        options = {"bits": 4, "group_size": scheme.group[0], "zero_point": scheme.zero_points}
+        return Awq.from_config(options | {"quant_method": "awq"})
+    if scheme.granularity == "group":
+        weights = {"num_bits": 4 if scheme.packed else 8, "type": "int", "strategy": "group"}
+        weights |= {"group_size": scheme.group[0], "symmetric": not scheme.zero_points}
+        return compressed_tensors(weights, None, "pack-quantized")
+    kind = "int" if name == "int8_w8a8_channel" else "float"
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
+    weights = {**common, "strategy": "channel", "dynamic": False}
+    inputs = {**common, "strategy": "token", "dynamic": True}
+    return compressed_tensors(weights, inputs, f"{kind}-quantized")
+
+
+def vllm_layer(problem: Problem, form: str = "", **options: Any) -> Any:
+    """Return the RoutedExperts of a new layer of vLLM; its parameters are not set."""
+    # As a model's configuration, of which vLLM reads no more here.
+    model = SimpleNamespace(dtype=problem.dtype, quantization_config=None, hf_config=None)
+    get_current_vllm_config().model_config = model
+    torch.set_default_dtype(problem.dtype)
+    try:
+        runner = FusedMoEFactory(
+            num_experts=problem.experts,
+            top_k=problem.top_k,
+            hidden_size=problem.hidden,
+            intermediate_size=problem.intermediate,
+            params_dtype=problem.dtype,
+            quant_config=quant_config(problem, form),
+            activation=ACTIVATIONS[problem.act.kind],
+            has_bias=problem.bias,
+            prefix=f"model.layers.{next(_layers)}.mlp.experts",  # names are unique
+            **options,
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+        get_current_vllm_config().model_config = None
+    return runner.routed_experts
+
+
+def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
+    """Write weights into the parameters that a checkpoint of the scheme is loaded into."""
+    scheme = problem.scheme
+    for ours, theirs in (("1", "w13"), ("2", "w2")):
+        fields = {
+            name: getattr(weights, f"{kind}{ours}{suffix}")
+            for name, kind, suffix in (
+                ("weight", "w", ""),
+                ("scale", "w", "_scale"),
+                ("zeros", "w", "_zero_point"),
+                ("global", "w", "_global_scale"),
+                ("input", "a", "_scale"),
+                ("bias", "b", ""),
+            )
+        }
+        copy(layer, f"{theirs}_bias", fields["bias"])
+        if form == "awq":
+            _fill_awq(layer, theirs, fields)
+        elif form == "moe_wna16":
+            copy(layer, f"{theirs}_qweight", fields["weight"])
+            copy(layer, f"{theirs}_scales", fields["scale"])
+        elif form == "gptq":
+            _fill_gptq(layer, theirs, fields)
+        elif scheme.granularity == "group" and scheme.name.startswith("int"):
+            copy(layer, f"{theirs}_weight_packed", fields["weight"].view(torch.int32))
+            copy(layer, f"{theirs}_weight_scale", fields["scale"])
+            if fields["zeros"] is not None:
+                words = _words(fields["zeros"].mT).mT
+                copy(layer, f"{theirs}_weight_zero_point", words)
+        elif scheme.name == "nvfp4_w4a16":
+            copy(layer, f"{theirs}_weight_packed", fields["weight"])
+            copy(layer, f"{theirs}_weight_scale", fields["scale"])
+            copy(layer, f"{theirs}_weight_global_scale", 1 / fields["global"])
+            getattr(layer, f"{theirs}_input_global_scale").data.fill_(1)
+        else:
+            suffix = "_scale_inv" if scheme.name == "fp8_w8a8_block" else "_scale"
+            scale = fields["scale"]
+            if scheme.granularity == "tensor" and ours == "1":
+                scale = scale[:, None].expand(-1, 2)  # of gate and of up
+            copy(layer, f"{theirs}_weight", fields["weight"])
+            copy(layer, f"{theirs}_weight{suffix}", scale)
+            copy(layer, f"{theirs}_input_scale", fields["input"])
+
+
+def _words(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return bytes of a row, of any strides, as int32."""
+    return nibbles.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+def _fill_gptq(layer: Any, theirs: str, fields: dict[str, Any]) -> None:
+    """Write symmetric weights, packed along K, in GPTQ's layout (K, N)."""
+    copy(layer, f"{theirs}_qweight", fields["weight"].view(torch.int32).mT)
+    copy(layer, f"{theirs}_scales", fields["scale"].mT)
+
+
+def _fill_awq(layer: Any, theirs: str, fields: dict[str, Any]) -> None:
+    """Write weights and zero points, packed along N, in AWQ's layout (K, N)."""
+    low, high = fields["weight"] & 15, fields["weight"] >> 4
+    copy(layer, f"{theirs}_qweight", _awq_words(torch.stack((low, high), -1).flatten(2).mT))
+    copy(layer, f"{theirs}_scales", fields["scale"].mT)
+    zeros = fields["zeros"]
+    if zeros is not None:  # two rows in a byte
+        rows = torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
+        copy(layer, f"{theirs}_qzeros", _awq_words(rows.mT))
+
+
+def _awq_words(values: torch.Tensor) -> torch.Tensor:
+    """Pack (..., N) 4-bit values into words of eight, in AWQ's order."""
+    eights = values.unflatten(-1, (-1, 8)).to(torch.int64)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    words = sum(eights[..., column] << 4 * place for place, column in enumerate(order))
+    assert isinstance(words, torch.Tensor)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def copy(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
+    """Write a tensor into a parameter of the layer; it may differ in dimensions of size 1."""
+    if tensor is None:
+        return
+    parameter = getattr(layer, name)
+    if tensor.numel() != parameter.numel():  # one value for all experts
+        tensor = tensor.expand(parameter.shape)
+    parameter.data.copy_(tensor.reshape(parameter.shape))
+
+
+def call(layer: Any, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Run the layer's experts as vLLM's runner does."""
+    with torch.inference_mode():
+        output: torch.Tensor = layer.forward_modular(
+            x_TH, routing.topk_weights_TK.clone(), routing.topk_ids_TK.int()
+        )
+    return output

@@ -1,0 +1,183 @@
+"""What the plug-in relies on in vLLM, and which layers stay with vLLM."""
+
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+)
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
+from vllm_layers import vllm_layer, vllm_process
+
+from modular_kernel.integrations import vllm as plugin
+from modular_kernel.integrations.vllm import hooks
+from modular_kernel.settings import child_environment
+from modular_kernel.spec.problem import Problem
+
+BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
+MODULE = plugin.VERSIONS[plugin._minor(vllm.__version__)]
+version = import_module(f"modular_kernel.integrations.vllm.{MODULE}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    with vllm_process():
+        plugin.register()
+        yield
+
+
+def names_of(cls: type) -> set[str]:
+    return {*dir(cls), *inspect.signature(cls).parameters}
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (FusedMoEConfig, version.CONFIG_FIELDS),
+        (FusedMoEParallelConfig, version.PARALLEL_FIELDS),
+        (FusedMoEQuantConfig, version.QUANT_FIELDS),
+    ],
+)
+def test_configurations_have_the_fields_that_are_read(cls: type, names: tuple[str, ...]) -> None:
+    assert set(names) - names_of(cls) == set()
+
+
+@pytest.mark.parametrize("name", sorted(version.ORACLES))
+def test_oracles_have_what_is_replaced(name: str) -> None:
+    oracle = version.ORACLES[name]
+    module = import_module(oracle.module)
+    assert oracle.missing(module) == []
+    for function in oracle.selecting + oracle.following:
+        assert hasattr(getattr(module, function), hooks._MARK), function
+
+
+@pytest.mark.parametrize("name", ["apply", "workspace_shapes", "__init__", "activation_format"])
+@pytest.mark.parametrize("experts", [version.StandardExperts, version.BatchedExperts])
+def test_methods_take_vllm_s_arguments(experts: type, name: str) -> None:
+    theirs = inspect.signature(getattr(FusedMoEExpertsModular, name)).parameters
+    ours = inspect.signature(getattr(experts, name)).parameters
+    assert name == "__init__" or list(ours) == list(theirs)
+    assert not getattr(experts, "__abstractmethods__", None)
+
+
+def test_every_following_function_is_called_with_the_arguments_that_are_read() -> None:
+    needed = {
+        "make_wna16_moe_kernel": {"experts_cls", "moe_config", "moe_quant_config"},
+        "convert_to_wna16_moe_kernel_format": {
+            "backend", "quant_config", "w13", "w13_scale", "w13_qzeros", "w2", "w2_scale",
+            "w2_qzeros",
+        },
+        "convert_to_nvfp4_moe_kernel_format": {
+            "layer", "w13", "w13_scale", "w13_scale_2", "a13_scale", "w2", "w2_scale",
+            "w2_scale_2", "a2_scale",
+        },
+    }  # fmt: skip
+    for oracle in version.ORACLES.values():
+        for function in oracle.following:
+            original = getattr(getattr(import_module(oracle.module), function), hooks._MARK)
+            assert needed[function] <= set(inspect.signature(original).parameters)
+
+
+def served(problem: Problem, **options: Any) -> bool:
+    cls = vllm_layer(problem, **options).quant_method.experts_cls
+    return issubclass(cls, version.StandardExperts)
+
+
+def test_the_variable_decides_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, parts must be named: vLLM's own kernels are faster than the torch parts."""
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    assert served(BASE)
+    for value in ("0", "1"):
+        monkeypatch.setenv("MK_VLLM", value)
+        cls = vllm_layer(BASE).quant_method.experts_cls
+        assert cls.__module__.startswith("vllm.")
+
+
+PROGRAM = """
+from vllm_layers import vllm_layer, vllm_process
+import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
+from modular_kernel.integrations.vllm import register
+from modular_kernel.spec.problem import Problem
+with vllm_process():
+    for _ in range(2):
+        method = vllm_layer(Problem(17, 64, 32, 4, 2)).quant_method
+        print(method.experts_cls, hasattr(oracle.select_unquantized_moe_backend, "__wrapped__"))
+        register()
+"""
+
+
+def test_switched_off_vllm_is_untouched() -> None:
+    """It selects the same class before and after the plug-in was called."""
+    environment = child_environment(interpreted=False) | {"MK_VLLM": "0"}
+    command = [sys.executable, "-c", PROGRAM]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    before, after = result.stdout.splitlines()[-2:]
+    assert before == after
+    assert "vllm" in before
+    assert before.endswith("False")
+
+
+def test_a_layer_that_no_part_supports_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With every reason, in one line for all layers that have it."""
+    monkeypatch.setenv("MK_VLLM", "TritonExperts")
+    hooks.log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "vllm.modular_kernel"):
+        logging.getLogger("vllm").propagate = True
+        odd = replace(BASE, experts=4, top_k=2, activation="swiglu_clamp_after")
+        assert served(odd)
+        monkeypatch.setenv("MK_VLLM", "TritonExpert")
+        assert not served(BASE)
+        assert not served(BASE)
+    lines = [m for m in caplog.messages if "leaves a layer" in m]
+    assert len(lines) == 1
+    assert "TritonExpert" in lines[0]
+    assert "TritonExperts" in lines[0]
+
+
+def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    oracle = version.ORACLES["fp8"]
+    config = type("Config", (), {"moe_backend": "marlin"})()
+    assert oracle.offer("select_fp8_moe_backend", {"config": config}) is None
+
+
+def test_a_name_that_moved_leaves_vllm_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle = version.ORACLES["int8"]
+    module = import_module(oracle.module)
+    original = getattr(module.select_int8_moe_backend, hooks._MARK)
+    monkeypatch.setattr(module, "select_int8_moe_backend", original)
+    monkeypatch.delattr(module, "Int8MoeBackend")
+    logging.getLogger("vllm").propagate = True
+    hooks._install_into("int8", version.__name__)
+    assert module.select_int8_moe_backend is original
+    (line,) = [m for m in caplog.messages if "layers of int8" in m]
+    assert "Int8MoeBackend.TRITON" in line
+
+
+def test_workspaces_are_declared_in_the_layer_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_VLLM", "TritonExperts")
+    layer = vllm_layer(BASE)
+    layer.quant_method.process_weights_after_loading(layer)
+    experts = layer.quant_method.moe_kernel.fused_experts
+    sizes = [experts.workspace_shapes(m, 64, 64, 2, 4, 4, None, None) for m in (1, 17, 2048)]
+    assert [first for first, _, _ in sizes] == [(0,)] * 3
+    assert [out for _, _, out in sizes] == [(1, 64), (17, 64), (2048, 64)]
+    assert sizes[0][1] <= sizes[1][1] <= sizes[2][1]
+    needed = experts._calls().workspace_bytes(17, 2)
+    assert sizes[1][1][0] * torch.bfloat16.itemsize >= needed

@@ -1,0 +1,391 @@
+"""The plug-in for vLLM, without vLLM: registration, hooks, translation of layers and weights."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.errors import IncompatibleError, ShapeError, UnknownPartError, UnsupportedError
+from modular_kernel.integrations import vllm as plugin
+from modular_kernel.integrations.vllm import hooks, layers
+from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
+from modular_kernel.integrations.vllm.layers import (
+    activation_of,
+    operand_of,
+    scheme_of,
+    weight_only_scheme,
+)
+from modular_kernel.integrations.vllm.weights import expert_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
+from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
+from modular_kernel.testing.verify.compare import compare
+
+TENSOR, TOKEN, CHANNEL = (-1, -1), (1, -1), (-1, 1)
+BASE = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2)
+CPU = Machine("cpu")
+
+
+def key(
+    dtype: object,
+    group: tuple[int, int],
+    *,
+    static: bool = True,
+    scale: object = torch.float32,
+    symmetric: bool = True,
+) -> Any:
+    """As vLLM's QuantKey."""
+    return SimpleNamespace(
+        dtype=dtype,
+        scale=SimpleNamespace(dtype=scale, static=static, group_shape=group),
+        symmetric=symmetric,
+    )
+
+
+E4M3 = torch.float8_e4m3fn
+SCHEMES = (
+    (None, None, "none"),
+    (key(E4M3, TENSOR), key(E4M3, TENSOR, static=False), "fp8_w8a8_tensor"),
+    (key(E4M3, TENSOR), key(E4M3, TENSOR), "fp8_w8a8_tensor:static=true"),
+    (key(E4M3, TENSOR), key(E4M3, TOKEN, static=False), "fp8_w8a8_channel"),
+    (key(E4M3, CHANNEL), key(E4M3, TOKEN, static=False), "fp8_w8a8_channel"),
+    (key(E4M3, (128, 128)), key(E4M3, (1, 128), static=False), "fp8_w8a8_block"),
+    (key(E4M3, (64, 64)), key(E4M3, (1, 128), static=False), "fp8_w8a8_block:block=64x64"),
+    (key(E4M3, TENSOR), None, "fp8_w8a16_tensor"),
+    (key(E4M3, CHANNEL), None, "fp8_w8a16_channel"),
+    (key(E4M3, (128, 128)), None, "fp8_w8a16_block"),
+    (key(torch.int8, CHANNEL), key(torch.int8, TOKEN, static=False), "int8_w8a8_channel"),
+    (key(torch.int8, CHANNEL), None, "int8_w8a16_channel"),
+    (key(torch.uint8, (1, 32), scale=torch.uint8), None, "mxfp4_w4a16"),
+    (key(torch.uint8, (1, 16), scale=E4M3), None, "nvfp4_w4a16"),
+)
+UNKNOWN = (
+    (key(E4M3, TENSOR), key(E4M3, (1, 128), static=False)),
+    (key(E4M3, CHANNEL), key(E4M3, TENSOR, static=False)),
+    (key(E4M3, TENSOR, static=False), None),
+    (key(E4M3, (1, 32), scale=torch.uint8), key(E4M3, (1, 32), static=False, scale=torch.uint8)),
+    (key(E4M3, (128, 128), scale=torch.float8_e8m0fnu), None),
+    (key(torch.float8_e4m3fnuz, TENSOR), key(torch.float8_e4m3fnuz, TENSOR, static=False)),
+    (key(torch.int8, TENSOR), key(torch.int8, TENSOR, static=False)),
+    (key(torch.int8, CHANNEL), key(torch.int8, TOKEN, static=False, symmetric=False)),
+    (key("uint4b8", (1, 32), scale=torch.float16), None),
+    (None, key(E4M3, TOKEN, static=False)),
+)
+
+
+@pytest.mark.parametrize(("weight", "activation", "scheme"), SCHEMES)
+def test_keys_name_a_scheme(weight: Any, activation: Any, scheme: str) -> None:
+    assert scheme_of(operand_of(weight), operand_of(activation)) == scheme
+
+
+@pytest.mark.parametrize(("weight", "activation"), UNKNOWN)
+def test_other_keys_are_refused(weight: Any, activation: Any) -> None:
+    with pytest.raises(UnsupportedError, match="quantization: got"):
+        scheme_of(operand_of(weight), operand_of(activation))
+
+
+def test_weight_only_schemes() -> None:
+    assert weight_only_scheme(4, 128, zero_points=False) == "int4_w4a16_group"
+    assert (
+        weight_only_scheme(4, 32, zero_points=True) == "int4_w4a16_group:group=32,zero_points=true"
+    )
+    assert weight_only_scheme(8, 64, zero_points=False) == "int8_w8a16_group:group=64"
+    for bits, group, act_order in ((3, 32, False), (4, -1, False), (4, 33, False), (4, 32, True)):
+        with pytest.raises(UnsupportedError):
+            weight_only_scheme(bits, group, zero_points=False, act_order=act_order)
+
+
+ACTIVATIONS = (
+    ("silu", {}, "silu"),
+    ("silu", {"limit": 5.0}, "swiglu_clamp_before:limit=5.0"),
+    ("gelu", {}, "gelu"),
+    ("gelu_tanh", {}, "gelu_tanh"),
+    ("swigluoai", {}, "swiglu_oai"),
+    ("swigluoai", {"limit": 7.0, "alpha": 1.702, "beta": 1.0}, "swiglu_oai"),
+    ("swigluoai_uninterleave", {"limit": 5.0, "alpha": 1.5, "beta": 1.0},
+     "swiglu_oai:alpha=1.5,limit=5.0,interleaved=false"),
+    ("swigluoai_uninterleave", {"limit": 5.0}, "swiglu_clamp_before:limit=5.0"),
+    ("swiglustep", {}, "swiglu_clamp_after:limit=7"),
+    ("situ", {"situ_beta": 3.0}, "situ:alpha=3.0"),
+    ("situ", {"situ_beta": 3.0, "situ_linear_beta": 2.0}, "situ:alpha=3.0,limit=2.0"),
+    ("situ", {"situ_beta": 3.0, "situ_linear_beta": -1.0}, "situ:alpha=3.0"),
+    ("relu2_no_mul", {}, "relu2"),
+    ("silu_no_mul", {}, "silu_no_mul"),
+    ("gelu_no_mul", {}, "gelu_no_mul"),
+    ("gelu_tanh_no_mul", {}, "gelu_tanh_no_mul"),
+)  # fmt: skip
+UNKNOWN_ACTIVATIONS = (
+    ("relu2", {}),
+    ("situ", {}),
+    ("silu", {"alpha": 1.5}),
+    ("silu", {"limit": 5.0, "beta": 1.0}),
+    ("swigluoai", {"limit": 5.0}),
+    ("swigluoai", {"alpha": 1.5}),
+    ("swigluoai_uninterleave", {}),
+    ("swigluoai_uninterleave", {"limit": 5.0, "alpha": 1.5}),
+)
+
+
+@pytest.mark.parametrize(("name", "options", "spec"), ACTIVATIONS)
+def test_activations(name: str, options: dict[str, float], spec: str) -> None:
+    assert activation_of(name, **options) == ActivationSpec.parse(spec)
+
+
+@pytest.mark.parametrize(("name", "options"), UNKNOWN_ACTIVATIONS)
+def test_other_activations_are_refused(name: str, options: dict[str, float]) -> None:
+    with pytest.raises(UnsupportedError, match="activation: got"):
+        activation_of(name, **options)
+
+
+def test_parts_follow_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Machine("cuda", (9, 0))
+    monkeypatch.delenv("MK_VLLM", raising=False)
+    assert layers.part_names(gpu) == layers.DEFAULT_PARTS
+    assert layers.part_names(CPU) == ()
+    monkeypatch.setenv("MK_VLLM", "0")
+    assert layers.part_names(gpu) == ()
+    monkeypatch.setenv("MK_VLLM", "TorchExperts, NaiveBatchedExperts")
+    assert layers.part_names(CPU) == ("TorchExperts", "NaiveBatchedExperts")
+
+
+def test_the_compatibility_check_decides() -> None:
+    both = "TorchExperts", "NaiveBatchedExperts"
+    assert layers.serving_part(BASE, both, CPU, batched=False) == "TorchExperts"
+    assert layers.serving_part(BASE, both, CPU, batched=True) == "NaiveBatchedExperts"
+    with pytest.raises(UnsupportedError, match="batched_experts format"):
+        layers.serving_part(BASE, ("TorchExperts",), CPU, batched=True)
+    with pytest.raises(IncompatibleError, match="TritonExperts"):
+        layers.serving_part(BASE, ("TritonExperts",), CPU, batched=False)
+    with pytest.raises(UnknownPartError, match="TorchExperts"):
+        layers.serving_part(BASE, ("TorchExpert",), CPU, batched=False)
+
+
+def test_scales_are_brought_into_shape() -> None:
+    problem = Problem(9, 64, 32, 4, 2, quant="fp8_w8a8_channel")
+    w1, w2 = torch.zeros(4, 64, 64, dtype=E4M3), torch.zeros(4, 64, 32, dtype=E4M3)
+    per_expert, per_row = torch.arange(4.0), torch.rand(4, 64, 1)
+    weights = expert_weights(problem, w1, w2, w1_scale=per_expert, w2_scale=per_row, a1_scale=None)
+    assert weights.w1_scale is not None
+    assert weights.w2_scale is not None
+    assert torch.equal(weights.w1_scale, per_expert[:, None].expand(4, 64))
+    assert weights.w2_scale.data_ptr() == per_row.data_ptr()
+    assert weights.w1.data_ptr() == w1.data_ptr()
+    with pytest.raises(ShapeError, match="w1_scale: got"):
+        expert_weights(problem, w1, w2, w1_scale=torch.rand(4, 2), w2_scale=per_row)
+
+
+def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    g = torch.Generator().manual_seed(5)
+    e, h, i = problem.experts, problem.hidden, problem.intermediate
+    x_TH = torch.randn(problem.tokens, h, generator=g).to(problem.dtype)
+    w1 = torch.randn(e, problem.w1_rows, h, generator=g).to(problem.dtype) / 8
+    w2 = torch.randn(e, h, i, generator=g).to(problem.dtype) / 5
+    weights = ExpertWeights(w1, w2)
+    if problem.scheme.quantized:
+        weights = quantize_weights(weights, problem)
+    values, ids = torch.randn(problem.tokens, e, generator=g).topk(problem.top_k)
+    return x_TH, weights, Routing(values.softmax(-1), ids)
+
+
+@pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
+def test_standard_calls_use_the_given_memory_alone(part: str, quant: str, machine: Machine) -> None:
+    """A call writes nothing outside the workspace, whose size it declared."""
+    problem = Problem(9, 64, 32, 4, 2, quant=quant)
+    calls = StandardCalls(problem.with_tokens(2048), part, machine)
+    x_TH, weights, routing = layer(problem)
+    needed = calls.workspace_bytes(9, 2)
+    memory = torch.full((needed + 256,), 255, dtype=torch.uint8)
+    out = torch.full((9, 64), torch.nan, dtype=problem.dtype)
+    calls(x_TH, weights, routing, memory=memory[:needed], out=out)
+    result = compare(out, oracle(x_TH, weights, routing, problem),
+                     recipe(x_TH, weights, routing, problem), problem)  # fmt: skip
+    assert result.ok, result.problems
+    assert bool((memory[needed:] == 255).all())
+
+
+@pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
+def test_batched_calls(part: str) -> None:
+    """Rows of an expert are those of a layer that routes all of them to it."""
+    x_TH, weights, _ = layer(BASE)
+    counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32)
+    x_eCH = torch.full((4, 9, 64), torch.nan, dtype=torch.bfloat16)
+    for expert, count in enumerate(counts_e.tolist()):
+        x_eCH[expert, :count] = x_TH[:count]
+    calls = BatchedCalls(BASE, part)
+    memory = torch.full((calls.workspace_bytes(4, 9),), 255, dtype=torch.uint8)
+    out = torch.empty_like(x_eCH)
+    calls(BatchedTokens(x_eCH, counts_e), weights, memory=memory, out=out)
+    for expert, count in enumerate(counts_e.tolist()):
+        ids = torch.full((count, 1), expert)
+        routing, problem = Routing(torch.ones(count, 1), ids), Problem(count, 64, 32, 4, 1)
+        inputs = x_TH[:count], weights, routing, problem
+        result = compare(out[expert, :count], oracle(*inputs), recipe(*inputs), problem)
+        assert result.ok, result.problems
+
+
+# ------------------------------------------------------------------------------- registration
+
+
+def run(code: str, **variables: str) -> str:
+    """Run code in a process that has only the standard library's environment and this checkout."""
+    root = str(Path(__file__).parents[2])
+    from modular_kernel.settings import child_environment
+
+    environment = child_environment(interpreted=False) | {"PYTHONPATH": root} | variables
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_registering_imports_neither_torch_nor_triton() -> None:
+    code = """
+import sys, types
+vllm = types.ModuleType("vllm")
+vllm.__version__ = "0.33.0"
+sys.modules["vllm"] = vllm
+from modular_kernel.integrations.vllm import register
+register()
+register()
+print(sorted({"torch", "triton", "experts"} & set(sys.modules)))
+"""
+    assert run(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev", ""])
+def test_an_unknown_version_is_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = ModuleType("vllm")
+    module.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(hooks, "install", pytest.fail)
+    with caplog.at_level(logging.WARNING, "vllm.modular_kernel"):
+        plugin.register()
+    (line,) = caplog.messages
+    assert line.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.33")
+
+
+def test_nothing_is_raised_without_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    plugin.register()
+    (line,) = caplog.messages
+    assert "modular_kernel is off: ModuleNotFoundError" in line
+
+
+def test_the_variable_turns_it_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MK_VLLM", "0")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    plugin.register()
+    assert caplog.messages == []
+
+
+# --------------------------------------------------------------------------------------- hooks
+
+
+class FakeOracle:
+    """An oracle of a module whose function `first` selects, and `second` follows."""
+
+    selecting: tuple[str, ...] = ("first",)
+    following: tuple[str, ...] = ("second",)
+
+    def __init__(self, module: str, missing: tuple[str, ...] = ()) -> None:
+        self.module, self._missing = module, missing
+
+    def missing(self, module: ModuleType) -> tuple[str, ...]:
+        return self._missing
+
+    def offer(self, function: str, arguments: dict[str, Any]) -> Any | None:
+        if arguments["config"] == "refused":
+            raise UnsupportedError("layer", got=1, need=2)
+        if arguments["config"] == "broken":
+            raise RuntimeError("a defect of ours")
+        return f"ours: {function}" if arguments["config"] == "served" else None
+
+
+@pytest.fixture
+def vllm_modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    """A module with two functions, and one that has imported the first by name."""
+    owner, user = ModuleType("vllm.fake_oracle"), ModuleType("vllm.fake_method")
+
+    def first(config: str, other: int = 0) -> str:
+        return f"vllm: first {config} {other}"
+
+    def second(config: str) -> str:
+        return f"vllm: second {config}"
+
+    owner.first, owner.second = first, second  # type: ignore[attr-defined]
+    user.first = first  # type: ignore[attr-defined]
+    for module in (owner, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return owner, user
+
+
+def install(oracle: FakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = ModuleType("fake_version")
+    version.ORACLES = {"fp8": oracle}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_version", version)
+    hooks._install_into("fp8", "fake_version")
+
+
+def test_functions_are_replaced_everywhere_and_once(
+    vllm_modules: tuple[ModuleType, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    owner, user = vllm_modules
+    install(FakeOracle(owner.__name__), monkeypatch)
+    first = owner.first
+    install(FakeOracle(owner.__name__), monkeypatch)
+    assert owner.first is user.first is first
+    assert first("served", other=3) == "ours: first"
+    assert owner.second("served") == "ours: second"
+    assert first("theirs", other=3) == "vllm: first theirs 3"
+    with caplog.at_level(logging.INFO, "vllm.modular_kernel"):
+        hooks.log_once.cache_clear()
+        assert [first("refused"), first("refused"), first("broken")] == [
+            "vllm: first refused 0",
+            "vllm: first refused 0",
+            "vllm: first broken 0",
+        ]
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        owner.second("broken")  # too late for vLLM to serve the layer
+    refused, broken = caplog.messages
+    assert refused == "modular_kernel leaves a layer to vLLM (first): layer: got 1, need 2"
+    assert "a defect of ours" in broken
+
+
+@pytest.mark.parametrize("gone", ["a function", "an internal", "the module of the version"])
+def test_nothing_is_replaced_if_something_is_missing(
+    gone: str,
+    vllm_modules: tuple[ModuleType, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    owner, user = vllm_modules
+    before = dict(vars(owner)), dict(vars(user))
+    oracle = FakeOracle(owner.__name__, ("Some.Enum",) if gone == "an internal" else ())
+    if gone == "a function":
+        oracle.following = ("third",)
+    if gone == "the module of the version":
+        monkeypatch.setitem(sys.modules, "fake_version", None)
+        hooks._install_into("fp8", "fake_version")
+    else:
+        install(oracle, monkeypatch)
+    assert (vars(owner), vars(user)) == before
+    (line,) = caplog.messages
+    assert line.startswith("modular_kernel leaves layers of fp8 to vLLM: ")
+    names = {"a function": "third", "an internal": "Some.Enum"}
+    assert names.get(gone, "fake_version") in line
