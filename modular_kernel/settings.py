@@ -167,6 +167,11 @@ def deepep_disables_gin() -> bool:
     return os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")
 
 
+def disables_fused_func() -> bool:
+    """Return whether SGLang's variable disables the fused operations of its MoE runners."""
+    return os.environ.get("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0") == "1"
+
+
 @contextmanager
 def use_deadline(seconds: float) -> Iterator[None]:
     """Set MK_DEADLINE_S to `seconds` inside the block, for managers that parts create."""
