@@ -172,6 +172,12 @@ def disables_fused_func() -> bool:
     return os.environ.get("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0") == "1"
 
 
+def disables_sglang_plugin() -> bool:
+    """Return whether MODULAR_KERNEL_SGLANG=0 keeps this package out of SGLang."""
+    value = os.environ.get("MODULAR_KERNEL_SGLANG", "1").strip().lower()
+    return value in ("0", "false", "off", "no")
+
+
 @contextmanager
 def use_deadline(seconds: float) -> Iterator[None]:
     """Set MK_DEADLINE_S to `seconds` inside the block, for managers that parts create."""

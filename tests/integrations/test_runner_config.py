@@ -19,8 +19,8 @@ from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import ActivationSpec
 
-# Names, order and defaults of SGLang 0.5.23; tests/integrations/sglang compares them with the
-# installed package.
+# Names, order and defaults of SGLang 0.5.23. tests/integrations/sglang_engine compares them with
+# the installed package.
 SGLANG_FIELDS: dict[str, Any] = {
     "num_experts": None,
     "num_local_experts": None,
