@@ -84,6 +84,7 @@ setup(
         # NVIDIA's license, 330 MB. Its name is not that of the package on the index called cutlass.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
         "bench": ["matplotlib>=3.8"],
+        "sglang": ["sglang==0.5.23"],  # it pins torch and transformers
         "interpreter": ["ml_dtypes>=0.5"],
         "test": [
             "pytest>=8",
@@ -112,6 +113,7 @@ setup(
             "experts = experts:COMPONENTS",
             "topk_reduce = topk_reduce:COMPONENTS",
         ],
+        "sglang.srt.plugins": ["modular_kernel = modular_kernel.integrations.sglang:register"],
         # Names that `mk list` says are not there yet.
         "modular_kernel.planned": [
             "prepare_finalize = prepare_finalize:PLANNED",

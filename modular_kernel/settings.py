@@ -182,6 +182,17 @@ def vllm_plugin() -> str:
     return os.environ.get("MK_VLLM", "").strip() or "1"
 
 
+def disables_fused_func() -> bool:
+    """Return whether SGLang's variable disables the fused operations of its MoE runners."""
+    return os.environ.get("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0") == "1"
+
+
+def disables_sglang_plugin() -> bool:
+    """Return whether MK_SGLANG=0 keeps this package out of SGLang."""
+    value = os.environ.get("MK_SGLANG", "1").strip().lower()
+    return value in ("0", "false", "off", "no")
+
+
 @contextmanager
 def use_deadline(seconds: float) -> Iterator[None]:
     """Set MK_DEADLINE_S to `seconds` inside the block, for managers that parts create."""

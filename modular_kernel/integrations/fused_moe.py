@@ -30,6 +30,7 @@ from modular_kernel.integrations.fused_moe_options import (
     MoeRunnerConfig,
     Options,
     Quantization,
+    check_backend,
     quant_of,
     split_options,
 )
@@ -94,6 +95,7 @@ def _fused_experts(
     if config.inplace and config.no_combine:
         need = "inplace=False with it: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
+    check_backend(config, "triton")
     quant = quant_of(options)
     check_config(config, x_TH, w1, w2, options, depth=values_per_element(quant))
     extras = [weights[name] for name in FIELDS]
@@ -101,7 +103,7 @@ def _fused_experts(
         quant,
         _activation_text(config) if is_compiling() else _cached_activation_text(config),
         config.apply_router_weight_on_input,
-        1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor),
+        config.scale,
     )
     arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
     direct = _may_skip_dispatcher((x_TH, weights_TK, ids_TK, *weights.values()))
@@ -110,7 +112,7 @@ def _fused_experts(
         run(*arguments, config.chunk_tokens)
         return hidden_states
     run_new = _run if direct else outplace_fused_experts
-    output: torch.Tensor = run_new(*arguments, config.no_combine, config.chunk_tokens)
+    output: torch.Tensor = run_new(*arguments, config.combine.value, config.chunk_tokens)
     if hidden_states.dim() == 2:
         return output
     return output.view(*hidden_states.shape[:-1], *output.shape[1:])
@@ -153,6 +155,10 @@ def fused_moe(
         need = "0, or a routing: a softmax cannot select shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
+    if config.routing_method_type is not None:
+        need = "None, or a routing: logits take the top_k of a softmax"
+        got = config.routing_method_type
+        raise ConfigurationError("routing_method_type", got=got, need=need)
     if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, quantization):  # else raised later
         need = f"(..., E) with E = {experts_in(w1, quantization)}, the experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
@@ -234,12 +240,11 @@ def _run(  # noqa: PLR0913 (as the operator below)
     activation: str,
     on_input: bool,
     scale: float,
-    no_combine: bool,
+    combine: str,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    combine = Combine.TOPK_WEIGHTED if no_combine else Combine.SUM
     routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
-    facts = (quant, activation, on_input, scale, combine, False, chunk_tokens)
+    facts = (quant, activation, on_input, scale, Combine(combine), False, chunk_tokens)
     return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
 
@@ -250,9 +255,9 @@ outplace_fused_experts = torch.library.custom_op(
 
 @outplace_fused_experts.register_fake
 def _(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-    """Return an empty output; settings[4] is no_combine."""
+    """Return an empty output; settings[4] is the value of a Combine."""
     tokens, hidden = hidden_states.shape
-    middle = (topk_ids.shape[1],) if settings[4] else ()
+    middle = () if settings[4] == "sum" else (topk_ids.shape[1],)
     return hidden_states.new_empty((tokens, *middle, hidden))
 
 

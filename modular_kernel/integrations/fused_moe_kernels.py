@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.kernel_cache import NO_EP, Experts
@@ -42,7 +42,7 @@ def check_config(
     *,
     depth: int,
 ) -> None:
-    """Raise ShapeError for a tensor that does not have the sizes of the config."""
+    """Raise ShapeError or DtypeError for a tensor that does not match the config."""
     for what, tensor in (("w1", w1), ("w2", w2)):
         if tensor.dim() != 3:
             raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
@@ -57,9 +57,13 @@ def check_config(
         need = getattr(config, name)
         if need is not None and need != got:
             raise ShapeError(what, got=f"{got} {unit}", need=f"{name} = {need}")
-    if config.num_fused_shared_experts > experts:
-        got, need = config.num_fused_shared_experts, f"<= {experts}, the experts"
-        raise ConfigurationError("num_fused_shared_experts", got=got, need=need)
+    shared = config.num_fused_shared_experts or 0
+    if shared > experts:
+        need = f"<= {experts}, the experts"
+        raise ConfigurationError("num_fused_shared_experts", got=shared, need=need)
+    dtype = config.params_dtype
+    if dtype is not None and w1.is_floating_point() and w1.itemsize > 1 and w1.dtype is not dtype:
+        raise DtypeError("w1", got=w1.dtype, need=f"params_dtype = {dtype}")
 
 
 def values_per_element(quant: str) -> int:

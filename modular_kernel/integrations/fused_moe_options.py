@@ -2,68 +2,141 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, get_type_hints
 
 import torch
 
-from modular_kernel.errors import ConfigurationError
-from modular_kernel.spec.problem import ActivationSpec, Size
+from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.spec.problem import ActivationSpec, Combine, Size
 from modular_kernel.utils.argument_checks import Count, check_fields, expect
 
 CHUNK_TOKENS = 64 * 1024
+_UNGATED_FORMS = ("silu", "gelu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
 class MoeRunnerConfig:
-    """Settings of a layer beside its tensors.
+    """Settings of a layer beside its tensors, with the fields and defaults of SGLang 0.5.23.
 
     num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if given,
         the tensors must have these sizes.
+    layer_id: name of the layer. layer: its module. Both have no effect.
     num_fused_shared_experts: number of experts that are shared ones, which the given routing
-        assigns to every token. Not supported with logits.
-    layer_id: name of the layer; it has no effect.
-    activation: "silu", "gelu" (erf), "gelu_tanh", or any other ActivationSpec.
-    gemm1_alpha, gemm1_clamp_limit: both turn silu into gpt-oss's swiglu_oai with interleaved rows;
-        the limit alone turns it into swiglu_clamp_after.
+        assigns to every token. Not supported with logits. None means 0.
+    params_dtype: if given, the dtype that unquantized weights must have.
+    routing_method_type: how the router selects experts. It has no effect on a given routing, and
+        is not supported with logits.
+    runner_backend: None, or the backend in use: a name, or an object with the name as its `value`.
+    activation: "silu", "gelu" (erf), "gelu_tanh", "situ", or any other ActivationSpec.
+    is_gated: False selects the form without a gate of silu, gelu and gelu_tanh. Activations that
+        never have a gate ignore it.
     inplace: overwrite x with the output.
-    no_combine: return weighted outputs (T, K, H); requires inplace=False.
+    no_combine: return outputs (T, K, H), neither weighted nor scaled; requires inplace=False.
+    no_combine_keep_router_weight: weight these outputs with the router's weights.
     routed_scaling_factor: None means 1.
-    chunk_tokens: maximum number of tokens computed at once; None never splits.
+    gemm1_alpha, gemm1_clamp_limit: both turn silu into gpt-oss's swiglu_oai; the limit alone turns
+        it into swiglu_clamp_after. For situ they are its alpha and its limit.
+    gemm1_beta: the value that swiglu_oai adds to up; only 1 is supported.
+    swiglu_limit: turns silu into swiglu_clamp_before.
+    gate_up_interleaved: of gemm1_alpha: whether w1's rows alternate gate and up.
+    use_tp_all_gather_activation, silu_mul_keep_fp32: not supported.
+    chunk_tokens: maximum number of tokens computed at once; None never splits. SGLang has no such
+        field.
 
-    Raises ConfigurationError if a field has another type.
+    Raises ConfigurationError if a field has another type, and UnsupportedError for True in one of
+    the fields that are not supported.
     """
 
     num_experts: Count | None = None
     num_local_experts: Count | None = None
     hidden_size: Count | None = None
     intermediate_size_per_partition: Count | None = None
-    top_k: int | None = None
-    num_fused_shared_experts: Size = 0
     layer_id: int | None = None
+    top_k: int | None = None
+    num_fused_shared_experts: Size | None = None
+    params_dtype: torch.dtype | None = None
+    routing_method_type: int | None = None
+    runner_backend: object | None = None
     activation: ActivationSpec | str = "silu"
+    is_gated: bool = True
     apply_router_weight_on_input: bool = False
     inplace: bool = True
     no_combine: bool = False
+    no_combine_keep_router_weight: bool = False
     routed_scaling_factor: float | None = None
     gemm1_alpha: float | None = None
+    gemm1_beta: float | None = None
     gemm1_clamp_limit: float | None = None
+    swiglu_limit: float | None = None
+    gate_up_interleaved: bool = True
+    layer: torch.nn.Module | None = field(default=None, repr=False, compare=False)
+    use_tp_all_gather_activation: bool = False
+    silu_mul_keep_fp32: bool = False
     chunk_tokens: Count | None = CHUNK_TOKENS
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.use_tp_all_gather_activation:
+            need = "False: layers gather activations before the call"
+            raise UnsupportedError("use_tp_all_gather_activation", got=True, need=need)
+        if self.silu_mul_keep_fp32:
+            need = "False: a part decides the dtype between activation and quantization"
+            raise UnsupportedError("silu_mul_keep_fp32", got=True, need=need)
+
+    @property
+    def combine(self) -> Combine:
+        """Form of the output."""
+        if not self.no_combine:
+            return Combine.SUM
+        if self.no_combine_keep_router_weight:
+            return Combine.TOPK_WEIGHTED
+        return Combine.TOPK_UNWEIGHTED
+
+    @property
+    def scale(self) -> float:
+        """Factor of the output: 1 with no_combine, where the caller sums and scales."""
+        factor = self.routed_scaling_factor
+        return 1.0 if factor is None or self.no_combine else float(factor)
 
     def activation_spec(self) -> ActivationSpec:
-        """Return the ActivationSpec; raise ConfigurationError for alpha without a limit."""
+        """Return the ActivationSpec; raise ConfigurationError for fields that contradict it."""
         alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
-        if alpha is None and limit is None:
+        name = str(self.activation)
+        if self.gemm1_beta is not None and (self.gemm1_beta != 1 or alpha is None):
+            need = "None, or 1 with gemm1_alpha: swiglu_oai adds 1 to up"
+            raise ConfigurationError("gemm1_beta", got=self.gemm1_beta, need=need)
+        if not self.is_gated:
+            return self._ungated(name)
+        modifiers = (alpha, limit, self.swiglu_limit)
+        if modifiers == (None, None, None):
             return ActivationSpec.parse(self.activation)
-        if str(self.activation) != "silu":
-            need = "silu where gemm1_alpha or gemm1_clamp_limit is given"
+        if self.swiglu_limit is not None and modifiers[:2] != (None, None):
+            got, need = "gemm1_alpha or gemm1_clamp_limit too", "one of the two rules"
+            raise ConfigurationError("swiglu_limit", got=got, need=need)
+        if name == "situ" and self.swiglu_limit is None:
+            return ActivationSpec("situ", 4.0 if alpha is None else alpha, limit)
+        if name != "silu":
+            need = "silu where gemm1_alpha, gemm1_clamp_limit or swiglu_limit is given"
             raise ConfigurationError("activation", got=self.activation, need=need)
+        if self.swiglu_limit is not None:
+            return ActivationSpec("swiglu_clamp_before", limit=self.swiglu_limit)
         if alpha is None:
             return ActivationSpec("swiglu_clamp_after", limit=limit)
-        return ActivationSpec("swiglu_oai", alpha, limit, interleaved=True)
+        return ActivationSpec("swiglu_oai", alpha, limit, interleaved=self.gate_up_interleaved)
+
+    def _ungated(self, name: str) -> ActivationSpec:
+        for option in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
+            if getattr(self, option) is not None:
+                need = "None where is_gated is False"
+                raise ConfigurationError(option, got=getattr(self, option), need=need)
+        if name in _UNGATED_FORMS:
+            return ActivationSpec(f"{name}_no_mul")
+        spec = ActivationSpec.parse(self.activation)
+        if spec.gated:
+            need = f"one of {', '.join(_UNGATED_FORMS)}, or an activation without a gate"
+            raise ConfigurationError("activation where is_gated is False", got=name, need=need)
+        return spec
 
 
 class Quantization(TypedDict, total=False):
@@ -103,16 +176,27 @@ class Options(Quantization, total=False):
     num_local_experts: int | None
     hidden_size: int | None
     intermediate_size_per_partition: int | None
-    top_k: int | None
-    num_fused_shared_experts: int
     layer_id: int | None
+    top_k: int | None
+    num_fused_shared_experts: int | None
+    params_dtype: torch.dtype | None
+    routing_method_type: int | None
+    runner_backend: object | None
     activation: ActivationSpec | str
+    is_gated: bool
     apply_router_weight_on_input: bool
     inplace: bool
     no_combine: bool
+    no_combine_keep_router_weight: bool
     routed_scaling_factor: float | None
     gemm1_alpha: float | None
+    gemm1_beta: float | None
     gemm1_clamp_limit: float | None
+    swiglu_limit: float | None
+    gate_up_interleaved: bool
+    layer: torch.nn.Module | None
+    use_tp_all_gather_activation: bool
+    silu_mul_keep_fp32: bool
     chunk_tokens: int | None
 
 
@@ -139,15 +223,24 @@ def split_options(
             need = f"{f'{similar[0]}? ' if similar else ''}One of {', '.join(sorted(_OPTIONS))}"
             raise ConfigurationError("keyword", got=repr(name), need=need)
         expect(name, value, _OPTIONS[name])
-    for name, field in _OTHER_NAMES.items():
+    for name, other in _OTHER_NAMES.items():
         if remaining.get(name) is not None:
-            if remaining.get(field) is not None:
-                raise ConfigurationError(name, got=f"{field} too", need="one of the two")
-            remaining[field] = remaining[name]
+            if remaining.get(other) is not None:
+                raise ConfigurationError(name, got=f"{other} too", need="one of the two")
+            remaining[other] = remaining[name]
         remaining.pop(name, None)
     changes = {name: remaining.pop(name) for name in _CONFIG if name in remaining}
     quantization: Quantization = remaining  # type: ignore[assignment]
     return replace(config, **changes) if changes else config, quantization
+
+
+def check_backend(config: MoeRunnerConfig, backend: str) -> None:
+    """Raise ConfigurationError unless the config's runner_backend is None or `backend`."""
+    given = config.runner_backend
+    name = getattr(given, "value", given)
+    if name not in (None, backend):
+        got, need = repr(name)[:80], f"None or {backend!r}"
+        raise ConfigurationError("runner_backend of the config", got=got, need=need)
 
 
 def quant_of(options: Quantization) -> str:

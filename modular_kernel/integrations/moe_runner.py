@@ -32,8 +32,19 @@ from modular_kernel.integrations.fused_moe_kernels import (
     values_per_element,
     weights_of,
 )
-from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization, quant_of
-from modular_kernel.integrations.runner_backends import A2A, BACKENDS, parts_of, switches
+from modular_kernel.integrations.fused_moe_options import (
+    MoeRunnerConfig,
+    Quantization,
+    check_backend,
+    quant_of,
+)
+from modular_kernel.integrations.runner_backends import (
+    A2A,
+    BACKENDS,
+    has_stages,
+    parts_of,
+    switches,
+)
 from modular_kernel.integrations.runner_checks import check_dispatched
 from modular_kernel.integrations.runner_dispatched import run_received
 from modular_kernel.integrations.runner_formats import (
@@ -53,10 +64,10 @@ from modular_kernel.operators.pairing import Pairing, layer_text_from_sizes
 from modular_kernel.ops.routing_data import by_tokens
 from modular_kernel.replay import modes
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
+from modular_kernel.settings import disables_fused_func
 from modular_kernel.spec.problem import (
     DTYPES,
     ActivationFormat,
-    Combine,
     IdSpace,
     Problem,
     parse_dtype,
@@ -156,10 +167,12 @@ class MoeRunner:
     config: sizes in it must match the tensors. `inplace` overwrites hidden_states if they are
         tokens or rows of the problem's dtype.
     fused: False uses the stages, which are the bitwise reference of a fused operation. Raises
-        UnsupportedError if there are none.
+        UnsupportedError if there are none. None means True; with
+        SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 in the environment it means the stages, if there are any.
     padding: weights have additional columns after H and I, which are not read.
-    quant: name of a scheme. If it is given, with all sizes in the config, a backend that does not
-        support the layer raises IncompatibleError in the constructor instead of in a call.
+    quant: name of a scheme. If no part of the backend has it, the constructor raises
+        UnsupportedError. If the config has all sizes, a backend that does not support the layer
+        raises IncompatibleError there, too, instead of in a call.
     dtype: of the results for quantized rows.
     fast_act, aiter: not supported; the parts make these decisions.
     """
@@ -169,7 +182,7 @@ class MoeRunner:
         runner_backend: str,
         config: MoeRunnerConfig,
         *,
-        fused: bool = True,
+        fused: bool | None = None,
         padding: bool = False,
         fast_act: bool = False,
         aiter: bool = False,
@@ -177,8 +190,8 @@ class MoeRunner:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         expect("config", config, MoeRunnerConfig)
-        flags = {"fused": fused, "padding": padding, "fast_act": fast_act, "aiter": aiter}
-        for name, value in flags.items():
+        expect("fused", fused, bool | None)
+        for name, value in {"padding": padding, "fast_act": fast_act, "aiter": aiter}.items():
             expect(name, value, bool)
         if fast_act:
             need = "False: a part that has one launch for activation and quantization takes it"
@@ -186,15 +199,29 @@ class MoeRunner:
         if aiter:
             raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
         self.runner_backend, self.config, self.dtype = runner_backend, config, parse_dtype(dtype)
-        self.fused, self.padding = fused, padding
         load_catalog()  # registers the stages and fused operations
+        if fused is None:
+            fused = not (disables_fused_func() and has_stages(runner_backend))
+        self.fused, self.padding = fused, padding
         self._parts = parts_of(runner_backend, fused=fused)
+        check_backend(config, runner_backend)
         self._pairings = {part: str(Pairing(NO_EP, part)) for part in self._parts.values()}
         self.quant = None if quant is None else str(QuantScheme.parse(quant))
-        if self.quant is not None and None not in self._sizes():
-            refused = [v for v in self.verdicts(self.quant).values() if not v.ok]
+        if self.quant is not None:
+            self._check_quant(self.quant)
+
+    def _check_quant(self, quant: str) -> None:
+        """Raise an error if no part supports the scheme, with the config's layer if it is known."""
+        if None not in self._sizes():
+            verdicts = self.verdicts(quant).values()
+            refused = [verdict for verdict in verdicts if not verdict.ok]
             if len(refused) == len(self._parts):
                 raise IncompatibleError(refused[0].pairing, refused[0].rejections)
+            return
+        schemes = {name for part in self._parts.values() for name in part.requires.schemes}
+        if QuantScheme.parse(quant).name not in schemes:
+            what = f"quant of backend {self.runner_backend!r}"
+            raise UnsupportedError(what, got=quant, need=f"one of {', '.join(sorted(schemes))}")
 
     def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
         """Run the experts on dispatched tokens, and return the result in the same format.
@@ -219,6 +246,9 @@ class MoeRunner:
         if self.config.no_combine:
             need = "False: a dispatcher's combine sums"
             raise ConfigurationError(f"no_combine of {format}", got=True, need=need)
+        if quant_info.expert_map is not None:
+            need = "None: a dispatcher's ids are local"
+            raise ConfigurationError(f"expert_map of {format}", got="a tensor", need=need)
         if isinstance(dispatch_output, DeepEPNormalDispatchOutput):
             received = dispatch_output
             routing = Routing(received.topk_weights, received.topk_ids)
@@ -228,7 +258,7 @@ class MoeRunner:
                 rows = self._received(received, quant_info, quant, part)
             return DeepEPNormalCombineInput(rows, received.topk_ids, received.topk_weights)
         rows = self._received(dispatch_output, quant_info, quant, part)
-        scale = self._scale()
+        scale = self.config.scale
         weights = dispatch_output.topk_weights
         weights = weights if scale == 1 else weights * scale
         return DeepEPLLCombineInput(rows, dispatch_output.topk_ids, weights)
@@ -247,7 +277,7 @@ class MoeRunner:
             tokens, hidden, intermediate, local, top_k, dtype=self.dtype, quant=quant,
             activation=self.config.activation_spec(),
             apply_router_weight_on_input=self.config.apply_router_weight_on_input,
-            routed_scaling_factor=self._scale(),
+            routed_scaling_factor=self.config.scale,
         )  # fmt: skip
         prepare = {
             ActivationFormat.STANDARD: NO_EP,
@@ -278,10 +308,6 @@ class MoeRunner:
             config.intermediate_size_per_partition,
             config.top_k,
         )
-
-    def _scale(self) -> float:
-        factor = self.config.routed_scaling_factor
-        return 1.0 if factor is None else float(factor)
 
     def _topk(self, topk_output: object) -> Routing:
         """Return the routing; raise ConfigurationError unless it has the backend's format."""
@@ -345,8 +371,8 @@ class MoeRunner:
             quant,
             str(config.activation_spec()),
             config.apply_router_weight_on_input,
-            self._scale(),
-            Combine.TOPK_WEIGHTED if config.no_combine else Combine.SUM,
+            config.scale,
+            config.combine,
             config.inplace,
             config.chunk_tokens,
         )
@@ -378,8 +404,8 @@ class MoeRunner:
             expert_map=expert_map is not None,
             local_experts=None if expert_map is None else index(local_experts),
             apply_router_weight_on_input=config.apply_router_weight_on_input,
-            routed_scaling_factor=self._scale(),
-            combine="TOPK_WEIGHTED" if config.no_combine else "SUM",
+            routed_scaling_factor=config.scale,
+            combine=config.combine.name,
             chunk_tokens=config.chunk_tokens,
         )
         names = [name for name in _FIELDS if getattr(weights, name) is not None]
@@ -400,9 +426,6 @@ class MoeRunner:
         if is_compiling():
             reason = f"rows of {given.format} are not traced: the graph breaks at MoeRunner.run"
             return modes.run_untraced(self._received, reason, given, info, quant, part)
-        if info.expert_map is not None:
-            need = "None: a dispatcher's ids are local"
-            raise ConfigurationError(f"expert_map of {given.format}", got="a tensor", need=need)
         x, scale, ids = given.hidden_states, given.hidden_states_scale, given.topk_ids
         weights = self._checked(info, quant, x)
         batched = isinstance(given, DeepEPLLDispatchOutput)
@@ -420,7 +443,7 @@ class MoeRunner:
             activation=config.activation_spec(),
             bias=weights.b1 is not None or weights.b2 is not None,
             apply_router_weight_on_input=config.apply_router_weight_on_input,
-            routed_scaling_factor=1.0 if batched else self._scale(),
+            routed_scaling_factor=1.0 if batched else config.scale,
         )
         if isinstance(given, DeepEPLLDispatchOutput):
             return run_received(part, problem, BatchedTokens(x, given.masked_m, scale), weights)

@@ -60,6 +60,14 @@ def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnper
     raise UnknownPartError("runner backend", got=repr(backend)[:80], need=need)
 
 
+def has_stages(backend: str) -> bool:
+    """Return whether `parts_of` has parts of the backend with fused=False."""
+    try:
+        return bool(parts_of(backend, fused=False))
+    except (UnsupportedError, UnknownPartError):
+        return False
+
+
 def _known(backend: str) -> bool:
     return backend in BACKENDS or backend in load_catalog().names("experts")
 

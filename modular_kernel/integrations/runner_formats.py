@@ -67,7 +67,7 @@ class DeepEPLLDispatchOutput(NamedTuple):
 
 
 class StandardCombineInput(NamedTuple):
-    """Weighted sums (T, H), or weighted outputs (T, K, H) with no_combine."""
+    """Weighted sums (T, H), or outputs (T, K, H) with no_combine: see `MoeRunnerConfig`."""
 
     hidden_states: torch.Tensor
 

@@ -5,7 +5,6 @@ layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, top
 part_TH = layer(x_TH, router_logits)    # sum what the ranks return
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,11 @@ import torch
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.weight_loading import (
+    Fp8EPMoEMethod,
+    UnquantizedEPMoEMethod,
+    checkpoint_config,
+)
 from modular_kernel.operators.kernel_cache import Experts
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.utils.argument_checks import Count, expect
@@ -34,6 +38,11 @@ class EPMoE(FusedMoE):
         "static", which means float8 with one scale per expert, or per block if it has a
         `weight_block_size`.
     experts: the experts part. GroupedGemmExperts needs Triton.
+
+    Attributes for engines, beside those of the arguments: use_fp8_w8a8; activation_scheme,
+    "dynamic", "static" or None; quant_method, whose `process_weights_after_loading(layer)` an
+    engine calls after it has loaded weights, or None for schemes other than float8 with one scale
+    per expert or per block.
 
     Raises ConfigurationError for a combination that these rules do not allow.
     """
@@ -82,7 +91,7 @@ class EPMoE(FusedMoE):
             num_experts,
             hidden_size,
             intermediate_size,
-            quant_config=_quantization(quant_config),
+            quant_config=checkpoint_config(quant_config),
             params_dtype=params_dtype,
             activation=activation,
             router=router,
@@ -94,9 +103,26 @@ class EPMoE(FusedMoE):
         )
         self.tp_rank, self.tp_size = parallel.ep
         self.top_k, self.renormalize = top_k, renormalize
+        self.use_grouped_topk = use_grouped_topk
+        self.num_expert_group, self.topk_group = groups
+        scheme = self.problem.scheme
+        self.use_fp8_w8a8 = scheme.name.startswith("fp8_w8a8")
+        self.activation_scheme: str | None = None
+        if scheme.quantizes_activations:
+            self.activation_scheme = "static" if scheme.static else "dynamic"
+        self.quant_method: UnquantizedEPMoEMethod | None = None
+        if not scheme.quantized:
+            self.quant_method = UnquantizedEPMoEMethod()
+        elif self.use_fp8_w8a8 and scheme.granularity != "channel":
+            self.quant_method = Fp8EPMoEMethod(quant_config)
         self.num_experts_per_partition = num_experts // self.tp_size
         self.start_expert_id = self.tp_rank * self.num_experts_per_partition
         self.end_expert_id = self.start_expert_id + self.num_experts_per_partition - 1
+
+    @property
+    def correction_bias(self) -> torch.Tensor | None:
+        """The router's selection bias (E,), or None."""
+        return self.selection_bias
 
     @classmethod
     def from_config(
@@ -139,15 +165,3 @@ def _router(
         selection_bias=has_bias,
         renormalize=renormalize,
     )
-
-
-def _quantization(quant_config: object | None) -> str | Mapping[str, object] | None:
-    if quant_config is None or isinstance(quant_config, str | Mapping):
-        return quant_config
-    scheme = getattr(quant_config, "activation_scheme", None)
-    if scheme not in ("dynamic", "static"):
-        got = type(quant_config).__name__ if scheme is None else f"activation_scheme={scheme!r}"
-        need = "a quantization_config, a scheme name, or an activation_scheme"
-        raise ConfigurationError("quant_config", got=got, need=need)
-    block = getattr(quant_config, "weight_block_size", None)
-    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}

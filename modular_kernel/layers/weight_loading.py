@@ -12,6 +12,7 @@ Parameters have the shapes of the checkpoint's format, so every format of
 a tensor goes.
 """
 
+from collections import abc
 from collections.abc import Callable
 
 import torch
@@ -20,9 +21,15 @@ from modular_kernel.checkpoints.formats import Format, fit, format_of
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, convert_share, fuse
 from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, StoredTensor, cut
-from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
+from modular_kernel.errors import (
+    ConfigurationError,
+    ShapeError,
+    UnsupportedError,
+    WeightsError,
+)
 from modular_kernel.layers.rank_share import FUSED, SHARDS, Move, Share, destination
 from modular_kernel.replay import modes
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 from modular_kernel.utils.tensor_checks import check_output, check_tensor
@@ -366,6 +373,34 @@ def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
     return check_tensor(name, getattr(layer, name, None), meta=True).data
 
 
+def checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | None:
+    """Return a quantization_config, a scheme's name or None, from one of them or from an object.
+
+    quant_config: an object with an `activation_scheme` of "dynamic" or "static" means float8 with
+        one scale per matrix, or per block if it has a `weight_block_size`. Raises
+        ConfigurationError for other objects.
+    """
+    if quant_config is None or isinstance(quant_config, str | abc.Mapping):
+        return quant_config
+    scheme = getattr(quant_config, "activation_scheme", None)
+    if scheme not in ("dynamic", "static"):
+        got = type(quant_config).__name__ if scheme is None else f"activation_scheme={scheme!r}"
+        need = "a quantization_config, a scheme name, or an activation_scheme"
+        raise ConfigurationError("quant_config", got=got, need=need)
+    block = getattr(quant_config, "weight_block_size", None)
+    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}
+
+
+def _fp8_config(name: str) -> dict[str, object]:
+    """Return the quantization_config of a float8 scheme with scales per matrix or per block."""
+    scheme = QuantScheme.parse(name)
+    if not scheme.name.startswith("fp8_w8a8") or scheme.granularity not in ("tensor", "block"):
+        raise ConfigurationError("quant_config", got=name, need="a float8 format")
+    block = list(scheme.group) if scheme.granularity == "block" else None
+    activation = "static" if scheme.static else "dynamic"
+    return {"quant_method": "fp8", "activation_scheme": activation, "weight_block_size": block}
+
+
 class UnquantizedEPMoEMethod:
     """Create the parameters of experts in the layer's dtype."""
 
@@ -385,16 +420,32 @@ class UnquantizedEPMoEMethod:
         create = ExpertLoader(share, self.format).create_weights
         create(layer, params_dtype, weight_loader=weight_loader)
 
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace what a layer's `weight_loader` has loaded by the tensors that kernels take.
+
+        Raises UnsupportedError unless the layer is an EPMoE or another FusedMoE, and WeightsError
+        if a tensor is missing.
+        """
+        expect("layer", layer, torch.nn.Module)
+        process = getattr(layer, "process_weights_after_loading", None)
+        if process is None:
+            need = "an EPMoE, which keeps what its loader was given"
+            what = "layer of process_weights_after_loading"
+            raise UnsupportedError(what, got=type(layer).__name__, need=need)
+        process()
+
 
 class Fp8EPMoEMethod(UnquantizedEPMoEMethod):
     """Create the parameters of float8 experts, with one scale per matrix or per block.
 
-    quant_config: the quantization_config of a checkpoint. With one scale per matrix,
-    w13_weight_scale is (e, 2), for gate and up. With static activation scales, w13_input_scale and
-    w2_input_scale are (e,), initialized to 1.
+    quant_config: as for EPMoE: the quantization_config of a checkpoint, an object with an
+    `activation_scheme`, or the name of a scheme. With one scale per matrix, w13_weight_scale is
+    (e, 2), for gate and up. With static activation scales, w13_input_scale and w2_input_scale are
+    (e,), initialized to 1.
     """
 
     def __init__(self, quant_config: object) -> None:
-        self.format = format_of(quant_config)
+        config = checkpoint_config(quant_config)
+        self.format = format_of(_fp8_config(config) if isinstance(config, str) else config)
         if self.format.scheme.weight != "float8_e4m3fn":
             raise ConfigurationError("quant_config", got=str(self.format), need="a float8 format")

@@ -84,7 +84,9 @@ CONFIGS: tuple[tuple[MoeRunnerConfig, dict[str, Any]], ...] = (
     (MoeRunnerConfig(gemm1_clamp_limit=0.5), {"activation": "swiglu_clamp_after:limit=0.5"}),
     (MoeRunnerConfig(routed_scaling_factor=2.5), {"routed_scaling_factor": 2.5}),
     (MoeRunnerConfig(apply_router_weight_on_input=True), {"apply_router_weight_on_input": True}),
-    (MoeRunnerConfig(no_combine=True), {"combine": Combine.TOPK_WEIGHTED}),
+    (MoeRunnerConfig(no_combine=True), {"combine": Combine.TOPK_UNWEIGHTED}),
+    (MoeRunnerConfig(no_combine=True, no_combine_keep_router_weight=True),
+     {"combine": Combine.TOPK_WEIGHTED}),
 )  # fmt: skip
 
 
@@ -161,14 +163,14 @@ def test_torch_compile_does_not_break_at_it() -> None:
     assert torch.equal(overwritten, want / 2)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_torch_is_told_the_truth(keep: bool) -> None:
+@pytest.mark.parametrize("combine", [combine.value for combine in Combine])
+def test_torch_is_told_the_truth(combine: str) -> None:
     """What the operators declare of shapes, aliases and writes is what they do."""
     x_TH, weights, routing = layer(BASE)
     tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(outplace_fused_experts, (*arguments, keep), test_utils=checks)
+    torch.library.opcheck(outplace_fused_experts, (*arguments, combine), test_utils=checks)
     torch.library.opcheck(inplace_fused_experts, arguments, test_utils=checks)
 
 

@@ -71,7 +71,12 @@ def test_there_is_one_config() -> None:
 REACHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"activation": "gelu"}, {"activation": "gelu"}),
     ({"apply_router_weight_on_input": True}, {"apply_router_weight_on_input": True}),
-    ({"no_combine": True}, {"combine": Combine.TOPK_WEIGHTED}),
+    ({"no_combine": True}, {"combine": Combine.TOPK_UNWEIGHTED}),
+    (
+        {"no_combine": True, "no_combine_keep_router_weight": True, "routed_scaling_factor": 3.0},
+        {"combine": Combine.TOPK_WEIGHTED},
+    ),
+    ({"swiglu_limit": 0.5}, {"activation": "swiglu_clamp_before:limit=0.5"}),
     ({"routed_scaling_factor": 2.5}, {"routed_scaling_factor": 2.5}),
     (
         {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 0.5},
@@ -79,7 +84,7 @@ REACHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ),
     ({"gemm1_clamp_limit": 0.5}, {"activation": "swiglu_clamp_after:limit=0.5"}),
     ({"chunk_tokens": 2}, {"chunk_tokens": 2}),
-    ({"layer_id": 7, "num_fused_shared_experts": 1}, {}),
+    ({"layer_id": 7, "num_fused_shared_experts": 1, "params_dtype": torch.float32}, {}),
 )
 
 
@@ -139,6 +144,19 @@ def test_switches_by_the_field_s_names() -> None:
             MoeRunner("triton", OUT, **switches({name: "1"}))
 
 
+def test_the_environment_alone_disables_fused_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "1")
+    runner = MoeRunner("triton", SIZES, dtype=torch.float32)
+    assert "standard: StagedTritonExperts, by stages" in runner.explain()
+    x_TH, weights, routing = layer(BASE)
+    close(ran(runner, BASE), oracle(x_TH, weights, routing, BASE), 1e-6)
+    # An argument takes precedence, and a backend without stages keeps its part.
+    assert "standard: TritonExperts" in MoeRunner("triton", SIZES, fused=True).explain()
+    assert "standard: TorchExperts" in MoeRunner("torch", SIZES).explain()
+    monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0")
+    assert "standard: TritonExperts" in MoeRunner("triton", SIZES).explain()
+
+
 SIZES = MoeRunnerConfig(
     num_experts=E, hidden_size=H, intermediate_size_per_partition=I, top_k=K, inplace=False
 )
@@ -147,6 +165,8 @@ SIZES = MoeRunnerConfig(
 def test_what_is_not_served_is_refused_where_the_runner_is_made() -> None:
     with pytest.raises(IncompatibleError, match=r"\[quant\] ToyExperts"):
         MoeRunner("toy", SIZES, quant="int8_w8a8_channel", fused=False)
+    with pytest.raises(UnsupportedError, match="quant of backend 'toy': got int8_w8a8_channel, ne"):
+        MoeRunner("toy", OUT, quant="int8_w8a8_channel")
     runner = MoeRunner("torch", SIZES, quant="int8_w8a16_channel")
     x_TH, weights, routing = layer(BASE)
     with pytest.raises(ConfigurationError, match="quant_info: got none, need int8_w8a16_channel"):

@@ -121,6 +121,8 @@ def test_what_a_dispatcher_cannot_have_is_refused() -> None:
     placed = replace(weights, expert_map=torch.arange(E, dtype=torch.int32))
     with pytest.raises(ConfigurationError, match="expert_map of deepep_ll"):
         MoeRunner("torch", OUT).run(batches, info_of(placed))
+    with pytest.raises(ConfigurationError, match="expert_map of deepep_normal"):
+        MoeRunner("torch", OUT).run(normal, info_of(placed))
     quantized_info = info_of(quantize_weights(weights, replace(BASE, quant="fp8_w8a8_channel")),
                              quant="fp8_w8a8_channel")  # fmt: skip
     with pytest.raises(DtypeError, match="hidden_states for fp8_w8a8_channel"):

@@ -26,7 +26,7 @@ ROWS = {
     )),
     "R2": Row("a switch that turns fused operations off", (
         f"{RUNNER}::test_fused_and_staged_give_the_same_numbers",
-        f"{RUNNER}::test_backends_are_the_field_s_names_registered_ones_and_parts",
+        f"{RUNNER}::test_the_environment_alone_disables_fused_operations",
     )),
     "R3": Row("FusedOpPool, duplicates raise", (
         f"{STAGES}::test_a_key_registered_twice_raises_with_both_origins",
@@ -45,7 +45,8 @@ ROWS = {
         f"{RUNNER}::test_there_is_one_config",
         f"{RUNNER}::test_every_field_reaches_the_problem",
         f"{RUNNER}::test_or_raises",
-        "test_fused_moe_keywords::test_the_config_has_the_field_s_fourteen_fields",
+        "test_runner_config::test_the_config_has_sglang_s_fields_and_one_more",
+        "test_runner_config::test_values_that_no_part_implements_are_refused_by_name",
     )),
     "R8": Row("the Triton backend's input, all schemes", (
         f"{PARTS}::test_triton_by_stages_is_triton_fused",
@@ -105,7 +106,7 @@ ROWS = {
     "R21": Row("refused where the runner is made", (
         f"{RUNNER}::test_what_is_not_served_is_refused_where_the_runner_is_made",
         "test_matrix::test_every_other_pairing_is_refused_with_a_reason",
-    ), "needs the scheme and all sizes; else a call refuses"),
+    ), "without sizes only schemes that no part has; else a call refuses"),
     "R22": Row("fused and staged, formats, schemes, top-k, leaks", (
         f"{PARTS}::test_triton_by_stages_is_triton_fused",
         "test_matrix::test_every_two_values_meet",

@@ -8,9 +8,15 @@ import torch
 from layer_samples import E, H, I, K, Sample, T, error, layer_of, share
 
 from experts.compat.ep_moe import GroupedGemmRunner
-from modular_kernel.errors import ConfigurationError, ModularKernelError, UnsupportedError
+from modular_kernel.errors import (
+    ConfigurationError,
+    ModularKernelError,
+    UnsupportedError,
+    WeightsError,
+)
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.weight_loading import Fp8EPMoEMethod, UnquantizedEPMoEMethod
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.reference import oracle
 from modular_kernel.spec.router import RouterSpec
@@ -114,6 +120,55 @@ def test_quantization_by_config(config: object, quant: str) -> None:
     inputs = {"w13_input_scale", "w2_input_scale"} if "static" in quant else set()
     weights = {"w13_weight_scale", "w2_weight_scale"} if quant != "none" else set()
     assert scales == weights | inputs
+    if quant == "none":
+        assert type(layer.quant_method) is UnquantizedEPMoEMethod
+        assert (layer.use_fp8_w8a8, layer.activation_scheme) == (False, None)
+    else:
+        assert type(layer.quant_method) is Fp8EPMoEMethod
+        assert layer.quant_method.format.scheme == layer.problem.scheme
+        assert layer.use_fp8_w8a8
+        assert layer.activation_scheme == ("static" if "static" in quant else "dynamic")
+
+
+def test_other_schemes_have_no_method() -> None:
+    for quant in ("int8_w8a8_channel", "fp8_w8a8_channel"):
+        layer = EPMoE(E, K, H, I, torch.bfloat16, quant_config=quant)
+        assert layer.quant_method is None
+        assert layer.use_fp8_w8a8 == quant.startswith("fp8")
+        assert layer.activation_scheme == "dynamic"
+
+
+def test_it_keeps_the_router_s_arguments() -> None:
+    layer = EPMoE(E, K, H, I, torch.float32, correction_bias=BIAS, **GROUPED)
+    assert layer.use_grouped_topk
+    assert (layer.num_expert_group, layer.topk_group) == (4, 2)
+    assert torch.equal(layer.correction_bias, BIAS)
+    plain = EPMoE(E, K, H, I, torch.float32)
+    facts = plain.use_grouped_topk, plain.num_expert_group, plain.topk_group, plain.correction_bias
+    assert facts == (False, None, None, None)
+
+
+def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
+    """Load by `weight_loader`, then call each module's quant_method, as engines do."""
+    sample = Sample(RouterSpec(K, renormalize=True))
+    layer = EPMoE(E, K, H, I, torch.float32)
+    with pytest.raises(WeightsError):
+        layer.quant_method.process_weights_after_loading(layer)
+    w1, w2 = sample.plain.w1, sample.plain.w2
+    shards = {"w1": w1[:, :I], "w3": w1[:, I:], "w2": w2}
+    for prefix, _, expert, shard in EPMoE.make_expert_params_mapping("gate", "down", "up", E):
+        name = f"{prefix}weight".removeprefix("experts.")
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, shards[shard][expert], name, shard, expert)
+    for module in torch.nn.Sequential(layer).modules():
+        if getattr(module, "quant_method", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+    want = EPMoE(E, K, H, I, torch.float32)
+    want.set_weights(sample.plain)
+    got = layer(sample.x_TH, sample.logits)
+    assert torch.equal(got, want(sample.x_TH, sample.logits))
+    with pytest.raises(UnsupportedError, match="got Linear, need an EPMoE"):
+        layer.quant_method.process_weights_after_loading(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ ROWS = {
     "E1": Row("EPMoE by the field's arguments, EP over the TP group", (
         f"{EP_LAYER}::test_parts_sum_to_the_whole",
         f"{EP_LAYER}::test_the_group_says_where",
+        f"{EP_LAYER}::test_it_keeps_the_router_s_arguments",
         f"{EP_LAYER}::test_bad_input",
     )),
     "E2": Row("which experts a rank holds; grouped top-k needs both arguments", (
@@ -105,6 +106,8 @@ ROWS = {
     "E18": Row("create_weights of the unquantized and the float8 method", (
         f"{LOADING}::test_the_methods_of_the_seed_create_its_parameters",
         f"{EP_LAYER}::test_quantization_by_config",
+        f"{EP_LAYER}::test_an_engine_that_walks_quant_methods_processes_the_weights",
+        f"{LOADING}::test_the_float8_method_takes_what_ep_moe_takes",
     )),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,8 +226,27 @@ def test_the_methods_of_the_seed_create_its_parameters() -> None:
         "w2_input_scale": ((2,), torch.float32, ""),
     }
     assert layer.w13_input_scale.tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match="need a float8 format"):
-        Fp8EPMoEMethod(None)
+    for config in (None, "int8_w8a8_channel", "fp8_w8a8_channel"):
+        with pytest.raises(ConfigurationError, match="need a float8 format"):
+            Fp8EPMoEMethod(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        (SimpleNamespace(activation_scheme="dynamic"), "fp8_w8a8_tensor"),
+        (SimpleNamespace(activation_scheme="static"), "fp8_w8a8_tensor:static=true"),
+        (
+            SimpleNamespace(activation_scheme="dynamic", weight_block_size=[64, 32]),
+            "fp8_w8a8_block:block=64x32",
+        ),
+        ("fp8_w8a8_tensor:static=true", "fp8_w8a8_tensor:static=true"),
+        ("fp8_w8a8_block:block=64x32", "fp8_w8a8_block:block=64x32"),
+    ],
+    ids=str,
+)
+def test_the_float8_method_takes_what_ep_moe_takes(config: object, scheme: str) -> None:
+    assert str(Fp8EPMoEMethod(config).format.scheme) == scheme
 
 
 def static_loader() -> tuple[ExpertLoader, torch.nn.Module]:

@@ -83,7 +83,8 @@ def fused_experts(case: FusedCase) -> FuzzOutcome:
         "activation": str(problem.activation) if case.activation_as_text else problem.act,
         "apply_router_weight_on_input": problem.apply_router_weight_on_input,
         "inplace": problem.inplace,
-        "no_combine": problem.combine is Combine.TOPK_WEIGHTED,
+        "no_combine": problem.combine is not Combine.SUM,
+        "no_combine_keep_router_weight": problem.combine is Combine.TOPK_WEIGHTED,
         "routed_scaling_factor": problem.routed_scaling_factor,
     }
     options: dict[str, Any] = _options(problem)
@@ -122,8 +123,10 @@ def fused_experts(case: FusedCase) -> FuzzOutcome:
 def _fused_problem(fields: dict[str, Any]) -> Problem:
     """Return a problem that fused_experts can express."""
     problem = Problem(**fields)
-    if problem.scheme.name in _NO_FLAG or problem.combine is Combine.TOPK_UNWEIGHTED:
-        problem = replace(problem, quant="none", combine=Combine.SUM)
+    if problem.scheme.name in _NO_FLAG:
+        problem = replace(problem, quant="none")
+    if problem.combine is not Combine.SUM:  # rows that are not summed are not scaled
+        problem = replace(problem, routed_scaling_factor=1.0)
     return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
 
 

@@ -1,0 +1,111 @@
+"""Calls of one MoE layer of SGLang on `MoeRunner`, decided once per layer.
+
+The first call decides whether this package or SGLang's own runner computes the layer, and logs one
+line. SGLang itself is not imported.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import ModularKernelError, UnsupportedError
+from modular_kernel.integrations.moe_runner import MoeRunner
+from modular_kernel.integrations.runner_formats import StandardDispatchOutput
+from modular_kernel.integrations.sglang import translation
+from modular_kernel.settings import read_settings
+
+_LOG = logging.getLogger("modular_kernel.integrations.sglang")
+
+
+class LayerRunner:
+    """Computes a layer's calls, or passes them to SGLang's runner.
+
+    config: SGLang's MoeRunnerConfig. It is read in the first call, since SGLang changes it while it
+        builds the layer. fallback: SGLang's runner, called with the arguments of `run`.
+    """
+
+    def __init__(self, config: Any, fallback: Callable[[Any, Any, Any], Any]) -> None:
+        self.config, self._fallback = config, fallback
+        self._runner: MoeRunner | None = None
+        self._interleaved = False
+        self.refusal: str | None = None
+
+    def run(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
+        """Return the output, a tensor; or what the fallback returns.
+
+        A call that this package does not support goes to the fallback: all calls of the layer if it
+        is the first, otherwise only this one. Other errors are raised.
+        """
+        if self.refusal is None:
+            reason = unsupported_call(dispatch_output)
+            if reason is None and self._runner is not None:
+                return self._run(dispatch_output, quant_info)
+            if reason is None:
+                return self._run_first(dispatch_output, quant_info, config)
+            self._refuse(reason, permanently=self._runner is None)
+        return self._fallback(dispatch_output, quant_info, config)
+
+    def _run_first(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
+        try:
+            info, self._interleaved = translation.quant_info(quant_info)
+            ours = translation.runner_config(config, interleaved=self._interleaved)
+            device = dispatch_output.hidden_states.device
+            self._runner = MoeRunner(backend_on(device), ours)
+            output = self._run(dispatch_output, quant_info)
+        except ModularKernelError as error:  # raised before anything is launched
+            self._runner = None
+            self._refuse(str(error), permanently=True)
+            return self._fallback(dispatch_output, quant_info, config)
+        layer, backend = self.config.layer_id, self._runner.runner_backend
+        _LOG.info("MoE layer %s runs on modular_kernel (%s, %s)", layer, backend, info.scheme())
+        return output
+
+    def _run(self, dispatch_output: Any, quant_info: Any) -> torch.Tensor:
+        assert self._runner is not None
+        info, interleaved = translation.quant_info(quant_info)
+        if interleaved != self._interleaved:
+            need = f"{self._interleaved}, as in the layer's first call"
+            raise UnsupportedError("fuse_swiglu_interleaved", got=interleaved, need=need)
+        topk = dispatch_output.topk_output
+        given = StandardDispatchOutput(
+            dispatch_output.hidden_states, (topk.topk_weights, topk.topk_ids, None)
+        )
+        output: torch.Tensor = self._runner.run(given, info).hidden_states
+        return output
+
+    def _refuse(self, reason: str, *, permanently: bool) -> None:
+        log_refusal(self.config.layer_id, reason)
+        if permanently:
+            self.refusal = reason
+
+
+def log_refusal(layer: object, reason: str) -> None:
+    """Log that SGLang's own runner computes a layer, and why."""
+    first_line = reason.splitlines()[0] if reason else "unknown"
+    _LOG.warning("MoE layer %s runs on SGLang's triton, not modular_kernel: %s", layer, first_line)
+
+
+def unsupported_call(dispatch_output: Any) -> str | None:
+    """Return why a call cannot run here, whatever its weights; None if it can.
+
+    A pre-quantized copy of the tokens is not read: the tokens beside it are unquantized, and a part
+    quantizes them itself.
+    """
+    format = getattr(dispatch_output.format, "value", dispatch_output.format)
+    if format != "standard":
+        return f"dispatch format: got {format}, need standard"
+    if dispatch_output.hidden_states_scale is not None:
+        return "hidden_states_scale: got a tensor, need None: tokens that are not quantized"
+    topk = dispatch_output.topk_output
+    if not hasattr(topk, "topk_ids") or not hasattr(topk, "topk_weights"):
+        return f"topk_output: got {type(topk).__name__}, need topk_weights and topk_ids"
+    return None
+
+
+def backend_on(device: torch.device) -> str:
+    """Return the backend of `MoeRunner` for a device."""
+    if device.type != "cpu" or read_settings().triton_interpret:
+        return "triton"
+    return "torch"

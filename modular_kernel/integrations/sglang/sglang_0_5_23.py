@@ -1,0 +1,183 @@
+"""Registration of the backend "modular_kernel" in SGLang 0.5.23: all that depends on SGLang.
+
+SGLang's quantization methods decide by the selected backend how they lay out weights, and many
+create `MoeRunner` with a fixed one. So a layer that would run on "triton" runs here if the selected
+backend is "modular_kernel": `is_triton` is True of that name, and `MoeRunner.__init__` replaces
+"triton" by it. Both changes go through SGLang's HookRegistry and do nothing if another backend is
+selected. A fused operation cannot be registered: `FusedOpPool.register_fused_func` accepts only
+SGLang's own names.
+"""
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from modular_kernel.utils.after_import import call_after_import
+
+_LOG = logging.getLogger("modular_kernel.integrations.sglang")
+NAME = "modular_kernel"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.runner"
+_UTILS = "sglang.srt.layers.moe.utils"
+_INIT_ARGUMENTS = ["self", "runner_backend", "config", "lora_enabled"]
+
+
+def install() -> None:
+    """Add the choice of `--moe-runner-backend`, and the backend once SGLang has its MoE modules.
+
+    A launcher process parses arguments before it imports them, if ever. Raises an exception if a
+    module or an attribute is missing.
+    """
+    from sglang.srt.arg_groups.choices import (
+        MOE_RUNNER_BACKEND_CHOICES,
+        add_moe_runner_backend_choices,
+    )
+
+    if _RUNNER in sys.modules:
+        _install_backend()
+    else:
+        call_after_import(_RUNNER, _install_backend_later)
+    if NAME not in MOE_RUNNER_BACKEND_CHOICES:
+        add_moe_runner_backend_choices([NAME])
+
+
+def _install_backend_later() -> None:
+    """Install the backend and its hooks; log a failure, since SGLang is importing a module."""
+    try:
+        _install_backend()
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        HookRegistry.apply_hooks()
+    except Exception as error:  # noqa: BLE001  (an import of SGLang must not fail)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _LOG.warning("SGLang runs without the MoE backend modular_kernel: %s", reason)
+
+
+def _install_backend() -> None:
+    """Register the core and the hooks, once; SGLang applies the hooks after its plugins."""
+    from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, FusedOpPool
+    from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
+    from sglang.srt.layers.moe.utils import (
+        RegisteredMoeRunnerBackend,
+        get_moe_a2a_backend,
+        get_moe_runner_backend,
+        resolve_moe_runner_backend,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    used = (
+        get_moe_a2a_backend,
+        get_moe_runner_backend,
+        FusedOpPool.get_fused_func,
+        RegisteredMoeRunnerBackend.is_triton,
+    )
+    if not all(callable(function) for function in used):
+        raise TypeError(f"functions of SGLang's MoE runners: got {used}, need callables")
+    arguments = list(inspect.signature(MoeRunner.__init__).parameters)
+    if arguments != _INIT_ARGUMENTS:
+        raise TypeError(f"MoeRunner.__init__: got {arguments}, need {_INIT_ARGUMENTS}")
+    try:
+        resolve_moe_runner_backend(NAME)
+    except ValueError:
+        core = type("ModularKernelRunnerCore", (RunnerCore, DispatchMoeRunnerCore), {})
+        register_moe_runner_core(NAME, core)
+        for target, hook in (
+            (f"{_UTILS}.RegisteredMoeRunnerBackend.is_triton", is_triton),
+            (f"{_RUNNER}.MoeRunner.__init__", init_runner),
+        ):
+            source = HookSource(NAME, "modular-kernel")
+            HookRegistry.register(target, hook, HookType.AROUND, source=source)
+
+
+def is_triton(original: Callable[[Any], bool], backend: Any) -> bool:
+    """Return whether a backend reads weights as SGLang's triton does."""
+    return backend.value == NAME or original(backend)
+
+
+def init_runner(
+    original: Callable[..., None],
+    runner: Any,
+    runner_backend: Any,
+    config: Any,
+    lora_enabled: bool = False,
+) -> None:
+    """Initialize SGLang's MoeRunner with our core in place of "triton", if it is selected."""
+    from sglang.srt.layers.moe.utils import (
+        MoeRunnerBackend,
+        get_moe_runner_backend,
+        resolve_moe_runner_backend,
+    )
+
+    names = runner_backend.value, get_moe_runner_backend().value
+    if runner_backend.is_triton() and NAME in names:
+        reason = _refusal(config, lora_enabled=lora_enabled)
+        if reason is None:
+            runner_backend = resolve_moe_runner_backend(NAME)
+        else:
+            from modular_kernel.integrations.sglang.layer_runner import log_refusal
+
+            log_refusal(config.layer_id, reason)
+            runner_backend = MoeRunnerBackend.TRITON
+    original(runner, runner_backend, config, lora_enabled)
+
+
+def _refusal(config: Any, *, lora_enabled: bool) -> str | None:
+    """Return why a layer cannot run here, by what is known when it is built; None if it can."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    from modular_kernel.errors import ModularKernelError
+    from modular_kernel.integrations.sglang.translation import runner_config
+
+    if lora_enabled:
+        return "lora_enabled: got True, need False"
+    all2all = get_moe_a2a_backend()
+    if not all2all.is_none():
+        return f"--moe-a2a-backend: got {all2all.value}, need none"
+    try:
+        runner_config(config)
+    except ModularKernelError as error:
+        return str(error)
+    return None
+
+
+class RunnerCore:
+    """The body of our DispatchMoeRunnerCore; the base class is added when it is registered."""
+
+    def __init__(self, config: Any) -> None:
+        from modular_kernel.integrations.sglang.layer_runner import LayerRunner
+
+        self.config = config
+        self.layer_runner = LayerRunner(config, run_triton)
+
+    @property
+    def runner_backend(self) -> Any:
+        """The backend as SGLang represents it."""
+        from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+        return resolve_moe_runner_backend(NAME)
+
+    def run_from_dispatch(
+        self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None
+    ) -> Any:
+        """Return SGLang's combine input for a dispatch output. hooks: of LoRA; None."""
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+        if hooks is not None:
+            raise NotImplementedError("LoRA hooks of modular_kernel: got hooks, need None")
+        output = self.layer_runner.run(dispatch_output, quant_info, config)
+        if isinstance(output, StandardCombineInput):
+            return output
+        return StandardCombineInput(hidden_states=output)
+
+
+def run_triton(dispatch_output: Any, quant_info: Any, config: Any) -> Any:
+    """Return what SGLang's triton backend returns for a dispatch output."""
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    all2all = get_moe_a2a_backend().value
+    fused = FusedOpPool.get_fused_func(all2all, "triton")
+    if fused is None:
+        raise NotImplementedError(f"backend triton: got --moe-a2a-backend {all2all}, need none")
+    return fused(dispatch_output, quant_info, config)

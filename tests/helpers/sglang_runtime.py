@@ -1,0 +1,229 @@
+"""SGLang on a CPU: stand-ins for packages that its MoE layers import and do not use, and layers.
+
+Importing this module makes SGLang importable. `start` publishes a configuration in this process.
+"""
+
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+
+ABSENT = (
+    *("flashinfer", "humming", "sgl_kernel", "soundfile", "timm", "torchao", "torchcodec"),
+    *("torchvision", "quack"),
+)
+NAME = "modular_kernel"
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Finds the packages of ABSENT, and their modules, as mocks."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.split(".")[0] not in ABSENT:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        module = MagicMock(name=spec.name)
+        module.__spec__, module.__path__, module.__name__ = spec, [], spec.name
+        module.__version__ = "99.0"
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_StandIns())
+
+
+def start(backend: str) -> None:
+    """Load the plugins, and publish the configuration of one rank with an MoE backend."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(model_path="dummy", device="cpu", moe_runner_backend=backend)
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+
+    initialize_moe_config()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    init_distributed_environment(1, 0, address, 0, backend="gloo")
+    initialize_model_parallel(backend="gloo")
+    from sglang.kernels.ops.quantization import fp8_kernel
+
+    fp8_kernel.sgl_per_tensor_quant_fp8 = _per_tensor_quant_fp8  # defined only with a GPU
+
+
+def select(backend: str) -> None:
+    """Select another MoE backend for the layers that are made next."""
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+    from sglang.srt.runtime_context import get_flags
+
+    get_flags().moe.runner_backend = resolve_moe_runner_backend(backend)
+
+
+def _per_tensor_quant_fp8(
+    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, is_static: bool
+) -> None:
+    """Quantize as SGLang's CUDA kernel of this name does."""
+    if not is_static:
+        scale.fill_(x.float().abs().max() / 448)
+    out.copy_((x.float() / scale).clamp(-448, 448))
+
+
+# ----------------------------------------------------------------------- quantization configs
+
+
+def fp8_config(**options: Any) -> Any:
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config(is_checkpoint_fp8_serialized=True, **options)
+
+
+def channel_config(scheme: str) -> Any:
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
+    from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
+
+    if scheme == "int8_w8a8_channel":
+        return W8A8Int8Config({})
+    return W8A8Fp8Config(is_checkpoint_fp8_serialized=True)
+
+
+def int8_block_config() -> Any:
+    from sglang.srt.layers.quantization.blockwise_int8 import BlockInt8Config
+
+    return BlockInt8Config(
+        is_checkpoint_int8_serialized=True, activation_scheme="dynamic", weight_block_size=[32, 32]
+    )
+
+
+def group_config(bits: int, *, zero_points: bool) -> Any:
+    """Return the config of GPTQ weights in groups of 32, that SGLang runs by moe_wna16."""
+    from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Config
+
+    full = {"bits": bits, "group_size": 32, "desc_act": False, "sym": not zero_points}
+    return MoeWNA16Config("gptq", bits, 32, zero_points, False, None, full)
+
+
+# ------------------------------------------------------------------------------------- layers
+
+
+def layer_inputs(problem: Problem) -> Inputs:
+    """Return random inputs, whose scales of weight groups have the dtype that layers store."""
+    inputs = make_inputs(problem, "uniform", torch.device("cpu"))
+    if problem.scheme.granularity != "group":
+        return inputs
+    scales = inputs.weights.w1_scale, inputs.weights.w2_scale
+    w1_scale, w2_scale = (scale.to(problem.dtype) for scale in scales)  # type: ignore[union-attr]
+    return replace(inputs, weights=replace(inputs.weights, w1_scale=w1_scale, w2_scale=w2_scale))
+
+
+def fused_moe(problem: Problem, quant_config: Any = None, **options: Any) -> Any:
+    """Return SGLang's FusedMoE of a problem, with memory for its weights."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    layer = FusedMoE(
+        num_experts=problem.experts,
+        hidden_size=problem.hidden,
+        intermediate_size=problem.intermediate,
+        layer_id=3,
+        top_k=problem.top_k,
+        params_dtype=problem.dtype,
+        quant_config=quant_config,
+        prefix="model.layers.3.mlp.experts",
+        with_bias=problem.bias,
+        routed_scaling_factor=problem.routed_scaling_factor,
+        apply_router_weight_on_input=problem.apply_router_weight_on_input,
+        **options,
+    )
+    if quant_config is None:  # on a machine without a GPU it would run SGLang's code for CPUs
+        layer.quant_method._forward_method = layer.quant_method.forward_cuda
+    return layer
+
+
+# Fields of ExpertWeights by the names that SGLang's quantization methods give them.
+_NAMES = {
+    "w1": ("w13_weight", "w13_qweight"),
+    "w2": ("w2_weight", "w2_qweight"),
+    "b1": ("w13_weight_bias",),
+    "b2": ("w2_weight_bias",),
+    "w1_scale": ("w13_weight_scale_inv", "w13_weight_scale", "w13_scales"),
+    "w2_scale": ("w2_weight_scale_inv", "w2_weight_scale", "w2_scales"),
+    "w1_zero_point": ("w13_qzeros",),
+    "w2_zero_point": ("w2_qzeros",),
+    "a1_scale": ("w13_input_scale",),
+    "a2_scale": ("w2_input_scale",),
+}
+
+
+def fill(layer: Any, weights: ExpertWeights) -> None:
+    """Write weights into the parameters of a layer, and let SGLang process them."""
+    parameters = dict(layer.named_parameters())
+    for name, names in _NAMES.items():
+        tensor = getattr(weights, name)
+        if tensor is None:
+            continue
+        (parameter,) = (parameters[n] for n in names if n in parameters)
+        if parameter.dim() == 2 and tensor.dim() == 1:
+            tensor = tensor[:, None].expand_as(parameter)  # one scale of gate, one of up
+        elif parameter.dim() == 3 and tensor.dim() == 2:
+            tensor = tensor[..., None]
+        parameter.data.copy_(tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def call(layer: Any, inputs: Inputs) -> torch.Tensor:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    routing = inputs.routing
+    topk = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK.int(), None)
+    output: torch.Tensor = layer(inputs.x_TH.clone(), topk)
+    return output
+
+
+def dispatched(inputs: Inputs) -> Any:
+    """Return SGLang's dispatch output of inputs on one rank."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    routing = inputs.routing
+    topk = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK.int(), None)
+    return StandardDispatchOutput(inputs.x_TH.clone(), None, topk)
+
+
+def run_core(problem: Problem, inputs: Inputs, info: Any, **options: Any) -> torch.Tensor:
+    """Return what SGLang's own MoeRunner returns for a dispatch output, with our backend."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    config = MoeRunnerConfig(
+        num_experts=problem.experts,
+        num_local_experts=problem.e,
+        top_k=problem.top_k,
+        layer_id=5,
+        inplace=False,
+        routed_scaling_factor=problem.routed_scaling_factor,
+        **options,
+    )
+    runner = MoeRunner(resolve_moe_runner_backend(NAME), config)
+    output: torch.Tensor = runner.run(dispatched(inputs), info).hidden_states
+    return output

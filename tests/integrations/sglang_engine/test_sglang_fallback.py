@@ -1,0 +1,141 @@
+"""What this package does not support runs on SGLang's triton, with one line that says why."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from sglang_runtime import dispatched, fill, fused_moe, layer_inputs, run_core, select
+
+from modular_kernel.spec.problem import Problem
+
+BASE = Problem(tokens=5, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.bfloat16)
+TRITON = "sglang.srt.layers.moe.moe_runner.triton"
+
+
+@pytest.fixture
+def triton_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Replace the fused operation of SGLang's triton, which needs a GPU, and record its calls."""
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    calls: list[tuple[Any, ...]] = []
+
+    def run(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return StandardCombineInput(torch.full_like(arguments[0].hidden_states, 7))
+
+    monkeypatch.setitem(FusedOpPool._fused_funcs, ("none", "triton"), run)
+    return calls
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "SGLang's triton" in r.getMessage()]
+
+
+BUILT: dict[str, tuple[dict[str, Any], str]] = {
+    "silu_rounded": ({"activation": "silu_rounded"}, "activation: got silu_rounded, need one of"),
+    "swiglu_limit twice": (
+        {"swiglu_limit": 10.0, "gemm1_clamp_limit": 7.0},
+        "swiglu_limit: got gemm1_alpha or gemm1_clamp_limit too",
+    ),
+    "beta": ({"gemm1_beta": 0.5}, "gemm1_beta: got 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_layer_refused_when_it_is_built_has_sglang_s_runner(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore
+
+    options, reason = BUILT[name]
+    layer = fused_moe(BASE, **options)
+    assert layer.runner_backend.value == "triton"
+    assert type(layer.runner.runner_core) is TritonRunnerCore
+    assert layer.runner.fused_func is not None
+    (line,) = refusals(caplog)
+    assert line.startswith("MoE layer 3 runs on SGLang's triton, not modular_kernel: " + reason)
+
+
+def test_a_layer_refused_in_its_first_call_runs_on_triton_from_then_on(
+    triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    inputs = layer_inputs(BASE)
+    layer = fused_moe(BASE)
+    fill(layer, inputs.weights)
+    narrow = TritonMoeQuantInfo(layer.w13_weight[:, :, :32], layer.w2_weight)
+    given = dispatched(inputs)
+    for _ in range(2):
+        assert torch.all(layer.runner.run(given, narrow).hidden_states == 7)
+    assert triton_calls == [(given, narrow, layer.moe_runner_config)] * 2
+    (line,) = refusals(caplog)
+    assert line.startswith("MoE layer 3 runs on SGLang's triton, not modular_kernel: ")
+    assert "got (4, 64, 32), need (E, N, H) with H = 64" in line
+
+
+def test_records_and_calls_that_are_not_read(
+    triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+    from sglang.srt.layers.moe.topk import PackedTopKOutput
+
+    inputs = layer_inputs(BASE)
+    weights = inputs.weights.w1, inputs.weights.w2
+    run_core(BASE, inputs, TritonMoeQuantInfo(*weights, use_mxfp8=True))
+    assert refusals(caplog)[-1].endswith("use_mxfp8: got True, need False")
+    layer = fused_moe(BASE)
+    packed = dispatched(inputs)._replace(topk_output=PackedTopKOutput(torch.zeros(5, 2), None))
+    info = TritonMoeQuantInfo(*weights)
+    layer.runner.run(packed, info)
+    assert refusals(caplog)[-1].endswith("got PackedTopKOutput, need topk_weights and topk_ids")
+    assert len(triton_calls) == 2
+
+
+def test_a_later_call_of_another_kind_goes_to_triton_alone(
+    triton_calls: list[tuple[Any, ...]],
+) -> None:
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    inputs = layer_inputs(BASE)
+    layer = fused_moe(BASE)
+    info = TritonMoeQuantInfo(inputs.weights.w1, inputs.weights.w2)
+    given = dispatched(inputs)
+    want = layer.runner.run(given._replace(hidden_states=inputs.x_TH.clone()), info).hidden_states
+    scaled = given._replace(hidden_states_scale=torch.ones(5, 4))
+    assert torch.all(layer.runner.run(scaled, info).hidden_states == 7)
+    again = layer.runner.run(given._replace(hidden_states=inputs.x_TH.clone()), info).hidden_states
+    assert torch.equal(again, want)
+    assert len(triton_calls) == 1
+
+
+def test_lora_and_exchanges_stay_with_sglang(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
+    from sglang.srt.layers.moe.utils import MoeA2ABackend, resolve_moe_runner_backend
+    from sglang.srt.runtime_context import get_flags
+
+    ours = resolve_moe_runner_backend("modular_kernel")
+    runner = MoeRunner(ours, MoeRunnerConfig(layer_id=1), lora_enabled=True)
+    assert runner.runner_backend.value == "triton"
+    monkeypatch.setattr(get_flags().moe, "a2a_backend", MoeA2ABackend.DEEPEP)
+    runner = MoeRunner(ours, MoeRunnerConfig(layer_id=2))
+    assert runner.runner_backend.value == "triton"
+    reasons = "lora_enabled: got True, need False", "--moe-a2a-backend: got deepep, need none"
+    assert refusals(caplog) == [
+        f"MoE layer {layer} runs on SGLang's triton, not modular_kernel: {reason}"
+        for layer, reason in enumerate(reasons, start=1)
+    ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_another_backend_is_left_alone(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    select(backend)
+    with caplog.at_level(logging.INFO):
+        layer = fused_moe(BASE)
+    assert layer.runner_backend.value == "triton"
+    assert layer.runner.fused_func.__module__ == TRITON
+    assert "modular_kernel" not in caplog.text

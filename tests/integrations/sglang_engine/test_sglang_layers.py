@@ -1,0 +1,183 @@
+"""SGLang's own layers return our numbers, for every scheme that they pass to a runner."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sglang_runtime import (
+    call,
+    channel_config,
+    dispatched,
+    fill,
+    fp8_config,
+    fused_moe,
+    group_config,
+    int8_block_config,
+    layer_inputs,
+    run_core,
+)
+
+from modular_kernel.integrations.sglang import layer_runner
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.testing.cases.inputs import Inputs
+from modular_kernel.testing.verify.compare import compare
+
+BASE = Problem(
+    tokens=24, hidden=64, intermediate=64, experts=6, top_k=2, dtype=torch.bfloat16,
+    routed_scaling_factor=1.5,
+)  # fmt: skip
+
+
+def check_numbers(got: torch.Tensor, inputs: Inputs, problem: Problem) -> None:
+    facts = inputs.x_TH, inputs.weights, inputs.routing, problem
+    found = compare(got, oracle(*facts), recipe(*facts), problem)
+    assert not found.problems, found
+
+
+SCHEMES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "fp8_w8a8_channel": lambda: channel_config("fp8_w8a8_channel"),
+    "fp8_w8a8_block:block=32x32": lambda: fp8_config(weight_block_size=[32, 32]),
+    "fp8_w8a8_tensor": lambda: fp8_config(activation_scheme="dynamic"),
+    "fp8_w8a8_tensor:static=true": lambda: fp8_config(activation_scheme="static"),
+    "int8_w8a8_channel": lambda: channel_config("int8_w8a8_channel"),
+    "int8_w8a8_block:block=32x32": int8_block_config,
+    "int4_w4a16_group:group=32": lambda: group_config(4, zero_points=False),
+    "int4_w4a16_group:group=32,zero_points=true": lambda: group_config(4, zero_points=True),
+    "int8_w8a16_group:group=32": lambda: group_config(8, zero_points=False),
+    "int8_w8a16_group:group=32,zero_points=true": lambda: group_config(8, zero_points=True),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_a_layer_returns_our_numbers(
+    quant: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layer_runner, "backend_on", lambda device: backend)
+    problem = replace(BASE, quant=quant)
+    inputs = layer_inputs(problem)
+    layer = fused_moe(problem, SCHEMES[quant]())
+    fill(layer, inputs.weights)
+    with caplog.at_level(logging.INFO):
+        got = call(layer, inputs)
+    check_numbers(got, inputs, problem)
+    assert layer.runner_backend.value == "modular_kernel"
+    assert f"MoE layer 3 runs on modular_kernel ({backend}, {quant})" in caplog.text
+    assert "SGLang's triton" not in caplog.text
+
+
+OAI = "swiglu_oai:alpha=1.702,limit=7.0,interleaved="
+# Options of SGLang's layer -> fields of the problem.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gelu": ({"activation": "gelu"}, {"activation": "gelu"}),
+    "gelu_tanh": ({"activation": "gelu_tanh"}, {"activation": "gelu_tanh"}),
+    "relu2": ({"activation": "relu2", "is_gated": False}, {"activation": "relu2"}),
+    "no gate": ({"is_gated": False}, {"activation": "silu_no_mul"}),
+    "swiglu_limit": ({"swiglu_limit": 10.0}, {"activation": "swiglu_clamp_before:limit=10"}),
+    "clamp": ({"gemm1_clamp_limit": 1.0}, {"activation": "swiglu_clamp_after:limit=1"}),
+    "gpt-oss": (
+        {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0},
+        {"activation": OAI + "true", "bias": True},
+    ),
+    "gpt-oss, split": (
+        {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False},
+        {"activation": OAI + "false", "bias": True},
+    ),
+    "situ": ({"activation": "situ", "gemm1_alpha": 3.0}, {"activation": "situ:alpha=3"}),
+    "weight on input": ({}, {"apply_router_weight_on_input": True, "top_k": 1}),
+    "float16": ({}, {"dtype": torch.float16}),
+    "float32": ({}, {"dtype": torch.float32}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_layer_reach_the_kernels(name: str) -> None:
+    options, facts = OPTIONS[name]
+    problem = replace(BASE, **facts)
+    inputs = layer_inputs(problem)
+    layer = fused_moe(problem, **options)
+    fill(layer, inputs.weights)
+    check_numbers(call(layer, inputs), inputs, problem)
+    assert layer.runner.runner_core.layer_runner.refusal is None
+
+
+def info_of(inputs: Inputs, **options: Any) -> Any:
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    return TritonMoeQuantInfo(inputs.weights.w1, inputs.weights.w2, **options)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_rows_that_are_not_combined(keep: bool) -> None:
+    combine = Combine.TOPK_WEIGHTED if keep else Combine.TOPK_UNWEIGHTED
+    problem = replace(BASE, combine=combine, routed_scaling_factor=1.0)
+    inputs = layer_inputs(problem)
+    scaled = replace(problem, routed_scaling_factor=2.5)  # SGLang leaves it to the caller
+    options = {"no_combine": True, "no_combine_keep_router_weight": keep}
+    check_numbers(run_core(scaled, inputs, info_of(inputs), **options), inputs, problem)
+
+
+def test_rows_of_w13_that_sglang_has_interleaved() -> None:
+    problem = replace(BASE, activation="silu:interleaved=true")
+    inputs = layer_inputs(problem)
+    got = run_core(problem, inputs, info_of(inputs, fuse_swiglu_interleaved=True))
+    check_numbers(got, inputs, problem)
+
+
+def test_experts_of_other_ranks_are_skipped() -> None:
+    """SGLang's dispatcher has mapped their ids to -1."""
+    inputs = layer_inputs(BASE)
+    ids_TK = torch.where(inputs.routing.topk_ids_TK % 3 == 1, -1, inputs.routing.topk_ids_TK)
+    inputs = replace(inputs, routing=replace(inputs.routing, topk_ids_TK=ids_TK))
+    wide = replace(BASE, experts=18, local_experts=6, expert_map=True)
+    check_numbers(run_core(wide, inputs, info_of(inputs)), inputs, BASE)
+
+
+def test_no_tokens() -> None:
+    problem = replace(BASE, tokens=0)
+    inputs = layer_inputs(problem)
+    assert run_core(problem, inputs, info_of(inputs)).shape == (0, BASE.hidden)
+
+
+def test_a_layer_overwrites_its_tokens() -> None:
+    """As with triton: the layer's `inplace` is True unless its model says otherwise."""
+    inputs = layer_inputs(BASE)
+    layer = fused_moe(BASE)
+    fill(layer, inputs.weights)
+    given = dispatched(inputs)
+    got = layer.run_moe_core(given).hidden_states
+    assert got is given.hidden_states
+    check_numbers(got, inputs, BASE)
+
+
+def compressed_tensors_info(inputs: Inputs) -> Any:
+    """Return SGLang's record of int4 weights that compressed-tensors has packed by eight."""
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_wNa16_moe as module,
+    )
+
+    layer, weights = torch.nn.Module(), inputs.weights
+    for name, packed, scale in (
+        ("w13", weights.w1, weights.w1_scale),
+        ("w2", weights.w2, weights.w2_scale),
+    ):
+        assert scale is not None
+        words = packed.contiguous().view(torch.int32).transpose(1, 2)
+        layer.register_parameter(f"{name}_weight_packed", torch.nn.Parameter(words, False))
+        groups = torch.nn.Parameter(scale.transpose(1, 2), False)
+        layer.register_parameter(f"{name}_weight_scale", groups)
+    scheme = object.__new__(module.CompressedTensorsWNA16TritonMoE)
+    scheme.group_size = 32
+    scheme.process_weights_after_loading(layer)
+    return scheme.get_triton_quant_info(layer)
+
+
+def test_int4_weights_of_compressed_tensors() -> None:
+    problem = replace(BASE, quant="int4_w4a16_group:group=32")
+    inputs = layer_inputs(problem)
+    check_numbers(run_core(problem, inputs, compressed_tensors_info(inputs)), inputs, problem)

@@ -1,0 +1,142 @@
+"""The plugin as SGLang loads it: what it changes, when it is off, and what it costs to load."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang_program
+
+from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunnerConfig
+from modular_kernel.integrations.sglang import VERSIONS, register, sglang_0_5_23
+from modular_kernel.settings import child_environment
+
+PROGRAM = Path(sglang_program.__file__)
+
+
+def selected(backend: str, **variables: str) -> dict[str, Any]:
+    """Run the program in a process of its own, and return what it prints."""
+    environment = child_environment(interpreted=True) | variables
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), backend],
+        capture_output=True, text=True, env=environment, check=False, timeout=280,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-2000:]
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def test_selected_it_runs_every_layer() -> None:
+    facts = selected("modular_kernel")
+    assert set(map(tuple, facts["selected"].values())) == {
+        ("modular_kernel", "ModularKernelRunnerCore", None)
+    }
+    assert facts["choices"].count("modular_kernel") == 1
+    assert facts["logs"] == []
+    assert not facts["loaded"], "loaded before a layer was built"
+    assert facts["seconds"] < 1
+
+
+def test_switched_off_sglang_selects_what_it_selects_without_us() -> None:
+    off = selected("auto", MK_SGLANG="0")
+    assert "modular_kernel" not in off["choices"]
+    assert off["selected"] == selected("auto")["selected"]
+    names = {name for name, _, _ in off["selected"].values()}
+    assert names == {"triton"}
+
+
+def test_its_name_is_an_error_where_it_is_switched_off() -> None:
+    with pytest.raises(
+        AssertionError, match=r"modular_kernel.* is neither built in nor registered"
+    ):
+        selected("modular_kernel", MK_SGLANG="0")
+
+
+def test_a_version_that_was_not_tried_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = sys.modules["modular_kernel.integrations.sglang"]
+    monkeypatch.setattr(module, "version", lambda name: "0.6.0")
+    monkeypatch.setattr(module, "import_module", pytest.fail)
+    register()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "SGLang runs without the MoE backend modular_kernel: got SGLang 0.6.0, need 0.5.23"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "words"),
+    [
+        ("sglang.srt.layers.moe.moe_runner.runner.register_moe_runner_core", None, "cannot import"),
+        ("sglang.srt.arg_groups.choices.add_moe_runner_backend_choices", None, "cannot import"),
+        (
+            "sglang.srt.layers.moe.moe_runner.runner.MoeRunner.__init__",
+            lambda self, backend: None,
+            "MoeRunner.__init__: got ['self', 'backend'], need",
+        ),
+        ("sglang.srt.layers.moe.utils.get_moe_a2a_backend", 1, "need callables"),
+    ],
+)
+def test_internals_that_have_moved_are_one_line(
+    target: str,
+    value: Any,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if value is None:
+        monkeypatch.delattr(target)
+    else:
+        monkeypatch.setattr(target, value)
+    register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("SGLang runs without the MoE backend modular_kernel: ")
+    assert words in record.getMessage()
+
+
+def test_it_may_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
+    from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    before = {target: list(hooks) for target, hooks in HookRegistry._hooks.items()}
+    register()
+    assert HookRegistry._hooks == before
+    assert MOE_RUNNER_BACKEND_CHOICES.count("modular_kernel") == 1
+    assert not caplog.records
+
+
+def test_a_fused_operation_still_cannot_have_a_registered_name() -> None:
+    """If this changes, the backend can have one, in place of its hook on MoeRunner."""
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
+
+    with pytest.raises(ValueError, match="modular_kernel"):
+        FusedOpPool.register_fused_func("none", sglang_0_5_23.NAME, lambda *arguments: None)
+
+
+def test_the_installed_version_is_one_that_was_tried() -> None:
+    from importlib.metadata import version
+
+    assert version("sglang") in VERSIONS
+
+
+def facts_of(record: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(record)}
+
+
+def test_fields_are_those_of_the_installed_sglang() -> None:
+    """A new field must be given a meaning here, or be refused by name."""
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig as Theirs
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    ours = facts_of(MoeRunnerConfig)
+    assert ours.pop("chunk_tokens") == 64 * 1024
+    assert ours == facts_of(Theirs)
+    assert list(ours) == list(facts_of(Theirs))
+    quant, theirs = facts_of(MoeQuantInfo), facts_of(TritonMoeQuantInfo)
+    assert theirs.keys() - quant.keys() == {"use_mxfp8", "fuse_swiglu_interleaved"}
+    shared = theirs.keys() & quant.keys()
+    assert {name: quant[name] for name in shared} == {name: theirs[name] for name in shared}

@@ -1,0 +1,156 @@
+"""MoeRunnerConfig has the fields of SGLang's, and each is honored or refused by name."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from fused_samples import BASE, E, K, T, close, layer, run
+from runner_calls import OUT, ran
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    ModularKernelError,
+    UnsupportedError,
+)
+from modular_kernel.integrations.fused_moe import fused_moe
+from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
+from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import ActivationSpec
+
+# Names, order and defaults of SGLang 0.5.23. tests/integrations/sglang_engine compares them with
+# the installed package.
+SGLANG_FIELDS: dict[str, Any] = {
+    "num_experts": None,
+    "num_local_experts": None,
+    "hidden_size": None,
+    "intermediate_size_per_partition": None,
+    "layer_id": None,
+    "top_k": None,
+    "num_fused_shared_experts": None,
+    "params_dtype": None,
+    "routing_method_type": None,
+    "runner_backend": None,
+    "activation": "silu",
+    "is_gated": True,
+    "apply_router_weight_on_input": False,
+    "inplace": True,
+    "no_combine": False,
+    "no_combine_keep_router_weight": False,
+    "routed_scaling_factor": None,
+    "gemm1_alpha": None,
+    "gemm1_beta": None,
+    "gemm1_clamp_limit": None,
+    "swiglu_limit": None,
+    "gate_up_interleaved": True,
+    "layer": None,
+    "use_tp_all_gather_activation": False,
+    "silu_mul_keep_fp32": False,
+}
+
+
+class Backend:
+    """A backend's name as SGLang carries it."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+
+def test_the_config_has_sglang_s_fields_and_one_more() -> None:
+    ours = {field.name: field.default for field in fields(MoeRunnerConfig)}
+    assert list(ours) == [*SGLANG_FIELDS, "chunk_tokens"]
+    assert {name: ours[name] for name in SGLANG_FIELDS} == SGLANG_FIELDS
+
+
+ACTIVATIONS: tuple[tuple[dict[str, Any], ActivationSpec], ...] = (
+    ({"is_gated": False}, ActivationSpec("silu_no_mul")),
+    ({"is_gated": False, "activation": "gelu_tanh"}, ActivationSpec("gelu_tanh_no_mul")),
+    ({"is_gated": False, "activation": "relu2"}, ActivationSpec("relu2")),
+    ({"activation": "relu2"}, ActivationSpec("relu2")),
+    ({"activation": "situ"}, ActivationSpec("situ", 4.0)),
+    (
+        {"activation": "situ", "gemm1_alpha": 3.0, "gemm1_clamp_limit": 2.0},
+        ActivationSpec("situ", 3.0, 2.0),
+    ),
+    ({"activation": "situ", "gemm1_clamp_limit": 2.0}, ActivationSpec("situ", 4.0, 2.0)),
+    ({"swiglu_limit": 10.0}, ActivationSpec("swiglu_clamp_before", limit=10.0)),
+    (
+        {"gemm1_alpha": 1.5, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0},
+        ActivationSpec("swiglu_oai", 1.5, 7.0, interleaved=True),
+    ),
+    (
+        {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False},
+        ActivationSpec("swiglu_oai", 1.5, 7.0),
+    ),
+    ({"gate_up_interleaved": False}, ActivationSpec()),
+)
+
+
+@pytest.mark.parametrize(("given", "spec"), ACTIVATIONS, ids=str)
+def test_fields_of_the_activation(given: dict[str, Any], spec: ActivationSpec) -> None:
+    assert MoeRunnerConfig(**given).activation_spec() == spec
+
+
+REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
+    ({"use_tp_all_gather_activation": True}, UnsupportedError, "use_tp_all_gather_activation"),
+    ({"silu_mul_keep_fp32": True}, UnsupportedError, "silu_mul_keep_fp32"),
+    ({"gemm1_beta": 1.0}, ConfigurationError, "gemm1_beta"),
+    (
+        {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 7.0, "gemm1_beta": 0.0},
+        ConfigurationError,
+        "gemm1_beta: got 0.0, need None, or 1",
+    ),
+    ({"swiglu_limit": 1.0, "gemm1_clamp_limit": 1.0}, ConfigurationError, "swiglu_limit"),
+    ({"swiglu_limit": 1.0, "activation": "gelu"}, ConfigurationError, "activation"),
+    ({"swiglu_limit": 1.0, "activation": "situ"}, ConfigurationError, "activation"),
+    ({"is_gated": False, "swiglu_limit": 1.0}, ConfigurationError, "swiglu_limit"),
+    ({"is_gated": False, "activation": "situ"}, ConfigurationError, "is_gated is False: got situ"),
+    ({"is_gated": 1}, ConfigurationError, "is_gated"),
+    ({"layer": "mlp"}, ConfigurationError, "layer"),
+    ({"params_dtype": "bfloat16"}, ConfigurationError, "params_dtype"),
+    ({"params_dtype": torch.bfloat16}, DtypeError, "w1: got torch.float32, need params_dtype = "),
+    ({"runner_backend": "deep_gemm"}, ConfigurationError, "got 'deep_gemm', need None or 'torch'"),
+    ({"runner_backend": Backend("cutlass")}, ConfigurationError, "got 'cutlass', need None or"),
+    ({"runner_backend": []}, ConfigurationError, r"got \[\], need None or"),
+    ({"routing_method_type": "renormalize"}, ConfigurationError, "routing_method_type"),
+)
+
+
+@pytest.mark.parametrize(("given", "error", "words"), REFUSED, ids=str)
+def test_values_that_no_part_implements_are_refused_by_name(
+    given: dict[str, Any], error: type[ModularKernelError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        ran(MoeRunner("torch", replace(OUT, **given)), BASE)
+
+
+def test_fields_without_an_effect_change_nothing() -> None:
+    x_TH, weights, routing = layer(BASE)
+    want = run(x_TH, weights, routing)
+    given: dict[str, Any] = {"layer": torch.nn.Identity(), "routing_method_type": 1}
+    given |= {"num_fused_shared_experts": None, "gate_up_interleaved": False}
+    assert torch.equal(run(x_TH, weights, routing, **given), want)
+    for backend in ("torch", Backend("torch")):
+        got = ran(MoeRunner("torch", replace(OUT, runner_backend=backend, **given)), BASE)
+        close(got, want.double(), 1e-6)
+    assert run(x_TH, weights, routing, runner_backend="triton") is not None
+    with pytest.raises(ConfigurationError, match="runner_backend of the config: got 'torch'"):
+        run(x_TH, weights, routing, runner_backend="torch")
+
+
+def test_logits_need_no_routing_method() -> None:
+    x_TH, weights, _ = layer(BASE)
+    with pytest.raises(ConfigurationError, match="routing_method_type: got 1, need None, or a"):
+        fused_moe(x_TH, weights.w1, weights.w2, torch.ones(T, E), top_k=K, routing_method_type=1)
+
+
+def test_rows_that_the_caller_sums_are_not_scaled() -> None:
+    x_TH, weights, routing = layer(BASE)
+    config = replace(OUT, no_combine=True, routed_scaling_factor=2.5)
+    want = oracle(x_TH, weights, routing, BASE)
+    rows_TKH = ran(MoeRunner("torch", config), BASE)
+    config = replace(config, no_combine_keep_router_weight=True)
+    weighted_TKH = ran(MoeRunner("torch", config), BASE)
+    close(weighted_TKH.sum(1), want, 1e-6)
+    close((rows_TKH * routing.topk_weights_TK[..., None]).sum(1), want, 1e-6)

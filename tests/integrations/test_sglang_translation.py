@@ -1,0 +1,228 @@
+"""The plugin for SGLang without SGLang: records by their fields, calls, and its entry function."""
+
+from dataclasses import dataclass, field, make_dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fused_samples import BASE, E, close, layer
+from runner_calls import info_of
+from test_runner_config import SGLANG_FIELDS
+
+from modular_kernel.errors import ConfigurationError, ModularKernelError, UnsupportedError
+from modular_kernel.integrations import sglang
+from modular_kernel.integrations.moe_runner import MoeRunnerConfig
+from modular_kernel.integrations.sglang import translation
+from modular_kernel.integrations.sglang.layer_runner import (
+    LayerRunner,
+    backend_on,
+    unsupported_call,
+)
+from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import ActivationSpec
+from modular_kernel.tensors import ExpertWeights, Routing
+
+# SGLang's config, as `dataclasses` sees it.
+TheirConfig: Any = make_dataclass(
+    "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in SGLANG_FIELDS.items()]
+)
+
+
+@dataclass
+class TritonMoeQuantInfo:
+    """SGLang's record of 0.5.23, with a field that it does not have."""
+
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    use_mxfp8: bool = False
+    use_fp8_w8a8: bool = False
+    use_int8_w8a8: bool = False
+    use_int8_w8a16: bool = False
+    use_int4_w4a16: bool = False
+    per_channel_quant: bool = False
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w13_zp: torch.Tensor | None = None
+    w2_zp: torch.Tensor | None = None
+    a13_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+    block_shape: list[int] | None = None
+    fuse_swiglu_interleaved: bool = False
+    use_new_layout: bool = False
+
+
+def their_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
+    tensors = vars(info_of(weights))
+    known = {n: v for n, v in tensors.items() if n in TritonMoeQuantInfo.__dataclass_fields__}
+    return TritonMoeQuantInfo(**known | flags)
+
+
+def test_fields_of_the_config_are_taken_by_name() -> None:
+    backend = SimpleNamespace(value="modular_kernel")
+    theirs = TheirConfig(
+        num_experts=8, num_local_experts=4, layer_id=3, layer=torch.nn.Identity(), top_k=2,
+        runner_backend=backend, params_dtype=torch.bfloat16, gemm1_alpha=1.7, gemm1_clamp_limit=7.0,
+        no_combine=True, inplace=False, routed_scaling_factor=2.5, num_fused_shared_experts=0,
+    )  # fmt: skip
+    ours = translation.runner_config(theirs)
+    for name in SGLANG_FIELDS.keys() - {"layer", "runner_backend"}:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert (ours.layer, ours.runner_backend) == (None, None)
+    assert translation.runner_config(TheirConfig()) == MoeRunnerConfig()
+
+
+def test_rows_that_sglang_has_interleaved() -> None:
+    ours = translation.runner_config(TheirConfig(), interleaved=True)
+    assert ours.activation_spec() == ActivationSpec(interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"activation": "silu_rounded"}, ConfigurationError, "activation: got silu_rounded"),
+        ({"gemm1_alpha": 1.7}, ConfigurationError, "limit"),
+        ({"silu_mul_keep_fp32": True}, UnsupportedError, "silu_mul_keep_fp32"),
+        ({"top_k": "2"}, ConfigurationError, "top_k"),
+    ],
+)
+def test_values_of_the_config_that_no_part_supports(
+    given: dict[str, Any], error: type[ModularKernelError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        translation.runner_config(TheirConfig(**given))
+
+
+def test_a_field_that_is_not_known_must_have_its_default() -> None:
+    fields = [*SGLANG_FIELDS.items(), ("moe_topology", None), ("clip_rows", 0)]
+    newer = make_dataclass(
+        "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in fields]
+    )
+    assert translation.runner_config(newer()) == MoeRunnerConfig()
+    assert translation.runner_config(newer(clip_rows=0)) == MoeRunnerConfig()
+    for given in ({"moe_topology": "ring"}, {"clip_rows": 1}):
+        (name,) = given
+        with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*its default"):
+            translation.runner_config(newer(**given))
+    with pytest.raises(ConfigurationError, match=r"TritonMoeQuantInfo.use_new_layout: got True"):
+        translation.quant_info(their_info(layer(BASE)[1], use_new_layout=True))
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp8_w8a8_tensor": {"use_fp8_w8a8": True},
+    "fp8_w8a8_tensor:static=true": {"use_fp8_w8a8": True},
+    "fp8_w8a8_channel": {"use_fp8_w8a8": True, "per_channel_quant": True},
+    "fp8_w8a8_block:block=32x32": {"use_fp8_w8a8": True, "block_shape": [32, 32]},
+    "int8_w8a8_channel": {"use_int8_w8a8": True, "per_channel_quant": True},
+    "int8_w8a8_block:block=32x32": {"use_int8_w8a8": True, "block_shape": [32, 32]},
+    "int8_w8a16_channel": {"use_int8_w8a16": True},
+    "int8_w8a16_group:group=32": {"use_int8_w8a16": True, "block_shape": [0, 32]},
+    "int4_w4a16_group:group=32": {"use_int4_w4a16": True, "block_shape": [0, 32]},
+    "int4_w4a16_group:group=32,zero_points=true": {
+        "use_int4_w4a16": True, "block_shape": [0, 32],
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Dispatched:
+    """SGLang's dispatch output in the standard format."""
+
+    hidden_states: torch.Tensor
+    topk_output: Any
+    hidden_states_scale: torch.Tensor | None = None
+    format: Any = field(default_factory=lambda: SimpleNamespace(value="standard"))
+
+
+def dispatched(x_TH: torch.Tensor, routing: Routing) -> Dispatched:
+    topk = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
+    return Dispatched(x_TH, topk)
+
+
+@pytest.mark.parametrize("quant", FLAGS)
+def test_flags_of_the_record_are_the_scheme(quant: str) -> None:
+    problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
+    x_TH, weights, routing = layer(problem)
+    theirs = their_info(weights, **FLAGS[quant])
+    info, interleaved = translation.quant_info(theirs)
+    assert (info.scheme(), interleaved) == (quant, False)
+    config = TheirConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
+    runner = LayerRunner(config, pytest.fail)
+    got = runner.run(dispatched(x_TH, routing), theirs, config)
+    close(got, oracle(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
+
+
+def test_records_that_are_not_read() -> None:
+    _, weights, _ = layer(BASE)
+    with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
+        translation.quant_info(their_info(weights, use_mxfp8=True))
+    with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need a Triton"):
+        translation.quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
+
+
+def test_calls_that_are_not_supported() -> None:
+    x_TH, _, routing = layer(BASE)
+    given = dispatched(x_TH, routing)
+    assert unsupported_call(given) is None
+    other = SimpleNamespace(value="deepep_ll")
+    assert unsupported_call(replace(given, format=other)) == (
+        "dispatch format: got deepep_ll, need standard"
+    )
+    assert "hidden_states_scale" in str(unsupported_call(replace(given, hidden_states_scale=x_TH)))
+    bypassed = unsupported_call(replace(given, topk_output=SimpleNamespace(router_logits=x_TH)))
+    assert bypassed == "topk_output: got SimpleNamespace, need topk_weights and topk_ids"
+
+
+def test_the_first_call_decides_for_the_layer(caplog: pytest.LogCaptureFixture) -> None:
+    x_TH, weights, routing = layer(BASE)
+    given, theirs = dispatched(x_TH, routing), their_info(weights)
+    config = TheirConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
+    runner = LayerRunner(config, lambda *arguments: arguments)
+    for _ in range(2):
+        assert runner.run(given, theirs, config) == (given, theirs, config)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("MoE layer 9 runs on SGLang's triton, not modular_kern")
+    assert runner.refusal == "x: got 64 hidden values, need hidden_size = 65"
+    # After a first call that ran here, an error is an error.
+    config = TheirConfig(inplace=False)
+    runner = LayerRunner(config, pytest.fail)
+    runner.run(given, theirs, config)
+    with pytest.raises(UnsupportedError, match="use_mxfp8"):
+        runner.run(given, replace(theirs, use_mxfp8=True), config)
+    with pytest.raises(UnsupportedError, match="fuse_swiglu_interleaved: got True, need False"):
+        runner.run(given, replace(theirs, fuse_swiglu_interleaved=True), config)
+
+
+def test_a_cpu_without_the_interpreter_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend_on(torch.device("cpu")) == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert backend_on(torch.device("cpu")) == "torch"
+    assert backend_on(torch.device("cuda")) == "triton"
+
+
+def test_without_sglang_the_entry_function_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> str:
+        raise ImportError(f"no package {name}")
+
+    monkeypatch.setattr(sglang, "version", missing)
+    sglang.register()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "SGLang runs without the MoE backend modular_kernel: ImportError: no package sglang"
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "false", " OFF ", "no"])
+def test_one_variable_switches_it_off(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MK_SGLANG", value)
+    monkeypatch.setattr(sglang, "version", pytest.fail)
+    sglang.register()
+    assert not caplog.records
