@@ -323,7 +323,7 @@ def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
 
 
 def test_the_verb_sizes_and_prints_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "deepseek-v3", "--worlds", "1,64", "--tokens-list", "128", "--net", "25")
+    words = ("--model", "glm-5", "--worlds", "1,64", "--tokens-list", "128", "--net", "25")
     code, out, _ = ended(capsys, *words)
     assert code == 0
     assert "TorchAll2AllPrepareAndFinalize x TritonExperts" in out
