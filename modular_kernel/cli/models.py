@@ -10,7 +10,9 @@ from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS, Model
 
 _SIZE_FIELDS = ("experts", "top_k", "hidden", "intermediate")
-_LEGEND = "E: number of experts. K: top-k. H: hidden size. I: intermediate size."
+_LEGEND = """E: number of experts. K: top-k. H: hidden size. I: intermediate size.
+quant: scheme of the published weights, which --quant replaces:
+"""
 _LAYERS = """
 Layers for benchmarks and tuning: plain SwiGLU, no bias, no scaling factor,
 router weight on the output. A layer has the sizes of a whole model, or of the
@@ -21,7 +23,7 @@ def list_models(
     types: Annotated[bool, option("List the model types of config.json instead.")] = False,
     as_json: AsJson = None,
 ) -> None:
-    """List the models that --model accepts by name, with their sizes and properties.
+    """List the models that --model accepts by name, with their sizes, quantization and properties.
 
     Layers and shards for benchmarks and tuning follow. --model also accepts the path of a
     config.json or of its folder.
@@ -29,18 +31,22 @@ def list_models(
     if types:
         _list_types(as_json)
         return
-    models = {name: {"source": m.source} | m.problem_fields() for name, m in MODELS.items()}
+    models = {
+        name: {"source": m.source, "quant": m.quant} | m.problem_fields()
+        for name, m in MODELS.items()
+    }
     output.print_result(
         {"models": models, "aliases": ALIASES, "layers": SHAPES}, as_json, _print_models
     )
 
 
 def _print_models() -> None:
-    output.line(_LEGEND)
+    schemes = dict.fromkeys(m.quant for m in MODELS.values() if m.quant != "none")
+    output.line(_LEGEND + ", ".join(f"{_short(scheme)} is {scheme}" for scheme in schemes) + ".")
     output.table(
-        ("model", "E", "K", "H", "I", "unlike plain SwiGLU"),
+        ("model", "E", "K", "H", "I", "quant", "unlike plain SwiGLU"),
         [
-            (name, m.experts, m.top_k, m.hidden, m.intermediate, ", ".join(_differences(m)))
+            (name, *(getattr(m, field) for field in _SIZE_FIELDS), _short(m.quant), _differences(m))
             for name, m in MODELS.items()
         ],
     )
@@ -55,12 +61,18 @@ def _print_models() -> None:
     )
 
 
-def _differences(model: Model) -> list[str]:
+def _short(quant: str) -> str:
+    """Return the name of the weights' dtype in a scheme, such as "int4"."""
+    return quant.partition("_")[0]
+
+
+def _differences(model: Model) -> str:
     """Describe the properties of a model that a plain SwiGLU layer does not have."""
     differences = [model.activation] if model.activation != "silu" else []
     differences += ["bias"] if model.bias else []
-    differences += ["router weight on input"] if model.on_input else []
-    return differences + ([f"output x {model.scaling}"] if model.scaling != 1.0 else [])
+    differences += ["weighted input"] if model.on_input else []
+    differences += [f"output x {model.scaling}"] if model.scaling != 1.0 else []
+    return ", ".join(differences)
 
 
 def _list_types(as_json: str | None) -> None:

@@ -1,7 +1,7 @@
 """Published MoE models by name, with the sizes of their layers from the config.json of `source`.
 
-Sizes and the scaling factor are of the routed experts, without shared experts. Quantization is not
-included: it depends on the checkpoint.
+Sizes and the scaling factor are of the routed experts, without shared experts. The quantization is
+that of the original publication; for other checkpoints of a model use their config.json.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Model:
 
     source: repository on the Hugging Face hub. activation: as for ActivationSpec.parse(). scaling:
     factor on the routed output. model_type: of transformers' class for the text-only model; "" if
-    there is none, or several.
+    there is none, or several. quant: the scheme of the experts in `source`.
     """
 
     source: str
@@ -26,6 +26,7 @@ class Model:
     bias: bool = False
     on_input: bool = False
     model_type: str = ""
+    quant: str = "none"
 
     def problem_fields(self) -> dict[str, object]:
         """Return the fields of `Problem` that the model determines."""
@@ -39,11 +40,17 @@ class Model:
         }
         if self.scaling != 1.0:
             fields["routed_scaling_factor"] = self.scaling
+        fields |= {"quant": self.quant} if self.quant != "none" else {}
         return fields | ({"apply_router_weight_on_input": True} if self.on_input else {})
 
 
 def _oai(source: str, experts: int) -> Model:
-    return Model(source, experts, 4, 2880, 2880, "swiglu_oai", bias=True, model_type="gpt_oss")
+    sizes = experts, 4, 2880, 2880
+    options = {"bias": True, "model_type": "gpt_oss", "quant": "mxfp4_w4a16"}
+    return Model(source, *sizes, "swiglu_oai", **options)  # type: ignore[arg-type]
+
+
+_FP8, _INT4 = "fp8_w8a8_block", "int4_w4a16_group:group=32"
 
 
 # fmt: off
@@ -59,22 +66,22 @@ MODELS: dict[str, Model] = {
     "qwen3.5-35b-a3b": Model("Qwen/Qwen3.5-35B-A3B", 256, 8, 2048, 512),
     "qwen3.5-122b-a10b": Model("Qwen/Qwen3.5-122B-A10B", 256, 8, 3072, 1024),
     "qwen3.5-397b-a17b": Model("Qwen/Qwen3.5-397B-A17B", 512, 10, 4096, 1024),
-    "deepseek-v3": Model("deepseek-ai/DeepSeek-V3", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3"),
-    "deepseek-r1": Model("deepseek-ai/DeepSeek-R1", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3"),
-    "deepseek-v3.1": Model("nvidia/DeepSeek-V3.1-NVFP4", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3"),
-    "deepseek-v3.2": Model("deepseek-ai/DeepSeek-V3.2", 256, 8, 7168, 2048, scaling=2.5),
+    "deepseek-v3": Model("deepseek-ai/DeepSeek-V3", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3", quant=_FP8),
+    "deepseek-r1": Model("deepseek-ai/DeepSeek-R1", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3", quant=_FP8),
+    "deepseek-v3.1": Model("deepseek-ai/DeepSeek-V3.1", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3", quant=_FP8),
+    "deepseek-v3.2": Model("deepseek-ai/DeepSeek-V3.2", 256, 8, 7168, 2048, scaling=2.5, quant=_FP8),
     "gpt-oss-120b": _oai("openai/gpt-oss-120b", 128),
     "gpt-oss-20b": _oai("openai/gpt-oss-20b", 32),
-    "kimi-k2": Model("moonshotai/Kimi-K2-Instruct", 384, 8, 7168, 2048, scaling=2.827, model_type="deepseek_v3"),
-    "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 384, 8, 7168, 2048, scaling=2.827),
-    "kimi-k2.6": Model("nvidia/Kimi-K2.6-NVFP4", 384, 8, 7168, 2048, scaling=2.827),
-    "kimi-k2.7-code": Model("nvidia/Kimi-K2.7-Code-NVFP4", 384, 8, 7168, 2048, scaling=2.827),
+    "kimi-k2": Model("moonshotai/Kimi-K2-Instruct", 384, 8, 7168, 2048, scaling=2.827, model_type="deepseek_v3", quant=_FP8),
+    "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
+    "kimi-k2.6": Model("moonshotai/Kimi-K2.6", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
+    "kimi-k2.7-code": Model("moonshotai/Kimi-K2.7-Code", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
     "glm-5": Model("zai-org/GLM-5", 256, 8, 6144, 2048, scaling=2.5),
     "glm-5.1": Model("zai-org/GLM-5.1", 256, 8, 6144, 2048, scaling=2.5),
     "glm-5.2": Model("zai-org/GLM-5.2", 256, 8, 6144, 2048, scaling=2.5),
-    "minimax-m2.5": Model("MiniMaxAI/MiniMax-M2.5", 256, 8, 3072, 1536, model_type="minimax_m2"),
-    "minimax-m2.7": Model("MiniMaxAI/MiniMax-M2.7", 256, 8, 3072, 1536, model_type="minimax_m2"),
-    "mimo-v2-flash": Model("XiaomiMiMo/MiMo-V2-Flash", 256, 8, 4096, 2048),
+    "minimax-m2.5": Model("MiniMaxAI/MiniMax-M2.5", 256, 8, 3072, 1536, model_type="minimax_m2", quant=_FP8),
+    "minimax-m2.7": Model("MiniMaxAI/MiniMax-M2.7", 256, 8, 3072, 1536, model_type="minimax_m2", quant=_FP8),
+    "mimo-v2-flash": Model("XiaomiMiMo/MiMo-V2-Flash", 256, 8, 4096, 2048, quant=_FP8),
     "gemma-4-26b-a4b": Model("google/gemma-4-26B-A4B", 128, 8, 2816, 704, "gelu_tanh"),
     "olmoe-1b-7b": Model("allenai/OLMoE-1B-7B-0924", 64, 8, 2048, 1024, model_type="olmoe"),
     "granite-3.1-1b-a400m": Model("ibm-granite/granite-3.1-1b-a400m-base", 32, 8, 1024, 512, model_type="granitemoe"),
@@ -82,7 +89,7 @@ MODELS: dict[str, Model] = {
     "llama-4-scout": Model("meta-llama/Llama-4-Scout-17B-16E-Instruct", 16, 1, 5120, 8192, on_input=True),
     "llama-4-maverick": Model("meta-llama/Llama-4-Maverick-17B-128E-Instruct", 128, 1, 5120, 8192, on_input=True),
     "nemotron-3-nano-30b-a3b": Model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 128, 6, 2688, 1856, "relu2", 2.5),
-    "nemotron-3-super-120b-a12b": Model("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8", 512, 22, 1024, 2688, "relu2", 5.0),
+    "nemotron-3-super-120b-a12b": Model("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", 512, 22, 1024, 2688, "relu2", 5.0),
     "nemotron-3-ultra-550b-a55b": Model("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", 512, 22, 2048, 5120, "relu2", 5.0),
 }
 # fmt: on

@@ -169,9 +169,11 @@ OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
 MODEL_PROBLEMS = {
     "mixtral-8x7b": "T16-H4096-I14336-E8-K2-bfloat16",
     "qwen3-30b-a3b": "T16-H2048-I768-E128-K8-bfloat16",
-    "deepseek-v3": "T16-H7168-I2048-E256-K8-bfloat16-routed_scaling_factor=2.5",
-    "gpt-oss-120b": f"T16-H2880-I2880-E128-K4-bfloat16-{OAI}",
-    "gpt-oss-20b": f"T16-H2880-I2880-E32-K4-bfloat16-{OAI}",
+    "deepseek-v3": (
+        "T16-H7168-I2048-E256-K8-bfloat16-quant=fp8_w8a8_block-routed_scaling_factor=2.5"
+    ),
+    "gpt-oss-120b": f"T16-H2880-I2880-E128-K4-bfloat16-quant=mxfp4_w4a16-{OAI}",
+    "gpt-oss-20b": f"T16-H2880-I2880-E32-K4-bfloat16-quant=mxfp4_w4a16-{OAI}",
 }
 
 
@@ -186,6 +188,8 @@ def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(made) == MODEL_PROBLEMS[model]
     changed = problem_of("--model", model, "--hidden", "96", "--no-bias", monkeypatch=monkeypatch)
     assert changed == replace(made, hidden=96, bias=False)
+    other = problem_of("--model", model, "--quant", "none", monkeypatch=monkeypatch)
+    assert other == replace(made, quant="none")
 
 
 def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.MonkeyPatch) -> None:

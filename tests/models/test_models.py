@@ -14,12 +14,15 @@ from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
 from modular_kernel.spec.problem import Machine, Problem
 
+INT4 = "int4_w4a16_group:group=32"
+
 
 def test_every_name_is_one_layer() -> None:
     assert len(MODELS) >= 30
     sources = [model.source for model in MODELS.values()]
     assert len(set(sources)) == len(sources)
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", source) for source in sources)
+    assert not [source for source in sources if re.search(r"NVFP4|AWQ|GPTQ|FP8|INT4", source)]
     assert not set(MODELS) & set(ALIASES) | set(SHAPES) & (set(MODELS) | set(ALIASES))
     for name, model in MODELS.items():
         problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
@@ -32,7 +35,15 @@ def test_every_name_is_one_layer() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("kimi-k2", "T1-H7168-I2048-E384-K8-bfloat16-routed_scaling_factor=2.827"),
+        (
+            "kimi-k2",
+            "T1-H7168-I2048-E384-K8-bfloat16-quant=fp8_w8a8_block-routed_scaling_factor=2.827",
+        ),
+        (
+            "kimi-k2.6",
+            f"T1-H7168-I2048-E384-K8-bfloat16-quant={INT4}-routed_scaling_factor=2.827",
+        ),
+        ("glm-5", "T1-H6144-I2048-E256-K8-bfloat16-routed_scaling_factor=2.5"),
         ("llama-4-scout", "T1-H5120-I8192-E16-K1-bfloat16-apply_router_weight_on_input"),
         (
             "nemotron-3-super",
@@ -107,8 +118,10 @@ def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     done = run_mk(capsys, "models")
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
-    assert re.search(
-        r"^ llama-4-scout +16 +1 +5120 +8192  router weight on input *$", done.out, re.M
+    assert re.search(r"^ llama-4-scout +16 +1 +5120 +8192  none +weighted input *$", done.out, re.M)
+    assert re.search(r"^ kimi-k2.5 +384 +8 +7168 +2048  int4 +output x 2.827 *$", done.out, re.M)
+    assert "fp8 is fp8_w8a8_block, mxfp4 is mxfp4_w4a16, int4 is int4_w4a16_group:group=32." in (
+        done.out
     )
     names = {line.split()[0] for line in done.out.splitlines() if line.strip()}
     assert names >= set(MODELS) | set(ALIASES) | set(SHAPES)
@@ -118,6 +131,8 @@ def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r"^ qwen3-30b +qwen3-30b-a3b *$", done.out, re.M)
     told = json.loads(run_mk(capsys, "models", "--json").out)
     assert told["models"]["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
+    assert told["models"]["kimi-k2"]["quant"] == "fp8_w8a8_block"
+    assert told["models"]["mixtral-8x7b"]["quant"] == "none"
     assert set(told["models"]) == set(MODELS)
     assert json.loads(run_mk(capsys, "models", "--types", "--json").out).keys() == FAMILIES.keys()
     assert "refused" in run_mk(capsys, "models", "--types").out
