@@ -36,6 +36,7 @@ from experts.triton.configs.select import (
 )
 from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
+from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine, Problem
@@ -139,6 +140,25 @@ def test_packaged_files_are_sound() -> None:
         problem = Problem(1, hidden, key.intermediate, key.experts, top_k)
         if not key.dtype:
             fit_to_problem(read, problem, H200)
+
+
+@pytest.mark.parametrize("top_k", [17, 22, 32])
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16"])
+def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_k: int) -> None:
+    """Of layers with few experts per token. One path of theirs does not take as many as here."""
+    folder = Path(tiles.__file__).parent / "data"
+    keys = {ConfigKey.parse(path.name) for path in folder.rglob("*.json")}
+    sizes = {(key.experts, key.intermediate) for key in keys if key.experts >= top_k}
+    assert len(sizes) > 3
+    device = Device.named("NVIDIA H200")
+    for experts, intermediate in sizes:
+        problem = Problem(1, 2048, intermediate, experts, top_k, quant=quant)
+        paths = tuple(path.name for path in PATHS if path.serves(problem, device))
+        with on_device(device):
+            for tokens in (1, 2, 4, 64, 4096):
+                config = choose_config(problem, tokens, paths)
+                assert config.path in paths
+                assert not list(config_violations(config, problem, device))
 
 
 # -------------------------------------------------------------------------- fallback and heuristics
