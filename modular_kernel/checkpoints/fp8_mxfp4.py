@@ -14,6 +14,7 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 _FP8 = torch.float8_e4m3fn
 _MXFP4_GROUP = 32
+_CODES_PER_STEP = 1 << 18  # float8 codes that are looked up at once, as 32-bit indices
 
 
 def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,9 +37,28 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
         raise ShapeError("scale", got=shape, need=f"(e, S) with e = {e} and S dividing N = {rows}")
     scale_eS = _positive_scales(scale_eS, "scale")
     largest_e = scale_eS.amax(1)
-    ratio = (scale_eS / largest_e[:, None]).repeat_interleave(rows // shape[1], 1)
     # Exactly 1 for rows of the largest scale and below 1 for the others: no overflow.
-    return (w_eNK.float() * ratio[:, :, None]).to(_FP8), largest_e
+    ratio_eS = (scale_eS / largest_e[:, None]).tolist()
+    rescaled = w_eNK.clone(memory_format=torch.contiguous_format)
+    for expert, ratios in enumerate(ratio_eS):
+        for values, ratio in zip(rescaled[expert].chunk(len(ratios)), ratios, strict=True):
+            if ratio != 1.0:
+                _multiply(values, ratio)
+    return rescaled, largest_e
+
+
+def _multiply(w_NK: torch.Tensor, factor: float) -> None:
+    """Multiply contiguous float8 weights by a float32 number, in place, and round them again.
+
+    The products of the 256 codes are computed once and looked up, which is much faster on CPUs than
+    converting each weight.
+    """
+    codes = w_NK.view(torch.uint8).view(-1)
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(_FP8)
+    table = (table.float() * factor).to(_FP8).view(torch.uint8)
+    for start in range(0, len(codes), _CODES_PER_STEP):
+        piece = codes[start : start + _CODES_PER_STEP]
+        piece.copy_(table.index_select(0, piece.int()))
 
 
 def channel_scale(scale: torch.Tensor) -> torch.Tensor:

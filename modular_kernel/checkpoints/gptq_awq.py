@@ -11,8 +11,8 @@ from typing import Annotated
 
 import torch
 
+from modular_kernel.checkpoints import packed_words
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, OneOf, expect
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
@@ -106,22 +106,29 @@ def from_gptq(
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     expect("minus_one", minus_one, bool)
     check_packed(qweight, "qweight")
-    nibble_order = range(_WORD_BITS // bits)
-    k_NK = unpack_words(qweight, -2, nibble_order).mT
-    depth = k_NK.shape[-1]
+    depth = qweight.shape[-2] * (_WORD_BITS // bits)
     group = checked_group(group, depth)
     check_order(g_idx, depth, group, "g_idx")
+    # A word of a column has its values in the order of the bytes of a row.
+    w = packed_words.transpose_words(qweight).view(torch.uint8)
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
-        zeros = unpack_words(qzeros, -1, nibble_order)
-        max_code = (1 << bits) - 1
-        if minus_one and bool((zeros == max_code).any()):
+        zeros = qzeros.contiguous().view(torch.uint8)
+        if minus_one:
+            zeros = _add_one(zeros, bits)
+    return _group_weights(w, scales, zeros, group, bits)
+
+
+def _add_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Add 1 to each packed zero point; raise WeightsError if one would overflow."""
+    max_code = (1 << bits) - 1
+    for mask in (max_code << shift for shift in range(0, 8, bits)):
+        if bool((zeros & mask == mask).any()):
             # top + 1 overflows, and packers disagree about the wrapped value.
             need = f"at most {max_code - 1} (zero point minus 1)"
             raise WeightsError("qzeros", got=f"a stored {max_code}", need=need)
-        zeros = zeros + int(minus_one)
-    return _pack_weights(k_NK, scales, zeros, group, bits)
+    return zeros + (0x11 if bits == 4 else 1)
 
 
 def from_awq(
@@ -136,13 +143,16 @@ def from_awq(
     qweight, qzeros: int32 of eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as for GPTQ.
     """
     check_packed(qweight, "qweight")
-    k_NK = unpack_words(qweight, -1, _AWQ_ORDER).mT
+    depth = qweight.shape[-2]
+    group = checked_group(group, depth)
+    if depth % 2:
+        raise ShapeError("qweight", got=tuple(qweight.shape), need="(..., K, N / 8), K even")
+    w = packed_words.pack_columns(qweight, _AWQ_ORDER)
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
-        zeros = unpack_words(qzeros, -1, _AWQ_ORDER)
-    group = checked_group(group, k_NK.shape[-1])
-    return _pack_weights(k_NK, scales, zeros, group, 4)
+        zeros = pack_values(unpack_words(qzeros, -1, _AWQ_ORDER), 4)
+    return _group_weights(w, scales, zeros, group, 4)
 
 
 def symmetric(weights: GroupWeights) -> GroupWeights:
@@ -150,14 +160,14 @@ def symmetric(weights: GroupWeights) -> GroupWeights:
     _check_group_weights(weights)
     if weights.zero_point is None:
         return weights
-    zeros = weights.zero_point
-    if weights.bits == 4:
-        zeros = torch.cat([zeros & 15, zeros >> 4])
-    implicit_zero = 1 << (weights.bits - 1)
-    if bool((zeros != implicit_zero).any()):
-        got = f"a zero point of {int(zeros[zeros != implicit_zero][0])}"
+    zeros, middle = weights.zero_point, 1 << (weights.bits - 1)
+    bad = zeros != (middle if weights.bits == 8 else middle * 0x11)  # both nibbles of a byte
+    if bool(bad.any()):
+        codes = zeros[bad][:1]
+        points = torch.cat([codes & 15, codes >> 4]) if weights.bits == 4 else codes
+        got = f"a zero point of {int(points[points != middle][0])}"
         raise WeightsError(
-            "zero_point", got=got, need=f"{implicit_zero}, the zero point of symmetric weights"
+            "zero_point", got=got, need=f"{middle}, the zero point of symmetric weights"
         )
     return replace(weights, zero_point=None)
 
@@ -283,10 +293,11 @@ def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torc
 
 
 def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
-    """Permute the columns into group order; scales and zero points already have it."""
-    values = unpack_pairs(weights.w, weights.w.dim() - 1) if weights.bits == 4 else weights.w
-    index = order.long()[..., None, :].expand_as(values)
-    return replace(weights, w=pack_values(values.gather(-1, index), weights.bits))
+    """Permute the columns into group order; scales and zero points already have it.
+
+    order: (..., K), as `column_order` returns it.
+    """
+    return replace(weights, w=packed_words.permute_columns(weights.w, order, weights.bits))
 
 
 def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
@@ -313,26 +324,32 @@ def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...])
     return torch.stack(values, dim + 1).flatten(dim, dim + 1)
 
 
-def _pack_weights(
-    values_NK: torch.Tensor,
+def _group_weights(
+    w: torch.Tensor,
     scales_GN: torch.Tensor,
-    zeros_GN: torch.Tensor | None,
+    zeros: torch.Tensor | None,
     group: int,
     bits: int,
 ) -> GroupWeights:
-    """Pack values and zero points into bytes, and transpose (..., G, N) to (..., N, G)."""
-    *batch, rows, depth = values_NK.shape
-    need = (*batch, -(-depth // group), rows)
-    for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
-        if tensor is not None or what == "scales":
-            check_tensor(what, tensor)
-        if tensor is not None and tuple(tensor.shape) != need:
-            raise ShapeError(what, got=tuple(tensor.shape), need=f"(..., G, N) = {need} unpacked")
+    """Check and transpose scales (..., G, N) and packed zero points (..., G, bytes of N).
+
+    w: (..., N, bytes of K).
+    """
+    per_byte = 8 // bits
+    *batch, rows, row_bytes = w.shape
+    groups = -(-row_bytes * per_byte // group)
+    check_tensor("scales", scales_GN)
+    shapes = {"scales": tuple(scales_GN.shape)}
+    if zeros is not None:
+        shapes["qzeros"] = (*zeros.shape[:-1], zeros.shape[-1] * per_byte)
+    need = (*batch, groups, rows)
+    for what, shape in shapes.items():
+        if shape != need:
+            raise ShapeError(what, got=shape, need=f"(..., G, N) = {need} unpacked")
     if not scales_GN.dtype.is_floating_point:
         raise DtypeError("scales", got=dtype_name(scales_GN.dtype), need="a floating dtype")
-    zeros = None if zeros_GN is None else pack_values(zeros_GN, bits).mT.contiguous()
-    scale = scales_GN.mT.contiguous()
-    return GroupWeights(pack_values(values_NK, bits).contiguous(), scale, zeros, group, bits)
+    zeros = None if zeros is None else zeros.mT.contiguous()
+    return GroupWeights(w, scales_GN.mT.contiguous(), zeros, group, bits)
 
 
 def pack_values(values: torch.Tensor, bits: int) -> torch.Tensor:

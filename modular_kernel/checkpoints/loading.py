@@ -35,6 +35,7 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.progress import logged
 
 _VALUES_PER_STEP = 1 << 22  # values of a matrix that are read, fused and copied in one step
 
@@ -150,7 +151,8 @@ def load_experts(  # noqa: PLR0913 (independent options)
     Names, shapes and dtypes are checked before a tensor is read. Raises ConfigurationError for an
     invalid config.json, format or share, and for a layer whose experts have several formats;
     WeightsError, ShapeError or DtypeError with the file and tensor, what they have and what is
-    needed. There are no partial results.
+    needed. There are no partial results. A load of more than five seconds logs its progress (INFO
+    of the logger "modular_kernel.loading").
     """
     request = _LoadRequest(layer, ep, tp, dtype, prefix, scheme_to_quantize(quantize))
     expect("checkpoint", checkpoint, str | Path)
@@ -269,7 +271,7 @@ class _ShareReader:
 
     def read(self, experts: Sequence[int], tensors: dict[str, torch.Tensor]) -> ExpertWeights:
         """Read this rank's share of `experts` into the preallocated tensors of `tensors`."""
-        for slot, expert in enumerate(experts):
+        for slot, expert in enumerate(logged(experts, self.source.what, "experts")):
             w1_locations, (down,) = self.source.layer.projections(expert)
             orders = self._read_matrices(tensors, slot, w1_locations, down)
             if self.problem.bias:

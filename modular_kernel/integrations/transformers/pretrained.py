@@ -64,6 +64,7 @@ from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import parse_device
+from modular_kernel.utils.progress import logged
 
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
@@ -379,7 +380,7 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         options = self.quantization_config
         checkpoint, device_option = options.checkpoint, options.device
-        for number, module in _modules_of(model).items():
+        for number, module in logged(list(_modules_of(model).items()), checkpoint, "layers"):
             device = (
                 _device_of(model, number) if device_option is None else parse_device(device_option)
             )

@@ -1,0 +1,30 @@
+"""Progress of long loops in log lines, at most one each five seconds.
+
+for expert in logged(experts, "model.layers.3.mlp.experts", "experts"):
+    ...   # INFO modular_kernel.loading: model.layers.3.mlp.experts: 40 of 128 experts in 5.1 s
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+_LOG = logging.getLogger("modular_kernel.loading")
+_INTERVAL_S = 5.0
+
+T = TypeVar("T")
+
+
+def logged(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
+    """Yield the items of a loop; log the number of finished ones if the loop takes long.
+
+    what, unit: name of the loop's subject and of its items. A loop of less than five seconds logs
+    nothing.
+    """
+    start = last = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - last >= _INTERVAL_S:
+            _LOG.info("%s: %d of %d %s in %.1f s", what, done, len(items), unit, now - start)
+            last = now
+        yield item

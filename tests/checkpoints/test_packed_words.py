@@ -1,0 +1,86 @@
+"""Rearranged words of 4- and 8-bit values, against one value at a time; progress of long loads."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.checkpoints import packed_words
+from modular_kernel.checkpoints.fp8_mxfp4 import one_scale
+from modular_kernel.testing.checkpoints.formats import AWQ_ORDER, pack_words
+from modular_kernel.testing.checkpoints.samples import write
+from modular_kernel.utils import progress
+
+BATCHES = ((), (3,), (2, 2))
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word of AWQ
+
+
+def drawn(*shape: int, top: int = 16) -> torch.Tensor:
+    return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(0))
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., K) in bytes, the even one of two nibbles low."""
+    return (codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.float16])
+def test_words_are_transposed(batch: tuple[int, ...], dtype: torch.dtype) -> None:
+    words = drawn(*batch, 70, 90, top=100).to(dtype)
+    for source in (words, words[..., 1:, 3:]):
+        made = packed_words.transpose_words(source)
+        assert made.is_contiguous()
+        assert torch.equal(made, source.transpose(-1, -2))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("step", [1, 1 << 16])
+def test_columns_of_words_are_packed(
+    batch: tuple[int, ...], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_words, "_WORDS_PER_STEP", step)
+    codes = drawn(*batch, 96, 40)
+    words = pack_words(codes, -1, 4, AWQ_ORDER)
+    assert torch.equal(packed_words.pack_columns(words, NIBBLES), packed(codes.mT, 4))
+    wide = torch.cat([words, words], -1)[..., 2:7]
+    want = torch.cat([codes, codes], -1)[..., 16:56]
+    assert torch.equal(packed_words.pack_columns(wide, NIBBLES), packed(want.mT, 4))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_are_permuted(batch: tuple[int, ...], bits: int) -> None:
+    codes, count = drawn(*batch, 24, 64, top=1 << bits), int(torch.Size(batch).numel())
+    order = torch.stack([torch.randperm(64) for _ in range(count)]).view(*batch, 64)
+    want = codes.gather(-1, order[..., None, :].expand_as(codes))
+    made = packed_words.permute_columns(packed(codes, bits), order.int(), bits)
+    assert torch.equal(made, packed(want, bits))
+
+
+def test_every_code_is_rounded_as_its_product() -> None:
+    """By a table of 256 products: bit by bit what the conversion of each weight gives."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 4, 128)
+    w, scale = codes.view(torch.float8_e4m3fn), torch.tensor([[0.3, 0.7]])
+    made, largest = one_scale(w, scale)
+    want = torch.cat(
+        [(w[:, :2].float() * (scale[0, 0] / 0.7)).to(torch.float8_e4m3fn), w[:, 2:]], 1
+    )
+    assert torch.equal(made.view(torch.uint8), want.view(torch.uint8))
+    assert largest.tolist() == scale[:, 1].tolist()
+
+
+def test_a_long_load_logs_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "mixtral", "bf16", experts=8)
+    caplog.set_level(logging.INFO, logger="modular_kernel.loading")
+    mk.load_experts(tmp_path, 0)
+    assert not caplog.messages
+    clock = iter(range(0, 100, 2))  # two seconds for each expert
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    mk.load_experts(tmp_path, 0)
+    what = f"{tmp_path}: model.layers.0.block_sparse_moe.experts"
+    assert caplog.messages == [f"{what}: {n} of 8 experts in {2 * n + 2:.1f} s" for n in (2, 5)]

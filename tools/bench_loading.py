@@ -1,0 +1,155 @@
+"""Loading times of one layer of experts in each format, on one core.
+
+    python tools/bench_loading.py
+    python tools/bench_loading.py --format gptq --format awq --experts 16
+
+Writes a layer with the sizes of Qwen3-30B-A3B in every format, loads each one several times with
+`mk.load_experts`, and prints a Markdown table. The first row reads every tensor of the bf16 file
+with the safetensors library alone and copies it. Times are the minimum over the rounds of the CPU
+time of the process, in which the formats alternate; all files are in the page cache. Peak memory is
+what torch's allocator held at most, without the memory-mapped file. Quantization while loading is
+listed as "bf16 to" a scheme.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import in_checkout  # noqa: F401  (finds the packages)
+import safetensors
+import torch
+from safetensors import safe_open
+from torch.profiler import ProfilerActivity, profile
+
+from modular_kernel.checkpoints.loading import load_experts
+from modular_kernel.testing.checkpoints.samples import write
+
+FORMATS = (
+    "bf16",
+    "deepseek fp8",
+    "fp8 tensor, static",
+    "compressed fp8 channel",
+    "compressed int8",
+    "compressed int8, groups",
+    "compressed int4",
+    "compressed int4, zero points",
+    "compressed int4, act-order",
+    "gptq",
+    "gptq, zero points",
+    "gptq int8",
+    "gptq, act-order",
+    "gptq int8, act-order",
+    "awq",
+    "compressed mxfp4",
+    "modelopt nvfp4",
+)
+QUANTIZED = ("fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16", "nvfp4_w4a16")
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row: what is timed, and its file."""
+
+    name: str
+    call: Callable[[], object]
+    file: Path
+
+
+def plain_read(file: Path) -> dict[str, torch.Tensor]:
+    """Read and copy every tensor of a file with the safetensors library."""
+    with safe_open(file, "pt") as tensors:
+        return {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118
+
+
+def written_loads(
+    folder: Path, formats: Sequence[str], schemes: Sequence[str], sizes: dict[str, int]
+) -> list[Load]:
+    """Write the files of the formats, and return what is timed."""
+    loads = []
+    for number, kind in enumerate(dict.fromkeys(("bf16", *formats))):
+        path = folder / str(number)
+        write(path, "qwen3_moe", kind, **sizes)
+        file = path / "model.safetensors"
+        if kind == "bf16":
+            loads.append(Load("safetensors alone", lambda file=file: plain_read(file), file))
+            loads += [
+                Load(
+                    f"bf16 to {scheme}",
+                    lambda path=path, scheme=scheme: load_experts(path, 0, quantize=scheme),
+                    file,
+                )
+                for scheme in schemes
+            ]
+        loads.append(Load(kind, lambda path=path: load_experts(path, 0), file))
+    return sorted(loads, key=lambda load: load.name.startswith("bf16 to"))  # these last
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    """Return the CPU time of one call."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def peak_bytes(load: Load) -> int:
+    """Return the most bytes that torch's allocator held at once, without the mapped file."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = load.call()
+    del result
+    mapped, held, peak = load.file.stat().st_size, 0, 0
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += 0 if abs(event.nbytes()) == mapped else event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def row(load: Load, seconds: float, reference: float, experts: int) -> str:
+    """Return one row of the table. reference: seconds of bf16."""
+    result = load.call()
+    bytes_read = getattr(result, "bytes_read", load.file.stat().st_size)
+    cells = [
+        load.name,
+        f"{bytes_read / 1e6:.1f}",
+        f"{peak_bytes(load) / 1e6:.1f}",
+        f"{seconds:.3f}",
+        f"{seconds / experts * 1e3:.2f}",
+        f"{seconds / reference:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+@click.command(help=__doc__.split("\n\n", maxsplit=1)[0])
+@click.option("--format", "formats", multiple=True, default=FORMATS, help="A format; repeatable.")
+@click.option("--quantize", default=",".join(QUANTIZED), help="Schemes to quantize bf16 to.")
+@click.option("--experts", default=16, show_default=True)
+@click.option("--hidden", default=2048, show_default=True)
+@click.option("--intermediate", default=768, show_default=True)
+@click.option("--rounds", default=9, show_default=True)
+def main(formats, quantize, experts, hidden, intermediate, rounds):
+    torch.set_num_threads(1)
+    sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate}
+    with tempfile.TemporaryDirectory() as folder:
+        schemes = [scheme for scheme in quantize.split(",") if scheme]
+        loads = written_loads(Path(folder), formats, schemes, sizes)
+        times = {load.name: list[float]() for load in loads}
+        for _ in range(rounds):
+            for load in loads:
+                times[load.name].append(cpu_seconds(load.call))
+        best = {name: min(measured) for name, measured in times.items()}
+        click.echo(
+            f"{experts} experts, H {hidden}, I {intermediate}; {rounds} rounds; torch "
+            f"{torch.__version__}, safetensors {safetensors.__version__}; "
+            f"{time.strftime('%Y-%m-%d')}\n"
+        )
+        click.echo("| format | MB read | peak MB | s | ms per expert | time over bf16's |")
+        click.echo("|---|---:|---:|---:|---:|---:|")
+        for load in loads:
+            click.echo(row(load, best[load.name], best["bf16"], experts))
+
+
+if __name__ == "__main__":
+    main()
