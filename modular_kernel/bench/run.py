@@ -46,6 +46,7 @@ from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.text import counted
+from modular_kernel.utils.time_limit import TimeLimitReached, time_limit
 
 _LONGEST_NOTE = 300
 Tell = Callable[[Report], object]
@@ -57,8 +58,9 @@ class BenchJob:
 
     graph: time replays of CUDA graphs, else eager calls. target_ms: timed device milliseconds per
     row. bandwidth: bytes per second for the roofline, None for the measured one. deadline: seconds
-    after the start of the run beyond which no new row is started. command: the command line, for
-    the record.
+    after the start of the run at which the row that is being measured is stopped, and after which
+    no other is started. started: time.monotonic() from which the deadline counts; None is the start
+    of the run. command: the command line, for the record.
     """
 
     cells: tuple[LayerCase, ...]
@@ -68,6 +70,7 @@ class BenchJob:
     target_ms: float = 20.0
     bandwidth: float | None = None
     deadline: float | None = None
+    started: float | None = None
     command: str = ""
 
 
@@ -159,7 +162,7 @@ class _Trial:
 class _Run:
     def __init__(self, job: BenchJob, tell: Tell, begin: Callable[[str], object]) -> None:
         self.job, self.tell, self.begin = job, tell, begin
-        self.started = time.monotonic()
+        self.started = time.monotonic() if job.started is None else job.started
         self.device = torch.device(job.machine.device)
         schemes = [QuantScheme.parse(offer.quant) for offer in job.offers]
         types = [
@@ -208,23 +211,32 @@ class _Run:
             weight_sets.sets.clear()
 
     def _free(self) -> None:
-        if not self.stopped:
+        if not self.stopped and not self._late:
             free_memory(self.device)
 
     @property
     def _late(self) -> bool:
+        left = self._seconds_left
+        return left is not None and left <= 0
+
+    @property
+    def _seconds_left(self) -> float | None:
+        """Seconds to the deadline; None without one."""
         limit = self.job.deadline
-        return limit is not None and time.monotonic() - self.started > limit
+        return None if limit is None else limit - (time.monotonic() - self.started)
 
     def _row(self, cell: LayerCase, layer_sets: LayerSets) -> Row:
         row = blank_row(cell, layer_sets.offer)
         if self.stopped or self._late:
             return replace(row, note=self.stopped or "after the deadline")
         try:
-            reason = layer_sets.first.refusal(cell.problem)
-            if reason is not None:
-                return replace(row, status=status.REFUSED, note=reason)
-            return self._measured(row, cell, layer_sets)
+            with time_limit(self._seconds_left):
+                reason = layer_sets.first.refusal(cell.problem)
+                if reason is not None:
+                    return replace(row, status=status.REFUSED, note=reason)
+                return self._measured(row, cell, layer_sets)
+        except TimeLimitReached:
+            return replace(row, note="stopped at the deadline")
         # A layer can raise anything. Report it in the row and continue with the other rows.
         except Exception as error:  # noqa: BLE001
             if not device_works(self.device):
@@ -357,10 +369,13 @@ class _Run:
             if not row.timed or self._late:
                 continue
             try:
-                inputs = make_input(cell, self.device, 0)
-                call = partial(layer_sets.layer(0).call, inputs.x_TH, inputs.routing)
-                call()
-                count = count_launches(call, self.device)
+                with time_limit(self._seconds_left):
+                    inputs = make_input(cell, self.device, 0)
+                    call = partial(layer_sets.layer(0).call, inputs.x_TH, inputs.routing)
+                    call()
+                    count = count_launches(call, self.device)
+            except TimeLimitReached:
+                return
             # Keep the times if counting fails.
             except Exception as error:  # noqa: BLE001
                 self.rows[index] = replace(row, note=f"launches: {short_error(error)}")

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -82,7 +83,11 @@ class Method:
         float, option("Device time to measure per row, in milliseconds.", type=POSITIVE)
     ] = 20
     deadline: Annotated[
-        float | None, option("Start no new row after this many seconds.", type=POSITIVE)
+        float | None,
+        option(
+            "Stop the row that is measured after this many seconds, and start no other.",
+            type=POSITIVE,
+        ),
     ] = None
 
 
@@ -153,6 +158,7 @@ def bench(
     Exits with 1 if a row is wrong or failed, or if the named pair is refused, and with 2 on bad
     usage.
     """
+    started = time.monotonic()
     if resolve_world_size(None) > 1:
         got, need = f"a launcher with {resolve_world_size(None)} ranks", "one process"
         raise ConfigurationError(
@@ -196,6 +202,7 @@ def bench(
         target_ms=method.ms,
         bandwidth=None if method.bandwidth is None else method.bandwidth * 1e12,
         deadline=method.deadline,
+        started=started,
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
     activity = ["measuring hardware peaks"]

@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -25,6 +28,7 @@ from modular_kernel.reference import recipe
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.utils.time_limit import TimeLimitReached, time_limit
 
 CPU = this_machine(device="cpu")
 SMALL = Problem(tokens=12, hidden=32, intermediate=48, experts=4, top_k=2)
@@ -195,6 +199,54 @@ def test_no_row_is_begun_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     rows = measured(offer(slow), offer(Reference("late")), deadline=50.0).rows
     assert [row.status for row in rows] == ["ok", "skipped"]
     assert rows[1].note == "after the deadline"
+
+
+def test_a_row_that_takes_long_is_stopped_at_the_deadline() -> None:
+    """Even if the layer ignores all exceptions once, as a finalizer does."""
+    ignored: list[BaseException] = []
+
+    def endless(_out: torch.Tensor, _x: torch.Tensor) -> None:
+        for _ in range(2):
+            try:
+                for _ in range(600):
+                    time.sleep(0.05)
+            except BaseException as error:
+                if ignored:
+                    raise
+                ignored.append(error)
+
+    start = time.perf_counter()
+    layers = Reference("slow", endless), Reference("late")
+    rows = measured(*map(offer, layers), deadline=0.5).rows
+    assert time.perf_counter() - start < 10
+    assert [(row.status, row.note) for row in rows] == [
+        ("skipped", "stopped at the deadline"),
+        ("skipped", "after the deadline"),
+    ]
+    assert [type(error) for error in ignored] == [TimeLimitReached]
+    assert rows[0].us is None
+
+
+def test_a_time_limit_ends_with_its_block_and_keeps_the_timer_of_the_caller() -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
+    with pytest.raises(TimeLimitReached), time_limit(0.01):
+        time.sleep(5)
+    with time_limit(30), time_limit(None):
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(before, abs=5)
+    found: list[str] = []
+
+    def in_a_thread() -> None:
+        with time_limit(0.01):
+            time.sleep(0.1)
+        found.append("no limit")
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert found == ["no limit"]
 
 
 def test_interpreted_kernels_tell_no_time() -> None:

@@ -1,0 +1,43 @@
+"""Interrupting a computation of the main thread after some time."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_REPEAT_S = 1.0  # code that ignores all exceptions, such as a finalizer, may swallow the first
+
+
+class TimeLimitReached(BaseException):
+    """Raised inside `time_limit` when its time is over; `except Exception` does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TimeLimitReached inside the block once `seconds` have passed; None sets no limit.
+
+    An operation that does not return to Python, such as a matrix product, ends first. Outside the
+    main thread, and on systems without SIGALRM, nothing is raised. A timer of the caller continues
+    afterwards.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    start = time.perf_counter()
+    handler = signal.signal(signal.SIGALRM, _raise)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _REPEAT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            left = max(remaining - (time.perf_counter() - start), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def _raise(_signal: int, _frame: FrameType | None) -> None:
+    raise TimeLimitReached
