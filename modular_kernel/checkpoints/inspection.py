@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from modular_kernel.checkpoints.checkpoint_files import has_tensors, local_path
 from modular_kernel.checkpoints.expert_names import LAYOUTS, ExpertLayout
 from modular_kernel.checkpoints.formats import Format, fit, format_of
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, has_tensors, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.errors import (
     ConfigurationError,
@@ -163,7 +164,7 @@ def layer_config(
     order of the model's own files, and the scheme is the one in the config.json. Raises the errors
     of `load_experts` for what is read.
     """
-    checkpoint_path = Path(checkpoint)
+    checkpoint_path = local_path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)
