@@ -25,12 +25,12 @@ from modular_kernel.checkpoints.fp8_mxfp4 import (
 )
 from modular_kernel.checkpoints.gptq_awq import (
     GroupWeights,
-    check_order,
+    check_group_index,
     column_order,
     from_awq,
     from_gptq,
     sort_columns,
-    symmetric,
+    without_zero_points,
 )
 from modular_kernel.checkpoints.matrix_layout import Range, refine
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
@@ -116,10 +116,8 @@ def convert_share(
     remaining = dict(tensors)
     for stored in coarse.stored:
         if stored.role == "order" and stored.name in remaining and not coarse.scheme.act_order:
-            order, group = remaining.pop(stored.name), coarse.scheme.group[0]
-            group_of_column = torch.arange(columns[1], device=order.device) // group
-            need = group_of_column[columns[0] :].to(order.dtype)
-            check_order(order - need + torch.arange(len(need)) // group, len(need), group, "g_idx")
+            order = remaining.pop(stored.name)
+            check_group_index(order, columns, coarse.scheme.group[0], "g_idx")
     return refine(coarse.stored, fine.stored, remaining, rows, columns)
 
 
@@ -305,7 +303,7 @@ def _group_matrix(
         order = column_order(g_idx, weights.depth, format.scheme.group[0], "g_idx")
         weights = sort_columns(weights, order)
     if not format.scheme.zero_points:
-        weights = symmetric(weights)
+        weights = without_zero_points(weights)
     _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
     keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
     scale = weights.scale if keeps_dtype else weights.scale.float()

@@ -7,6 +7,7 @@ Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated
 
 import torch
@@ -158,6 +159,11 @@ def from_awq(
 def symmetric(weights: GroupWeights) -> GroupWeights:
     """Return the weights without zero points; raise WeightsError unless all are 8, or 128."""
     _check_group_weights(weights)
+    return without_zero_points(weights)
+
+
+def without_zero_points(weights: GroupWeights) -> GroupWeights:
+    """Return what `symmetric` does, for weights that the importers made."""
     if weights.zero_point is None:
         return weights
     zeros, middle = weights.zero_point, 1 << (weights.bits - 1)
@@ -305,10 +311,22 @@ def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -
     if g_idx is None:
         return
     check_tensor(what, g_idx)
-    expected = torch.arange(depth, device=g_idx.device) // group
-    if tuple(g_idx.shape[-1:]) != (depth,) or bool((g_idx != expected).any()):
+    check_group_index(g_idx, (0, depth), group, what)
+
+
+def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int, what: str) -> None:
+    """Raise WeightsError unless g_idx (..., K) has the groups of columns [a, b) in order."""
+    expected = _group_index(*columns, group).to(g_idx.device)
+    if g_idx.shape[-1:] != expected.shape or bool((g_idx != expected).any()):
         got = "columns out of order (act-order)"
-        raise WeightsError(what, got=got, need=f"k // {group} for each of {depth} columns")
+        need = f"k // {group} for each of {len(expected)} columns"
+        raise WeightsError(what, got=got, need=need)
+
+
+@lru_cache(maxsize=16)
+def _group_index(start: int, stop: int, group: int) -> torch.Tensor:
+    """Return k // group of columns [start, stop), int32; cached for the matrices of a layer."""
+    return torch.arange(start, stop, dtype=torch.int32, device="cpu") // group
 
 
 def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:

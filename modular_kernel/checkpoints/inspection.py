@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from modular_kernel.checkpoints.checkpoint_files import has_tensors, local_path
 from modular_kernel.checkpoints.formats import Format, fit
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED, QuantizationMap
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, has_tensors, open_tensors
+from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.errors import (
     ConfigurationError,
@@ -266,7 +267,7 @@ def layer_config(
     `load_experts` for what is read, and ConfigurationError if `layer` is None and layers have
     several schemes.
     """
-    checkpoint_path = Path(checkpoint)
+    checkpoint_path = local_path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)

@@ -124,8 +124,9 @@ def load_experts(  # noqa: PLR0913 (independent options)
 ) -> LoadedExperts:
     """Load the experts of one layer that one rank holds, in the checkpoint's format or `quantize`.
 
-    checkpoint: a folder with a config.json and safetensors (with or without an index), or one
-        safetensors file.
+    checkpoint: a folder with a config.json and safetensors (with or without an index), one
+        safetensors file or index, or the name of a model on the Hugging Face Hub, which must be in
+        the local cache: nothing is downloaded. `checkpoints.checkpoint_files` has the rules.
     layer: number of the layer, from 0.
     ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I; where that divides a block
         or group of quantized weights, its scale is repeated (see `formats.fit`), but a group of

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_WORD_BYTES = 4
-_WORDS_PER_STEP = 1 << 16  # 32-bit words of AWQ that are unpacked at once
-_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
+_LOW_NIBBLES, _HIGH_NIBBLES = 0x0F0F0F0F, -0x0F0F0F10  # of the bytes of an int32
 
 
 def transpose_words(words: torch.Tensor) -> torch.Tensor:
@@ -32,21 +30,21 @@ def pack_columns(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     words: int32, K even. order: the column, of the eight of a word, of each nibble.
     """
     *batch, depth, per_row = words.shape
-    # One row for each word of eight columns; an int64 has the words of an even k and an odd k.
-    pairs = transpose_words(words).view(torch.int64).view(-1, depth // 2)
-    out = torch.empty(len(pairs), 8, depth // 2, dtype=torch.uint8, device=words.device)
-    step = max(_WORDS_PER_STEP // depth, 1)
-    for start in range(0, len(pairs), step):
-        chunk, target = pairs[start : start + step], out[start : start + step]
-        for odd in (0, 1):
-            # Nibbles odd, odd + 2, ... of both words, one per byte.
-            nibbles = (chunk >> 4 if odd else chunk) & _LOW_NIBBLES
-            # Those of the second word become the high nibbles of the first: 32 - 4 bits down.
-            packed = nibbles.bitwise_or_(nibbles >> 28).view(torch.uint8)
-            packed = packed.view(len(chunk), depth // 2, 2 * _WORD_BYTES)
-            for byte, column in enumerate(order[odd::2]):
-                target[:, column] = packed[..., byte]
-    return out.view(*batch, 8 * per_row, depth // 2)
+    out = torch.empty(*batch, per_row, 8, depth // 2, dtype=torch.uint8, device=words.device)
+    matrices = zip(
+        out.view(-1, per_row, 8, depth // 2), words.reshape(-1, depth, per_row), strict=True
+    )
+    for target, matrix in matrices:
+        low, high = matrix[0::2], matrix[1::2]  # of an even k and of the odd one after it
+        even = (high & _LOW_NIBBLES).bitwise_left_shift_(4)
+        even.bitwise_or_(low & _LOW_NIBBLES)  # nibbles 0, 2, 4, 6 of both, one of each per byte
+        odd = (low >> 4).bitwise_and_(_LOW_NIBBLES)
+        odd.bitwise_or_(high & _HIGH_NIBBLES)
+        for first, packed in enumerate((even, odd)):
+            rows = transpose_words(packed)
+            for byte, column in enumerate(order[first::2]):
+                target[:, column] = rows >> 8 * byte  # the copy to uint8 keeps the low byte
+    return out.flatten(-3, -2)
 
 
 def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:

@@ -5,8 +5,8 @@
         files.facts("model.norm.weight")  # (4096,), torch.bfloat16
         files.read("model.norm.weight", (slice(0, 8),))
 
-The safetensors library checks headers; this module checks the index, which must not refer to files
-outside its folder. Every error names the file.
+`checkpoint_files` selects the files. The safetensors library checks headers. Every error names the
+file.
 """
 
 import stat
@@ -18,12 +18,17 @@ from typing import Any
 
 import torch
 
+from modular_kernel.checkpoints.checkpoint_files import (
+    INDEX_SUFFIX,
+    absent_files_error,
+    index_or_files,
+    local_path,
+    no_tensors_error,
+    read_index,
+)
 from modular_kernel.errors import ConfigurationError, DtypeError, WeightsError
-from modular_kernel.utils import json_files
 
 _NEED = "safetensors: pip install safetensors"
-_MAX_INDEX_BYTES = 1 << 28
-_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -89,6 +94,8 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         path = self.files[name]
         if path not in self._open:
+            if not path.exists():
+                raise absent_files_error(self.path, set(self.files.values()))
             self._open[path] = open_file(path)
             self._names_in_file[path] = frozenset(self._open[path].keys())
         if name not in self._names_in_file[path]:
@@ -105,24 +112,17 @@ class TensorFiles:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFiles]:
-    """Open a safetensors file, or a folder with an index or with files that need none.
+    """Open a safetensors file, an index, a folder, or a model of the Hub that is in the cache.
 
     Raises ConfigurationError for another file or folder, WeightsError for an invalid index or
-    header.
+    header. See `checkpoint_files` for the files that are read.
     """
+    path = local_path(path)
     tensors = TensorFiles(path, _files(path))
     try:
         yield tensors
     finally:
         tensors.close()
-
-
-def has_tensors(path: Path) -> bool:
-    """Return whether a folder contains safetensors files, or a file has their suffix."""
-    try:
-        return bool(_index_or_files(path)) if path.is_dir() else path.name.endswith(_SUFFIX)
-    except OSError:
-        return False
 
 
 def open_file(path: Path) -> Any:
@@ -161,18 +161,19 @@ def _invalid_file_error(path: Path, error: Exception) -> WeightsError:
 def _files(path: Path) -> dict[str, Path]:
     """Return the file of each tensor."""
     try:
+        if path.name.endswith(INDEX_SUFFIX):
+            return read_index(path)
         if not path.is_dir():
             return dict.fromkeys(open_file(path).keys(), path)
-        candidates = _index_or_files(path)
+        candidates = index_or_files(path)
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError | ConfigurationError):
             raise
         raise _invalid_file_error(path, error) from None
     if not candidates:
-        need = f"*{_SUFFIX} in it"
-        raise ConfigurationError(f"checkpoint {path}", got="no safetensors", need=need)
-    if candidates[0].name.endswith(_INDEX_SUFFIX):
-        return _read_index(candidates[0])
+        raise no_tensors_error(path)
+    if candidates[0].name.endswith(INDEX_SUFFIX):
+        return read_index(candidates[0])
     files: dict[str, Path] = {}
     for file in candidates:
         for name in open_file(file).keys():  # noqa: SIM118 (it is no mapping)
@@ -181,34 +182,3 @@ def _files(path: Path) -> dict[str, Path]:
                 raise WeightsError(str(file), got=got, need="each tensor once, or an index")
             files[name] = file
     return files
-
-
-def _index_or_files(path: Path) -> list[Path]:
-    """Return the single index of a folder, or else its safetensors files."""
-    names = sorted(file.name for file in path.iterdir())
-    indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
-    if len(indices) > 1:
-        got, need = " and ".join(indices[:3]), "one index, or the path of one file"
-        raise ConfigurationError(f"checkpoint {path}", got=got, need=need)
-    return [path / name for name in indices or names if name.endswith((_SUFFIX, _INDEX_SUFFIX))]
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    """Return the file of each tensor in an index; all files must be in the index's folder."""
-    try:
-        content = json_files.parse(json_files.read_file(index, _MAX_INDEX_BYTES))
-    except (OSError, ValueError) as error:
-        got = f"no JSON: {str(error)[:100]}"
-        raise WeightsError(str(index), got=got, need="an index of safetensors") from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(str(index), got="no weight_map", need="an object: tensor -> file")
-    for name, file in weight_map.items():
-        is_file_name = isinstance(file, str) and file.endswith(_SUFFIX) and len(file) <= 255
-        if not is_file_name or Path(file).name != file or "\0" in file or "\\" in file:
-            got, need = (
-                f"{name[:200]} in {str(file)[:200]!r}",
-                f"a file in the folder of the index, *{_SUFFIX}",
-            )
-            raise WeightsError(str(index), got=got, need=need)
-    return {name: index.parent / file for name, file in weight_map.items()}

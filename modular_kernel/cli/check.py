@@ -137,8 +137,8 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
 
     if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
         return None
+    from modular_kernel.checkpoints.checkpoint_files import has_tensors
     from modular_kernel.checkpoints.inspection import inspect
-    from modular_kernel.checkpoints.safetensors_files import has_tensors
 
     has_files = has_tensors(Path(options.model))
     return inspect(options.model, options.dtype) if has_files else None

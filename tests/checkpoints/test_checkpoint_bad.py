@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bad_checkpoints import BAD, FILE, W1
+from bad_checkpoints import BAD, FILE
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import safetensors_files as files_module
-from modular_kernel.errors import ConfigurationError, DeviceError, InputError, WeightsError
+from modular_kernel.errors import ConfigurationError, DeviceError, InputError
 from modular_kernel.testing.checkpoints.samples import write
 
 # What no header shows.
@@ -55,23 +55,6 @@ def spied(seen: list[str], read: Any) -> Any:
         return found
 
     return call
-
-
-def test_a_folder_of_several_files_needs_each_tensor_once(tmp_path: Path) -> None:
-    write(tmp_path)
-    tensors = load_file(tmp_path / FILE)
-    save_file({W1: tensors[W1]}, tmp_path / "more.safetensors")
-    with pytest.raises(WeightsError, match=rf"{W1}, which is in model.safetensors too"):
-        mk.load_experts(tmp_path, 0)
-    save_file({n: t for n, t in tensors.items() if n != W1}, tmp_path / FILE)
-    assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
-
-
-def test_two_indices_are_one_too_many(tmp_path: Path) -> None:
-    write(tmp_path, shards=2)
-    (tmp_path / "other.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="need one index, or the path of one file"):
-        mk.load_experts(tmp_path, 0)
 
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "missing", "loop"])

@@ -37,11 +37,7 @@ def test_words_are_transposed(batch: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("step", [1, 1 << 16])
-def test_columns_of_words_are_packed(
-    batch: tuple[int, ...], step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_words, "_WORDS_PER_STEP", step)
+def test_columns_of_words_are_packed(batch: tuple[int, ...]) -> None:
     codes = drawn(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
     assert torch.equal(packed_words.pack_columns(words, NIBBLES), packed(codes.mT, 4))

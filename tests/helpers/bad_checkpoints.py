@@ -378,7 +378,7 @@ BAD: dict[str, Case] = {
     "an index to a file that is not there": (
         index(lambda m: m.update({W1: "x.safetensors"})),
         WeightsError,
-        "x.safetensors: got No such file",
+        "got no x.safetensors, of 4 files that the index lists",
     ),
     "an index to a file without it": (
         index(lambda m: m.update({W1: next(f for f in sorted(m.values()) if f != m[W1])})),

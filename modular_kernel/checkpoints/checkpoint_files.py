@@ -1,0 +1,134 @@
+"""Which files of a checkpoint are read: a file, a folder, or the name of a model on the Hub.
+
+In a folder, the first of these that exists is read, and all other files are ignored:
+
+1. `model.safetensors`, as in transformers;
+2. the files that `model.safetensors.index.json` lists, as in transformers;
+3. the files that the only other `*.safetensors.index.json` lists;
+4. all `*.safetensors` files, which must have each tensor once.
+
+In 3 and 4, `consolidated*`, a second copy in the names of the publisher, is ignored unless there is
+nothing else. A name on the Hugging Face Hub is looked up in the local cache; nothing is downloaded.
+"""
+
+import re
+from pathlib import Path
+
+from modular_kernel.errors import ConfigurationError, WeightsError
+from modular_kernel.utils import json_files
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_MODEL, _SECOND_COPY, _GGUF = "model", "consolidated", ".gguf"
+_MAX_INDEX_BYTES = 1 << 28
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+_NO_HUB_SUFFIXES = (SUFFIX, ".json", _GGUF, ".bin", ".pt", ".pth")
+
+
+def local_path(checkpoint: str | Path) -> Path:
+    """Return the path of a checkpoint; for a name on the Hub, its folder in the local cache.
+
+    Raises ConfigurationError for a name that is neither a path nor in the cache, with the command
+    that downloads it, and for a GGUF file.
+    """
+    path = Path(checkpoint)
+    if path.suffix.lower() == _GGUF and not path.is_dir():
+        raise _gguf_error(path, "a GGUF file")
+    name = str(checkpoint)
+    if not _HUB_NAME.fullmatch(name) or name.endswith(_NO_HUB_SUFFIXES) or path.exists():
+        return path
+    cached = _cached_folder(name)
+    if cached is None:
+        got = f"{name[:200]!r}: no such file or folder, and no such model in the local Hub cache"
+        need = f"a path, or a downloaded model: hf download {name[:200]} (of huggingface_hub)"
+        raise ConfigurationError("checkpoint", got=got, need=need)
+    return cached
+
+
+def _cached_folder(name: str) -> Path | None:
+    """Return a model's newest folder in the cache of huggingface_hub, without a connection."""
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 (optional)
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or no valid name
+        return None
+
+
+def has_tensors(path: Path) -> bool:
+    """Return whether a folder contains safetensors files, or a file has their suffix."""
+    try:
+        return bool(index_or_files(path)) if path.is_dir() else path.name.endswith(SUFFIX)
+    except OSError:
+        return False
+
+
+def index_or_files(folder: Path) -> list[Path]:
+    """Return the index of a folder, or else its safetensors files, by the rules of this module.
+
+    Raises ConfigurationError if there are several indices, none of which is `model`'s.
+    """
+    names = sorted(file.name for file in folder.iterdir())
+    if (folder / (_MODEL + SUFFIX)).is_file():
+        return [folder / (_MODEL + SUFFIX)]
+    if _MODEL + INDEX_SUFFIX in names:
+        return [folder / (_MODEL + INDEX_SUFFIX)]
+    candidates = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
+    first_copy = [name for name in candidates if not name.startswith(_SECOND_COPY)]
+    candidates = first_copy or candidates
+    indices = [name for name in candidates if name.endswith(INDEX_SUFFIX)]
+    if len(indices) > 1:
+        got = " and ".join(indices[:3])
+        need = f"{_MODEL}{INDEX_SUFFIX}, or the path of one index or file"
+        raise ConfigurationError(f"checkpoint {folder}", got=got, need=need)
+    return [folder / name for name in indices or candidates]
+
+
+def no_tensors_error(folder: Path) -> ConfigurationError:
+    """Return the error of a folder without safetensors files."""
+    if any(file.suffix.lower() == _GGUF for file in folder.iterdir()):
+        return _gguf_error(folder, "GGUF files only")
+    need = f"*{SUFFIX} in it"
+    return ConfigurationError(f"checkpoint {folder}", got="no safetensors", need=need)
+
+
+def _gguf_error(path: Path, got: str) -> ConfigurationError:
+    need = "safetensors, such as those of the model that the GGUF file (llama.cpp) was made from"
+    return ConfigurationError(f"checkpoint {path}", got=got, need=need)
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor in an index; all files must be in the index's folder.
+
+    The files need not exist: a folder may have only those of some layers.
+    """
+    try:
+        content = json_files.parse(json_files.read_file(index, _MAX_INDEX_BYTES))
+    except (OSError, ValueError) as error:
+        got = f"no JSON: {str(error)[:100]}"
+        raise WeightsError(str(index), got=got, need="an index of safetensors") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(str(index), got="no weight_map", need="an object: tensor -> file")
+    for name, file in weight_map.items():
+        is_file_name = isinstance(file, str) and file.endswith(SUFFIX) and len(file) <= 255
+        if not is_file_name or Path(file).name != file or "\0" in file or "\\" in file:
+            got, need = (
+                f"{name[:200]} in {str(file)[:200]!r}",
+                f"a file in the folder of the index, *{SUFFIX}",
+            )
+            raise WeightsError(str(index), got=got, need=need)
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+def absent_files_error(path: Path, files: set[Path]) -> WeightsError:
+    """Return the error of a tensor whose file is absent.
+
+    path: of the checkpoint. files: all files that its index lists.
+    """
+    absent = sorted(file.name for file in files if not file.exists())
+    more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
+    got = f"no {', '.join(absent[:4])}{more}, of {len(files)} files that the index lists"
+    need = "these files: complete the download, or remove a stale index"
+    return WeightsError(str(path), got=got, need=need)

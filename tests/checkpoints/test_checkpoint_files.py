@@ -1,0 +1,150 @@
+"""Which files of a folder are read, names on the Hub, and what is no safetensors checkpoint."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bad_checkpoints import FILE, W1
+from safetensors.torch import load_file, save_file
+
+import modular_kernel as mk
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.errors import ConfigurationError, WeightsError
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.testing.checkpoints.samples import write
+
+INDEX = "model.safetensors.index.json"
+NAME = "some-group/A.model-1B"
+
+
+def rewrite(path: Path, factor: float) -> dict[str, torch.Tensor]:
+    """A copy of the experts with other numbers."""
+    return {name: tensor * factor for name, tensor in load_file(path).items()}
+
+
+def test_model_safetensors_comes_first(tmp_path: Path) -> None:
+    """Before an index, and before other files with the same names or with others."""
+    write(tmp_path, seed=1)
+    want = mk.load_experts(tmp_path, 0).weights
+    other = rewrite(tmp_path / FILE, 2.0)
+    save_file(other, tmp_path / "another.safetensors")
+    save_file(other, tmp_path / "consolidated.safetensors")
+    weight_map = dict.fromkeys(other, "another.safetensors")
+    for index in (INDEX, "other.safetensors.index.json"):
+        (tmp_path / index).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
+    # A path selects another one.
+    for path in ("another.safetensors", INDEX, "consolidated.safetensors"):
+        assert torch.equal(mk.load_experts(tmp_path / path, 0).weights.w1, 2 * want.w1)
+
+
+def test_the_model_s_index_comes_before_another(tmp_path: Path) -> None:
+    write(tmp_path, shards=2)
+    want = mk.load_experts(tmp_path, 0).weights
+    (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
+    assert inspect(tmp_path).layers == (0,)
+
+
+def test_one_other_index_is_read_and_two_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, shards=2)
+    (tmp_path / INDEX).rename(tmp_path / "a.safetensors.index.json")
+    (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
+    want = mk.load_experts(tmp_path, 0).weights
+    shutil.copy(tmp_path / "a.safetensors.index.json", tmp_path / "b.safetensors.index.json")
+    words = (
+        "got a.safetensors.index.json and b.safetensors.index.json, need model.safetensors.index"
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        mk.load_experts(tmp_path, 0)
+    one = mk.load_experts(tmp_path / "b.safetensors.index.json", 0)
+    assert torch.equal(one.weights.w1, want.w1)
+
+
+def test_files_without_an_index_have_each_tensor_once(tmp_path: Path) -> None:
+    write(tmp_path)
+    want, tensors = mk.load_experts(tmp_path, 0).weights, load_file(tmp_path / FILE)
+    (tmp_path / FILE).rename(tmp_path / "consolidated.safetensors")
+    assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)  # there is nothing else
+    save_file({n: t for n, t in tensors.items() if n != W1}, tmp_path / "a.safetensors")
+    save_file({W1: tensors[W1]}, tmp_path / "b.safetensors")
+    assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
+    save_file({W1: tensors[W1]}, tmp_path / "c.safetensors")
+    with pytest.raises(WeightsError, match=rf"{W1}, which is in b.safetensors too, need each"):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_a_stale_index_names_the_files_that_are_absent(tmp_path: Path) -> None:
+    write(tmp_path, shards=3, layers=(0, 1))
+    kept = tmp_path / "model-00002-of-00003.safetensors"
+    for path in tmp_path.glob("model-*.safetensors"):
+        if path != kept:
+            path.unlink()
+    words = (
+        "got no model-00001-of-00003.safetensors, model-00003-of-00003.safetensors, of 3 files "
+        "that the index lists, need these files: complete the download, or remove a stale index"
+    )
+    with pytest.raises(WeightsError, match=words):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_files_of_other_layers_may_be_absent(tmp_path: Path) -> None:
+    write(tmp_path, layers=(0, 1))
+    tensors = load_file(tmp_path / FILE)
+    (tmp_path / FILE).unlink()
+    weight_map = {n: f"part-{'layers.1.' in n:d}.safetensors" for n in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    first = {n: t for n, t in tensors.items() if weight_map[n] == "part-0.safetensors"}
+    save_file(first, tmp_path / "part-0.safetensors")
+    assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
+    with pytest.raises(WeightsError, match=r"got no part-1\.safetensors, of 2 files"):
+        mk.load_experts(tmp_path, 1)
+
+
+def test_gguf_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
+    words = r"got GGUF files only, need safetensors, such as those of the model that the GGUF file"
+    with pytest.raises(ConfigurationError, match=words):
+        mk.load_experts(tmp_path, 0)
+    with pytest.raises(ConfigurationError, match=r"Q4_K_M\.gguf: got a GGUF file, need safe"):
+        mk.load_experts(tmp_path / "model-Q4_K_M.gguf", 0)
+    assert FusedMoE.from_config(tmp_path, 0, top_k=2).num_experts == 4  # the config.json suffices
+
+
+def hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model in a cache as huggingface_hub makes it; no connection is allowed."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    model = folder / f"models--{NAME.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    return model / "snapshots" / "abc"
+
+
+def test_a_name_on_the_hub_is_looked_up_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = hub_cache(tmp_path, monkeypatch)
+    write(snapshot)
+    want = mk.load_experts(snapshot, 0).weights
+    assert torch.equal(mk.load_experts(NAME, 0).weights.w1, want.w1)
+    assert FusedMoE.from_config(NAME, 0, top_k=2).num_experts == 4
+    words = f"got 'other/{NAME[11:]}': no such file or folder.*need .*hf download other/"
+    with pytest.raises(ConfigurationError, match=words):
+        mk.load_experts(f"other/{NAME[11:]}", 0)
+
+
+def test_the_hub_s_library_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigurationError, match=f"no such model in .* hf download {NAME}"):
+        mk.load_experts(NAME, 0)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / NAME)  # a folder of this name comes first
+    assert mk.load_experts(NAME, 0).weights.w1.shape == (4, 512, 128)
