@@ -38,6 +38,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import available_device, format_value
+from modular_kernel.utils.call_counters import CallCounters, DelayedValue
 from modular_kernel.workspace import (
     EXPERT_OUTPUT,
     BufferSpec,
@@ -94,6 +95,9 @@ class Execution:
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
         self._logged_invalid_ids = False
+        self.call_counters = CallCounters()
+        self._delayed_invalid_ids = DelayedValue()
+        self.label = ""  # of the only layer that uses the kernel, for warnings
         self.auto_prepare = auto_prepare
         self._layout_key = prepared.layout_key(type(experts), self.problem)
         self.known_weights = recording.CheckedWeightsCache(
@@ -105,6 +109,7 @@ class Execution:
 
     def after_fork(self) -> None:
         """In a forked child, run torch on one thread: the parent's thread pool is gone."""
+        self.call_counters.after_fork()
         if self.machine.device == "cpu":
             forks.use_one_thread()
 
@@ -128,11 +133,20 @@ class Execution:
         if count and not self._logged_invalid_ids:
             self._logged_invalid_ids = True
             _LOG.warning(
-                "%s skipped %d ids outside [-1, %d): their pairs add nothing to the output; "
+                "%s%s skipped %d ids outside [-1, %d): their pairs add nothing to the output; "
                 "checked=True raises instead",
+                f"{self.label}: " if self.label else "",
                 self._pairing, count, self.problem.experts,
             )  # fmt: skip
         return count
+
+    def counters(self) -> dict[str, object]:
+        """Return counts of calls and invalid ids; see FusedMoEModularKernel.counters."""
+        invalid = self._invalid_ids
+        return {
+            **self.call_counters.totals(),
+            "invalid_ids": 0 if invalid is None else self._delayed_invalid_ids.read(invalid),
+        }
 
     def count_invalid_ids(self) -> int:
         """Return `invalid_ids` without logging a warning. Synchronizes with the device."""

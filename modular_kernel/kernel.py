@@ -22,13 +22,14 @@ from modular_kernel.errors import (
 )
 from modular_kernel.execution import Execution, Pending
 from modular_kernel.machine import current_machine
-from modular_kernel.plan import CallPlans, Plan
+from modular_kernel.plan import CallPlans, Plan, held_bytes
 from modular_kernel.quant import prepared
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.text import notebook_html
 from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.call_counters import OWN_WORKSPACE
 from modular_kernel.workspace import Workspace
 
 __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
@@ -191,12 +192,27 @@ class FusedMoEModularKernel(Execution):
         except Exception as error:
             self.prepare_finalize.refuse(error)
             raise
+        self.call_counters.add(OWN_WORKSPACE, x_TH.shape[0])
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison, fills=self.fills)
         output = self.output(x_TH, out)
         if self.poison:
             self.poison_output(output, workspace.fill)
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
+
+    def counters(self) -> dict[str, object]:
+        """Return numbers for monitoring, without synchronizing with the device.
+
+        calls, tokens: of all calls so far. replayed_calls: those that repeated recorded launches.
+        recorded_calls: first calls of a signature, which recorded them. fallback_calls: all others,
+        by the reason why nothing was replayed. plans: plans made, also those behind direct calls.
+        invalid_ids: see the property; on a GPU as of an earlier call of `counters`.
+        workspace_bytes: held between calls by this process, shared by its kernels.
+
+        A call that is captured in a CUDA graph counts once, and its replays do not count.
+        `modular_kernel.utils.prometheus` formats the numbers.
+        """
+        return {**super().counters(), "workspace_bytes": sum(held_bytes().values())}
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` with the tensors that these experts derive from them added.

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from modular_kernel.replay import modes, recording, stages
 from modular_kernel.replay.recording import device_index, in_graph_trees, may_keep_buffers
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.utils import forks
+from modular_kernel.utils import call_counters, forks
 from modular_kernel.utils.tensor_checks import span, wants_gradient
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 
@@ -46,6 +47,7 @@ class BoundCalls(ABC):
         self._index: int | None = device.index if device.type == "cuda" else None
         self._makes_output = kernel.prepare_finalize.allocates_output and not problem.inplace
         self._recorded = recording.RecordedCalls()
+        self._replay_counts = kernel.call_counters.add_plan()
         kernel.count_invalid_ids_on(device)
 
     @abstractmethod
@@ -106,6 +108,7 @@ class BoundCalls(ABC):
             validate.check_no_grad(x_TH, weights, routing, out)
         self._poison(output)
         recorded.replay(_current_stream(self._index), pointers)
+        recorded.count[0] += 1
         torch.autograd.graph.increment_version(output)
         self._check_red_zones(replayed=True)
         return output
@@ -196,17 +199,32 @@ class BoundCalls(ABC):
 
         weights: those that the call reads, possibly prepared. named: the caller passed `out`.
         """
-        kernel = self.kernel
+        kernel, tokens = self.kernel, x_TH.shape[0]
         self._poison(out)
         if self._makes_output and not named:
+            kernel.call_counters.add(call_counters.ALLOCATES, tokens)
             return self._start(x_TH, weights, routing, None).finish()
-        if not kernel.replayable or not self._recorded.wants(signature) or out.numel() == 0:
+        reason = self._why_not_recorded(signature, out)
+        if reason:
+            kernel.call_counters.add(reason, tokens)
             return self._start(x_TH, weights, routing, out).finish()
+        kernel.call_counters.add(call_counters.RECORDED, tokens)
         with recording.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
             kernel.finish(self._start(x_TH, weights, routing, out))
-        self._recorded.keep(signature, recorder.recorded())
+        recorded = recorder.recorded()
+        if recorded is not None:
+            recorded = replace(recorded, count=self._replay_counts.cell(tokens))
+        self._recorded.keep(signature, recorded, recorder.refused)
         self._check_red_zones()
         return out
+
+    def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
+        """Return why a call that is not replayed is not recorded either; "" if it is."""
+        if not self.kernel.replayable:
+            return call_counters.NOT_DECLARED
+        if not self._recorded.wants(signature):
+            return self._recorded.why_refused(signature) or call_counters.OBSERVED
+        return call_counters.NO_TOKENS if out.numel() == 0 else ""
 
     def _start(
         self,

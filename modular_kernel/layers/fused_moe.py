@@ -220,6 +220,9 @@ class FusedMoE(ExpertParameters):
         self._default_experts = dict[torch.device, tuple[Problem, Experts]]()
         self._kernels_by_device = dict[torch.device, tuple[object, KernelsBySize]]()
         self._own_kernel = self._kernel_over_ranks(max_tokens) if spans_ranks else None
+        if self._own_kernel is not None:
+            self._own_kernel.label = prefix or ("" if layer_id is None else f"layer {layer_id}")
+        self._counts = [0, 0]  # calls and tokens
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
         self._traced_pairing = str(TracedPairing(prepare_finalize, experts, where_served=True))
@@ -458,6 +461,22 @@ class FusedMoE(ExpertParameters):
         if self._layer_text:
             use_prepared(self.weights(), self._layer_text, self._traced_pairing)
 
+    def counters(self) -> dict[str, object]:
+        """Return the calls and tokens of this layer so far, for monitoring.
+
+        Calls of a compiled or exported graph are counted by their kernels only. Calls of several
+        threads at once may be counted as one.
+        """
+        calls, tokens = self._counts
+        return {"calls": calls, "tokens": tokens}
+
+    def kernels(self) -> list[FusedMoEModularKernel]:
+        """Return the kernels that calls of this layer have used, which other layers may share."""
+        if self._own_kernel is not None:
+            return [self._own_kernel]
+        entries = tuple(self._kernels_by_device.values())
+        return [kernel for _, by_size in entries for kernel in by_size.kernels()]
+
     def destroy(self) -> None:
         """Release the resources of a part that spans ranks.
 
@@ -507,8 +526,10 @@ class FusedMoE(ExpertParameters):
             self.parallel.check_process()  # before anything is launched
         if kernel is None:
             problem, weights = adapters or (self.problem, weights)
-            y_TH = self._kernels(x_TH.device, problem).run(x_TH, weights, routing)
+            y_TH = self._kernels(x_TH.device, problem).run(x_TH, weights, routing, self._counts)
             return y_TH, None if shared is None else shared(x_TH)
+        self._counts[0] += 1
+        self._counts[1] += x_TH.shape[0]
         with current_device(x_TH.device):
             out = None if kernel.prepare_finalize.allocates_output else torch.empty_like(x_TH)
             pending = kernel.start(x_TH, weights, convert_ids(kernel, routing), out=out)
@@ -605,7 +626,7 @@ class FusedMoE(ExpertParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which looks up its kernels anew."""
-        return super().__getstate__() | {"_kernels_by_device": {}}
+        return super().__getstate__() | {"_kernels_by_device": {}, "_counts": [0, 0]}
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         dtype = super()._dtype_after(fn)

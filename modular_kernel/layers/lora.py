@@ -31,6 +31,7 @@ from modular_kernel.errors import (
     UnsupportedError,
     WeightsError,
 )
+from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
@@ -421,6 +422,15 @@ class FusedMoEWithLoRA(nn.Module):
         return base.forward_with(
             partial(run, moe_lora_info), hidden_states, routing, token_ids=token_ids
         )
+
+    def counters(self) -> dict[str, object]:
+        """Return the counters of the base layer, and the number of its loaded adapters."""
+        loaded = self._manager.pools[self.layer_id].slots
+        return {**self.base_layer.counters(), "adapters": len(loaded)}
+
+    def kernels(self) -> list[FusedMoEModularKernel]:
+        """Return the kernels of the base layer."""
+        return self.base_layer.kernels()
 
     def _run_merged(
         self, info: MoELoRABatchInfo, x_TH: torch.Tensor, routing: Routing

@@ -90,13 +90,27 @@ class KernelsBySize:
         # By the bit length of the largest token index: the kernel, and the dtype of its ids.
         self._kernels: dict[int, tuple[weakref.ref[FusedMoEModularKernel], torch.dtype | None]] = {}
 
-    def run(self, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
-        """Run a call; see `KernelCache.run`."""
+    def kernels(self) -> list[FusedMoEModularKernel]:
+        """Return the kernels that calls have used and that the cache still has."""
+        kernels = (reference() for reference, _ in tuple(self._kernels.values()))
+        return [kernel for kernel in kernels if kernel is not None]
+
+    def run(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        counts: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Run a call; see `KernelCache.run`. counts: calls and tokens, to which it is added."""
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run(x_TH, weights, routing)
+                return self.run(x_TH, weights, routing, counts)
         tokens = x_TH.shape[0]
+        if counts is not None:
+            counts[0] += 1
+            counts[1] += tokens
         entry = self._kernels.get((tokens - 1).bit_length())
         kernel = None if entry is None else entry[0]()
         if entry is None or kernel is None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import count, groupby, pairwise
 from operator import attrgetter, itemgetter, or_
@@ -42,11 +42,16 @@ _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", de
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """Launches of calls of one signature. kept: memory that they use besides the caller's."""
+    """Launches of calls of one signature.
+
+    kept: memory that they use besides the caller's. count: its only number counts the replays; a
+    plan sets it (modular_kernel.utils.call_counters).
+    """
 
     replays: tuple[Replay, ...]
     watches: tuple[Watched, ...]
     kept: tuple[torch.Tensor, ...]
+    count: list[int] = field(default_factory=lambda: [0])
 
     def watched(self) -> bool:
         """Return whether a profiler would miss these launches, which bypass triton's hooks."""
@@ -337,6 +342,7 @@ class RecordedCalls:
 
     def __init__(self) -> None:
         self._recorded: dict[Hashable, RecordedCall | None] = {}
+        self._refused: dict[Hashable, str] = {}
 
     def find(self, signature: Hashable) -> RecordedCall | None:
         """Return the recording for this signature; None if there is none."""
@@ -346,11 +352,19 @@ class RecordedCalls:
         """Return whether no call of this signature was recorded or refused."""
         return signature not in self._recorded
 
-    def keep(self, signature: Hashable, recorded: RecordedCall | None) -> None:
-        """Store a recording, or None if the signature cannot be replayed."""
+    def why_refused(self, signature: Hashable) -> str:
+        """Return why calls of this signature were not recorded; "" if they were."""
+        return self._refused.get(signature, "")
+
+    def keep(self, signature: Hashable, recorded: RecordedCall | None, refused: str = "") -> None:
+        """Store a recording, or None and the reason if the signature cannot be replayed."""
         if len(self._recorded) >= _MAX_RECORDED:
-            del self._recorded[next(iter(self._recorded))]
+            oldest = next(iter(self._recorded))
+            del self._recorded[oldest]
+            self._refused.pop(oldest, None)
         self._recorded[signature] = recorded
+        if recorded is None:
+            self._refused[signature] = refused
 
 
 def signature_and_pointers(

@@ -1,0 +1,89 @@
+"""Counters of layers and kernels as text for Prometheus.
+
+    text = prometheus_text({"model.layers.0.mlp": layer, "draft": kernel})
+
+Serve it with the content type "text/plain; version=0.0.4". Nothing synchronizes with a device.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+PREFIX = "modular_kernel_"
+_LAYER_METRICS = {
+    "calls": ("layer_calls_total", "counter", "Calls of the layer."),
+    "tokens": ("layer_tokens_total", "counter", "Tokens of these calls."),
+    "adapters": ("layer_adapters", "gauge", "LoRA adapters loaded."),
+}
+_KERNEL_METRICS = {
+    "calls": ("calls_total", "counter", "Calls of the kernel, which layers may share."),
+    "tokens": ("tokens_total", "counter", "Tokens of these calls."),
+    "replayed_calls": ("replayed_calls_total", "counter", "Calls that replayed launches."),
+    "recorded_calls": ("recorded_calls_total", "counter", "Calls whose launches were recorded."),
+    "fallback_calls": ("fallback_calls_total", "counter", "Calls without replay, by reason."),
+    "plans": ("plans", "gauge", "Plans made."),
+    "invalid_ids": ("invalid_ids_total", "counter", "Expert ids outside [-1, E) skipped."),
+}
+_PROCESS_METRIC = ("workspace_bytes", "gauge", "Workspace held between calls by the process.")
+_Sample = tuple[dict[str, str], int]
+
+
+class Counted(Protocol):
+    """A kernel, or a layer that also has `kernels()`."""
+
+    def counters(self) -> dict[str, object]: ...
+
+
+def prometheus_text(counted: Mapping[str, Counted]) -> str:
+    """Return the counters in Prometheus's text exposition format, version 0.0.4.
+
+    counted: kernels (`FusedMoEModularKernel`) and layers (`FusedMoE`, `FusedMoEWithLoRA`) by name.
+    Metrics of a layer have the label "layer", those of a kernel "kernel". A kernel that several
+    layers use is counted once, by the first name that uses it.
+    """
+    layers, kernels = {}, dict[int, tuple[str, dict[str, object]]]()
+    for name, thing in counted.items():
+        used = getattr(thing, "kernels", None)
+        if used is not None:
+            layers[name] = thing.counters()
+        for number, kernel in enumerate([thing] if used is None else used()):
+            label = name if number == 0 else f"{name}/{number}"
+            kernels.setdefault(id(kernel), (label, kernel.counters()))
+    labelled = dict(kernels.values())
+    lines = [
+        *_lines("layer", _LAYER_METRICS, layers),
+        *_lines("kernel", _KERNEL_METRICS, labelled),
+    ]
+    workspace = [values["workspace_bytes"] for values in labelled.values()]
+    if workspace and isinstance(workspace[0], int):
+        lines += _metric(*_PROCESS_METRIC, [({}, workspace[0])])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _lines(
+    label: str,
+    metrics: Mapping[str, tuple[str, str, str]],
+    counters: Mapping[str, Mapping[str, object]],
+) -> Iterator[str]:
+    for key, (name, kind, about) in metrics.items():
+        samples = list[_Sample]()
+        for owner, values in counters.items():
+            value = values.get(key)
+            if isinstance(value, Mapping):
+                samples += [({label: owner, "reason": why}, n) for why, n in value.items()]
+            elif isinstance(value, int):
+                samples.append(({label: owner}, value))
+        if samples:
+            yield from _metric(name, kind, about, samples)
+
+
+def _metric(name: str, kind: str, about: str, samples: Iterable[_Sample]) -> list[str]:
+    name = f"{PREFIX}{name}"
+    lines = [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+    for labels, value in samples:
+        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        lines.append(f"{name}{{{pairs}}} {value}" if pairs else f"{name} {value}")
+    return lines
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,161 @@
+"""Counters of kernels and layers, and their text for Prometheus."""
+
+import copy
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.replay.recording import RecordedCall
+from modular_kernel.testing.random_inputs import random_inputs
+from modular_kernel.utils import call_counters
+from modular_kernel.utils.prometheus import prometheus_text
+
+PROBLEM = mk.Problem(8, 32, 16, 4, 2, dtype=torch.float32)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+
+
+def inputs(tokens: int) -> Any:
+    return random_inputs(PROBLEM.with_tokens(tokens), torch.device("cpu"))
+
+
+def test_calls_tokens_and_fallbacks_of_a_kernel() -> None:
+    kernel = mk.make_kernel(*PAIR, PROBLEM)
+    assert kernel.counters() == {
+        "calls": 0,
+        "tokens": 0,
+        "replayed_calls": 0,
+        "recorded_calls": 0,
+        "fallback_calls": {},
+        "plans": 0,
+        "invalid_ids": 0,
+        "workspace_bytes": kernel.counters()["workspace_bytes"],
+    }
+    for tokens in (8, 3):
+        kernel(*inputs(tokens))
+    kernel.start(*inputs(5)).finish()
+    plan = kernel.plan()
+    plan(*inputs(4))
+    found = kernel.counters()
+    assert (found["calls"], found["tokens"], found["plans"]) == (4, 20, 2)
+    assert found["fallback_calls"] == {
+        call_counters.NOT_DECLARED: 3,
+        call_counters.OWN_WORKSPACE: 1,
+    }
+    assert copy.copy(kernel).counters()["calls"] == 0
+
+
+def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a GPU replays is stood in for by a recording that writes nothing."""
+    kernel = mk.make_kernel(*PAIR, PROBLEM)
+    plan = kernel.plan()
+    call = inputs(5)
+    plan(*call)
+    replays: list[int] = []
+    recorded = RecordedCall(
+        (lambda stream, pointers: replays.append(stream),), (), (), plan._replay_counts.cell(5)
+    )
+    monkeypatch.setattr(plan._recorded, "find", lambda signature: recorded)
+    for _ in range(3):
+        plan(*call)
+    found = kernel.counters()
+    assert len(replays) == found["replayed_calls"] == 3
+    assert (found["calls"], found["tokens"]) == (4, 20)
+
+
+def test_a_refused_recording_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = mk.make_kernel(*PAIR, PROBLEM)
+    monkeypatch.setattr(type(kernel), "replayable", True)  # plain torch cannot be replayed
+    plan = kernel.plan()
+    for _ in range(3):
+        plan(*inputs(6))
+    found = kernel.counters()
+    assert found["recorded_calls"] == 1
+    ((reason, number),) = found["fallback_calls"].items()  # type: ignore[attr-defined]
+    assert "is not a launch of modular_kernel" in reason
+    assert number == 2
+
+
+def test_invalid_ids_are_counted_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = mk.make_kernel(*PAIR, PROBLEM)
+    kernel.label = "layer 7"
+    x_TH, weights, routing = inputs(4)
+    ids_TK = routing.topk_ids_TK.clone()
+    ids_TK[0, 0] = 99
+    kernel(x_TH, weights, replace(routing, topk_ids_TK=ids_TK))
+    assert kernel.counters()["invalid_ids"] == 1
+    with caplog.at_level(logging.WARNING, logger="modular_kernel.routing"):
+        assert [kernel.invalid_ids for _ in range(2)] == [1, 1]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("layer 7: MoEPrepareAndFinalizeNoEP x TorchExperts ")
+
+
+def layer_of(number: int) -> mk.FusedMoE:
+    layer = mk.FusedMoE(4, 32, 16, layer_id=number, top_k=2, params_dtype=torch.float32)
+    layer.set_weights(inputs(1)[1])
+    return layer
+
+
+def test_layers_count_their_own_calls_and_share_kernels() -> None:
+    first, second = layer_of(0), layer_of(1)
+    x_TH, _, routing = inputs(5)
+    for layer in (first, second, second):
+        layer(x_TH, routing)
+    assert first.counters() == {"calls": 1, "tokens": 5}
+    assert second.counters() == {"calls": 2, "tokens": 10}
+    assert first.kernels() == second.kernels() != []
+    assert copy.deepcopy(second).counters() == {"calls": 0, "tokens": 0}
+
+
+SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+)\})? (\d+)')
+LABEL = re.compile(r'([a-z]+)="((?:[^"\\]|\\.)*)"')
+
+
+def parsed(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
+    """Read the exposition format: HELP, TYPE, then the samples of each metric, each once."""
+    metrics: dict[str, dict[tuple[tuple[str, str], ...], int]] = {}
+    lines = text.splitlines()
+    assert text == "".join(f"{line}\n" for line in lines)
+    current = ""
+    for line in lines:
+        if line.startswith("# HELP "):
+            current = line.split(" ")[2]
+            assert current not in metrics
+            metrics[current] = {}
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name == current
+            assert kind == ("counter" if name.endswith("_total") else "gauge")
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match, line
+            name, labels, value = match.groups()
+            key = tuple(LABEL.findall(labels or ""))
+            assert name == current
+            assert key not in metrics[name]
+            metrics[name][key] = int(value)
+    return metrics
+
+
+def test_prometheus_text_is_in_the_exposition_format() -> None:
+    first, second = layer_of(0), layer_of(1)
+    kernel = mk.make_kernel(*PAIR, PROBLEM)
+    x_TH, weights, routing = inputs(5)
+    first(x_TH, routing)
+    second(x_TH, routing)
+    kernel(x_TH, weights, routing)
+    odd = 'a "quoted"\\name\n'
+    metrics = parsed(prometheus_text({"0": first, odd: second, "draft": kernel}))
+    escaped = 'a \\"quoted\\"\\\\name\\n'
+    calls = metrics["modular_kernel_layer_calls_total"]
+    assert calls == {(("layer", "0"),): 1, (("layer", escaped),): 1}
+    of_kernels = metrics["modular_kernel_calls_total"]
+    assert set(of_kernels) == {(("kernel", "0"),), (("kernel", "draft"),)}  # shared: counted once
+    reasons = metrics["modular_kernel_fallback_calls_total"]
+    assert reasons[("kernel", "draft"), ("reason", call_counters.NOT_DECLARED)] == 1
+    assert list(metrics["modular_kernel_workspace_bytes"]) == [()]
+    assert prometheus_text({}) == ""
