@@ -3,7 +3,6 @@
 The GPU does not need to be present.
 """
 
-import re
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
-from modular_kernel.cli.machine_setup import limit_workers
+from modular_kernel.cli.machine_setup import limit_workers, parse_arch
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import counted
@@ -27,7 +26,9 @@ def compile_kernels(
         bool,
         option("Exit with 1 if a kernel breaks a limit or is not compiled, or if none is."),
     ] = False,
-    target: Annotated[str, option("Compile for this GPU.")] = "sm_90",
+    arch: Annotated[
+        str, option("Compile for a GPU of this compute capability, such as 9.0 or sm_90.")
+    ] = "9.0",
     only: Annotated[str, option("Only kernels and cases whose names contain this text.")] = "",
     workers: Annotated[int, option("Number of worker processes.", type=IntegerRange(1))] = 1,
     as_json: AsJson = None,
@@ -39,8 +40,7 @@ def compile_kernels(
     instruction. Compiling everything, or all kernels of a part, takes minutes in one process;
     --only KERNEL takes seconds, and --workers N compiles in parallel.
     """
-    if re.fullmatch(r"sm_\d{2,3}", target) is None:
-        raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
+    target = "sm_{}{}".format(*parse_arch(arch))
     workers = limit_workers(workers)
     # The first import after installation is slow.
     with output.activity_notes(lambda: "loading torch, triton and the parts"):

@@ -148,7 +148,7 @@ class ExchangeOptions:
             type=POSITIVE,
         ),
     ] = _GPU_LINK_GBS
-    latency: Annotated[
+    link_latency: Annotated[
         float, option("Latency of the roofline in microseconds.", type=NumberRange(0))
     ] = 6
     deadline: Annotated[float | None, option("Start no new transport after this many seconds.")] = (
@@ -192,7 +192,7 @@ def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFi
     prepare_host()
     from modular_kernel.bench.all2all.cases import TransportLink
 
-    link = TransportLink(method.link * 1e9, method.latency * 1e-6)
+    link = TransportLink(method.link * 1e9, method.link_latency * 1e-6)
     report = _measure(sizes, method, link, files)
     _show_and_save(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
@@ -267,7 +267,7 @@ def _environment(
         "world_size": sizes.ranks,
         "versions": {name: version_of(name) for name in _LIBRARIES},
         "link_gbs": method.link,
-        "latency_us": method.latency,
+        "latency_us": method.link_latency,
         "event_gap_us": event_gap_us,
         "method": _METHOD.format(rounds=method.rounds, replays=method.replays),
     }

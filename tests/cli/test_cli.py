@@ -359,7 +359,7 @@ def test_compile(
         asked.append((t, workers, name_filter)) or done
     )  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert mk("compile", "--target", "sm_100").code == 0
+    assert mk("compile", "--arch", "10.0").code == 0
     ended = mk("compile", "--check", "--workers", "2", "--only", "bf16")
     assert ended.code == (1 if violations or reason == "" else 0)
     assert ("other_kernel" in ended.out) is (reason is not None)

@@ -1,7 +1,9 @@
 """`mk plan`: what it proposes is what `mk check` calls valid, of the same work, and fits."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,3 +253,24 @@ def test_a_machine_without_a_valid_pair_says_the_nearest(mk: Mk) -> None:
     assert "no recommendation, every pair is refused" in done.out
     assert "nearest: MoEPrepareAndFinalizeNoEP x" in done.out
     assert "[top_k]" in done.out
+
+
+def test_the_verbs_describe_the_same_machine(mk: Mk, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    content = {"gpu": "b200", "gpus_per_host": 2, "memory_gb": 90, "packages": ["deep_gemm"]}
+    path.write_text(json.dumps(content))
+    described = ("--machine", str(path))
+    machine = {"arch": [10, 0], "packages": ["deep_gemm"], "memory": 90_000_000_000}
+    for verb in ("list", "check"):
+        found = mk(verb, *described, "--json").json["machine"]
+        assert {name: found[name] for name in machine} == machine
+    planned = mk("plan", *described, "--phase", "decode", "--json").json
+    assert planned["machines"][str(path)]["gpu"]["memory"] == 90e9
+    assert planned["machines"][str(path)]["per_host"] == 2
+    shown = mk("list", "--machine", "8xb200", "--packages", "deep_gemm,triton").out
+    assert shown.startswith("Parts on 8xb200 (NVIDIA B200 sm_100)")
+    record = mk("check", "--machine", "8xb200", "--json").json
+    assert record["machine"]["packages"] == ["ml_dtypes", "triton"]
+    assert record["problem"]["parallel"]["world_size"] == 8
+    here = mk("list", "--packages", "triton", "--json").json["machine"]
+    assert here["packages"] == ["triton"]
