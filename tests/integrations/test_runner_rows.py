@@ -65,7 +65,7 @@ ROWS = {
     "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
         f"{ROUTING}::test_deep_gemm_by_its_stand_in",
         "test_ops_permute_quantize::test_it_is_both_in_turn",
-    )),
+    ), "no record of the input: notebook/decisions/09-runner-stages.md"),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
         "test_deepgemm::test_contiguous",
         "test_deepgemm::test_aligned_rows_and_their_twin",
@@ -90,6 +90,8 @@ ROWS = {
     )),
     "R17": Row("scatter and gather: x times the sum of its weights", (
         "test_runner_rows::test_gathering_what_was_scattered_weighs_it",
+        "test_ep_scatter::test_rows_by_expert",
+        "test_ep_scatter::test_gathering_what_was_scattered_weighs_it",
         f"{FORMATS}::test_received_rows_are_weighted_and_summed",
     )),
     "R18": Row("the router's format is checked on entry", (
@@ -131,7 +133,8 @@ ROWS = {
     "A59": Row("transposed storage", (
         f"{WEIGHTS}::test_transposed_storage_is_the_same_layer",
         "test_quant_torch_parts::test_weights_may_be_strided",
-    )),
+        "test_layers::test_transposed_storage_is_read_where_it_lies",
+    ), "FusedMoE has one layout: notebook/decisions/10-one-weight-layout.md"),
     "A61": Row("routing data of triton_kernels", (
         f"{ROUTING}::test_routing_by_experts_and_back",
         f"{ROUTING}::test_triton_kernels_by_its_stand_in",

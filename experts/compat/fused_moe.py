@@ -1,0 +1,278 @@
+"""Steps of SGLang's and vLLM's fused_moe under their names: one product, the sum, and its tile.
+
+    sorted_ids, expert_ids, num_post = moe_align_block_size(topk_ids_TK, config["BLOCK_SIZE_M"], E)
+    invoke_fused_moe_kernel(x_TH, w1, None, h_PN, None, None, None, topk_weights_TK, topk_ids_TK,
+                            sorted_ids, expert_ids, num_post, False, K, config)
+    moe_sum_reduce_triton(rows_TKH, out_TH, 1.0)
+
+`TritonExperts` runs the same kernel, but ends the first product with the activation.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from experts.triton.configs.select import choose_config, override_config
+from experts.triton.launch_config import LaunchConfig
+from experts.triton.operands import gemm2_operands, weight_rejections
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    IncompatibleError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+)
+from modular_kernel.ops.quantize import quantize_values
+from modular_kernel.ops.reduce import moe_sum_reduce
+from modular_kernel.quant.quantized_weights import weight_specs
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.utils.argument_checks import Count, expect
+from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
+
+_KEYS = {
+    "BLOCK_SIZE_M": "block_m",
+    "BLOCK_SIZE_N": "block_n",
+    "BLOCK_SIZE_K": "block_k",
+    "GROUP_SIZE_M": "group_m",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}
+
+
+def moe_sum_reduce_triton(
+    input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
+) -> None:
+    """Write routed_scaling_factor times the sum over top-k of (T, K, H) rows to output (T, H).
+
+    See `modular_kernel.ops.reduce.moe_sum_reduce`, whose errors it raises.
+    """
+    moe_sum_reduce(input, output, routed_scaling_factor)
+
+
+def try_get_optimal_moe_config(
+    w1_shape: Sequence[int],
+    w2_shape: Sequence[int],
+    top_k: int,
+    dtype: torch.dtype,
+    M: int,
+    *,
+    quant: str = "none",
+) -> dict[str, int]:
+    """Return the tile of the two products of `TritonExperts`' aligned path for M tokens.
+
+    w1_shape: (E, 2I, H). w2_shape: (E, H, I), unpacked. The keys are those of
+    `invoke_fused_moe_kernel`. An override, else a tuned file, else the heuristics determine the
+    second product's tile, which suits the first as well. Raises ConfigurationError for sizes that
+    do not belong together.
+    """
+    expect("M", M, Count)
+    if len(w1_shape) != 3 or len(w2_shape) != 3 or w1_shape[2] != w2_shape[1]:
+        got = f"{tuple(w1_shape)} and {tuple(w2_shape)}"
+        raise ConfigurationError("w1_shape and w2_shape", got=got, need="(E, 2I, H) and (E, H, I)")
+    problem = Problem(
+        tokens=M, hidden=w2_shape[1], intermediate=w2_shape[2], experts=w2_shape[0], top_k=top_k,
+        dtype=dtype, quant=quant,
+    )  # fmt: skip
+    _, tile = choose_config(problem, M).both(LaunchConfig)
+    return {key: getattr(tile, name) for key, name in _KEYS.items()}
+
+
+def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    C: torch.Tensor,
+    A_scale: torch.Tensor | None,
+    B_scale: torch.Tensor | None,
+    B_zp: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    mul_routed_weight: bool,
+    top_k: int,
+    config: Mapping[str, int],
+    *,
+    quant: str = "none",
+) -> None:
+    """C[p] = (A[p // top_k] @ B[expert of p]^T + bias) times the router weight of p, if asked.
+
+    A: (P / top_k, K), unquantized: the tokens with their top_k, or with 1 a row for each pair.
+    B: (e, N, K) with any strides, or packed. bias: (e, N). C: (..., N), contiguous, P rows, of A's
+        dtype; rows of pairs without an expert here are set to 0.
+    A_scale: a static scale (1,) of a scheme that has one, else None: rows are quantized here.
+    B_scale, B_zp: as w2_scale and w2_zero_point in an `ExpertWeights` of the scheme.
+    topk_weights: float32, P values, read with mul_routed_weight. With a bias, the product is
+        rounded before it is weighted. topk_ids: (T, K), P = T K.
+    sorted_token_ids, expert_ids, num_tokens_post_padded: of `moe_align_block_size` with
+        config["BLOCK_SIZE_M"]. On a CPU their values are checked; on a GPU they are not, and wrong
+        ones read invalid memory.
+    config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, and num_warps and num_stages.
+
+    Raises InputError for arguments that violate this, and IncompatibleError if the kernel does not
+    have the scheme.
+    """
+    optional = {"bias": bias, "A_scale": A_scale, "B_scale": B_scale, "B_zp": B_zp}
+    tensors = {"A": A, "B": B, "topk_ids": topk_ids, "sorted_token_ids": sorted_token_ids}
+    tensors |= {"expert_ids": expert_ids, "num_tokens_post_padded": num_tokens_post_padded}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    if mul_routed_weight:
+        check_tensor("topk_weights", topk_weights)
+        tensors["topk_weights"] = topk_weights  # type: ignore[assignment]
+    problem = _problem(A, B, C, tensors, top_k, bias=bias is not None, quant=quant)
+    tile = _tile(config, problem)
+    _check_alignment(tensors, problem, tile, topk_ids.numel())
+    weights = ExpertWeights(B, B, b2=bias, w2_scale=B_scale, w2_zero_point=B_zp, a2_scale=A_scale)
+    _check_weights(weights, problem)
+    if not use_triton(A):
+        need = "a GPU with triton, or triton's interpreter"
+        raise DeviceError("device of the tensors", got=A.device, need=need)
+    if C.numel() == 0:
+        return
+    from experts.triton.aligned.kernels.grouped_gemm import grouped_gemm_kernel
+
+    rows, scale = A, None
+    if problem.scheme.quantizes_activations:
+        rows, scale = quantize_values(A.float(), problem.scheme, A_scale)
+    pairs, blocks = topk_ids.numel(), expert_ids.numel()
+    weights_in_kernel = mul_routed_weight and bias is None  # the kernel adds a bias after them
+    launch(
+        grouped_gemm_kernel,
+        (blocks * -(-problem.hidden // tile.block_n),),
+        a_ptr=rows,
+        row_weights_ptr=topk_weights if weights_in_kernel else rows,
+        out_ptr=C,
+        sorted_ptr=sorted_token_ids,
+        expert_ids_ptr=expert_ids,
+        num_post_ptr=num_tokens_post_padded,
+        num_pairs=pairs,
+        num_m=blocks,
+        stride_am=rows.stride(0),
+        stride_ak=rows.stride(1),
+        A_TOP_K=top_k,
+        WRITE_ZEROS=True,
+        HAS_ROW_WEIGHTS=weights_in_kernel,
+        **gemm2_operands(weights, problem).arguments(tile, problem.fp32_precision, scale),
+    )
+    if mul_routed_weight and not weights_in_kernel:
+        assert topk_weights is not None
+        C.view(pairs, problem.hidden).mul_(topk_weights.reshape(pairs, 1))
+
+
+def _problem(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    top_k: int,
+    *,
+    bias: bool,
+    quant: str,
+) -> Problem:
+    """Return the problem whose second product this is, after checks of A, C and the devices."""
+    expect("top_k", top_k, Count)
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if tensor.device != A.device:
+            raise DeviceError(name, got=tensor.device, need=f"{A.device}, where A is")
+    check_no_gradients(tensors)
+    check_output("C", C, dict(tensors))
+    pairs = tensors["topk_ids"].numel()
+    if A.dim() != 2 or B.dim() != 3:
+        got = f"{tuple(A.shape)} and {tuple(B.shape)}"
+        raise ShapeError("A and B", got=got, need="(P / top_k, K) and (e, N, K)")
+    if A.shape[0] * top_k != pairs:
+        raise ShapeError("A", got=tuple(A.shape), need=f"P / top_k = {pairs} / {top_k} rows")
+    problem = Problem(
+        tokens=max(1, A.shape[0]), hidden=B.shape[1], intermediate=A.shape[1], experts=B.shape[0],
+        top_k=1, dtype=A.dtype, quant=quant, bias=bias,
+    )  # fmt: skip
+    machine = Machine()
+    if A.device.type == "cuda":
+        machine = Machine("cuda", torch.cuda.get_device_capability(A.device))
+    if rejections := weight_rejections("invoke_fused_moe_kernel", problem, machine):
+        raise IncompatibleError("invoke_fused_moe_kernel", rejections)
+    if C.dtype is not A.dtype:
+        raise DtypeError("C", got=C.dtype, need=f"{A.dtype}, as A")
+    if C.dim() < 2 or C.shape[-1] != B.shape[1] or C.numel() != pairs * B.shape[1]:
+        need = f"(..., N) with P = {pairs} rows, N = {B.shape[1]}"
+        raise ShapeError("C", got=tuple(C.shape), need=need)
+    if not C.is_contiguous():
+        raise LayoutError("C", got=f"strides {C.stride()}", need="contiguous")
+    return problem
+
+
+def _tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
+    """Return the launch of a config; raise ConfigurationError if it does not fit the problem."""
+    expect("config", config, Mapping)
+    if unknown := sorted(set(config) - set(_KEYS)):
+        need = f"only {', '.join(_KEYS)}"
+        raise ConfigurationError("config", got=", ".join(map(str, unknown)), need=need)
+    with override_config(config):
+        return choose_config(problem, problem.tokens).both(LaunchConfig)[1]
+
+
+def _check_alignment(
+    tensors: Mapping[str, torch.Tensor], problem: Problem, tile: LaunchConfig, pairs: int
+) -> None:
+    """Check the results of an alignment: dtypes, sizes, and on a CPU their values."""
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    ids, experts, post = (tensors[name] for name in names)
+    for name, tensor in zip(names, (ids, experts, post), strict=True):
+        if tensor.dtype is not torch.int32:
+            raise DtypeError(name, got=tensor.dtype, need=torch.int32)
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ShapeError(name, got=tuple(tensor.shape), need="1 dimension, contiguous")
+    if len(experts) != -(-len(ids) // tile.block_m) or len(post) != 1:
+        got = f"{len(experts)} and {len(post)}"
+        need = f"{-(-len(ids) // tile.block_m)} blocks of {tile.block_m} ids, and 1"
+        raise ShapeError("expert_ids and num_tokens_post_padded", got=got, need=need)
+    weights = tensors.get("topk_weights")
+    if weights is not None:
+        if weights.dtype is not torch.float32:
+            raise DtypeError("topk_weights", got=weights.dtype, need=torch.float32)
+        if weights.numel() != pairs or not weights.is_contiguous():
+            need = f"{pairs} values, contiguous"
+            raise ShapeError("topk_weights", got=tuple(weights.shape), need=need)
+    if ids.device.type != "cpu":
+        return
+    used = int(post)
+    valid = 0 <= used <= len(ids) and bool((ids[:used] >= 0).all())
+    if not valid or bool(((experts < -1) | (experts >= problem.experts)).any()):
+        need = "what moe_align_block_size returns for these experts"
+        raise RoutingError(
+            "alignment", got=f"{used} of {len(ids)} ids, or other experts", need=need
+        )
+
+
+def _check_weights(weights: ExpertWeights, problem: Problem) -> None:
+    """Check B, its scales and bias as w2 of the problem."""
+    specs = weight_specs(problem)
+    tensors = {"w2": weights.w2, "w2_scale": weights.w2_scale, "a2_scale": weights.a2_scale}
+    tensors["w2_zero_point"] = weights.w2_zero_point
+    labels = {"w2": "B", "w2_scale": "B_scale", "w2_zero_point": "B_zp", "a2_scale": "A_scale"}
+    for name, tensor in tensors.items():
+        spec, label = specs.get(name), labels[name]
+        if (spec is None) != (tensor is None):
+            got = "None" if tensor is None else "a tensor"
+            raise ConfigurationError(label, got=got, need=f"{spec} for quant={problem.quant}")
+        if spec is None or tensor is None:
+            continue
+        if tuple(tensor.shape) != spec.shape:
+            raise ShapeError(label, got=tuple(tensor.shape), need=f"{spec.legend} = {spec.shape}")
+        if tensor.dtype not in spec.dtypes:
+            raise DtypeError(label, got=tensor.dtype, need=" or ".join(map(str, spec.dtypes)))
+        if name != "w2" and not tensor.is_contiguous():
+            raise LayoutError(label, got=f"strides {tensor.stride()}", need="contiguous")
+    bias = weights.b2
+    if bias is not None and tuple(bias.shape) != (problem.experts, problem.hidden):
+        need = f"(e, N) = {(problem.experts, problem.hidden)}"
+        raise ShapeError("bias", got=tuple(bias.shape), need=need)
+    if bias is not None and bias.dtype not in (torch.float32, problem.dtype):
+        raise DtypeError("bias", got=bias.dtype, need=f"float32 or {problem.dtype}")

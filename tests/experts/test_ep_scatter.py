@@ -1,0 +1,124 @@
+"""ep_scatter and ep_gather: rows by expert in whole blocks, where each pair went, and back."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from experts.compat.ep_scatter import ALIGNMENT, ep_gather, ep_scatter, padded_counts
+from modular_kernel.errors import (
+    CapacityError,
+    DtypeError,
+    InputError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+)
+
+R, H, E, G = 9, 32, 4, 2
+NAMES = (
+    "recv_x", "recv_x_scale", "recv_topk", "num_recv_tokens_per_expert", "expert_start_loc",
+    "output_tensor", "output_tensor_scale", "m_indices", "output_index",
+)  # fmt: skip
+
+
+def received(top_k: int = 2, *, scales: bool = True, ids: Any = None) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(top_k)
+    if ids is None:
+        ids = torch.randint(-1, E - 1, (R, top_k), generator=g)  # the last expert has none
+    counts = [int((ids == expert).sum()) for expert in range(E)]
+    rows = sum(padded_counts(counts)) + 3
+    values = (
+        torch.randn(len(ids), H, generator=g), torch.rand(len(ids), G, generator=g), ids, counts,
+        torch.full((E,), -7, dtype=torch.int32), torch.full((rows, H), torch.nan),
+        torch.full((rows, G), torch.nan), torch.full((rows,), -7, dtype=torch.int32),
+        torch.full(tuple(ids.shape), -7, dtype=torch.int32),
+    )  # fmt: skip
+    given = dict(zip(NAMES, values, strict=True))
+    return given if scales else given | {"recv_x_scale": None, "output_tensor_scale": None}
+
+
+@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_rows_by_expert(top_k: int, scales: bool) -> None:
+    given = received(top_k, scales=scales)
+    ep_scatter(*given.values())
+    ids, counts = given["recv_topk"], given["num_recv_tokens_per_expert"]
+    starts = [sum(padded_counts(counts[:expert])) for expert in range(E)]
+    assert given["expert_start_loc"].tolist() == starts
+    want = [-1] * len(given["m_indices"])
+    for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        want[start : start + count] = [expert] * count
+        pairs = (ids == expert).nonzero().tolist()  # in order
+        assert [int(given["output_index"][r, k]) for r, k in pairs] == list(
+            range(start, start + count)
+        )
+        rows = torch.tensor([row for row, _ in pairs], dtype=torch.long)
+        block = slice(start, start + count)
+        assert torch.equal(given["output_tensor"][block], given["recv_x"][rows])
+        if scales:
+            assert torch.equal(given["output_tensor_scale"][block], given["recv_x_scale"][rows])
+    assert given["m_indices"].tolist() == want
+    assert torch.equal(given["output_index"] < 0, ids < 0)
+    padding = given["m_indices"] < 0
+    assert bool(given["output_tensor"][padding].isnan().all())
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_gathering_what_was_scattered_weighs_it(top_k: int) -> None:
+    given = received(top_k)
+    ep_scatter(*given.values())
+    weights = torch.rand(R, top_k)
+    out = torch.full((R, H), torch.nan)
+    ep_gather(given["output_tensor"], given["recv_topk"], weights, given["output_index"], out)
+    sums = weights.double().masked_fill(given["recv_topk"] < 0, 0).sum(1, keepdim=True)
+    assert torch.allclose(out.double(), given["recv_x"].double() * sums, atol=1e-5)
+
+
+def test_blocks_are_those_of_deep_gemm() -> None:
+    assert padded_counts([0, 1, ALIGNMENT, ALIGNMENT + 1]) == [0, 128, 128, 256]
+
+
+def test_no_rows() -> None:
+    given = received(ids=torch.empty(0, 2, dtype=torch.int64))
+    ep_scatter(**given)
+    assert given["m_indices"].tolist() == [-1] * 3
+    out = torch.empty(0, H)
+    ep_gather(given["output_tensor"], given["recv_topk"], torch.empty(0, 2),
+              given["output_index"], out)  # fmt: skip
+
+
+BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
+    ({"num_recv_tokens_per_expert": [1, 1, 1, 0]}, RoutingError, "num_recv_tokens_per_expert"),
+    ({"num_recv_tokens_per_expert": [-1, 1, 1, 1]}, RoutingError, "got -1, need >= 0"),
+    ({"recv_topk": torch.full((R, 2), E)}, RoutingError, "num_recv_tokens_per_expert"),
+    ({"recv_topk": torch.zeros(R, 2)}, DtypeError, "recv_topk: got torch.float32"),
+    ({"recv_topk": torch.zeros(R - 1, 2, dtype=torch.int32)}, ShapeError, "recv_topk: got"),
+    ({"recv_x_scale": None}, ShapeError, "got one of them, need both or none"),
+    ({"output_tensor": torch.empty(387, H + 1)}, ShapeError, "output_tensor: got"),
+    ({"output_tensor": torch.empty(387, H).half()}, DtypeError, "output_tensor: got torch.float16"),
+    ({"m_indices": torch.empty(387)}, DtypeError, "m_indices: got torch.float32"),
+    ({"output_index": torch.empty(2, R, dtype=torch.int32).T}, LayoutError, "output_index: got"),
+)
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input(changes: dict[str, Any], error: type[InputError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ep_scatter(**received() | changes)
+
+
+def test_room_is_checked_before_anything_is_written() -> None:
+    given = received()
+    small = sum(padded_counts(given["num_recv_tokens_per_expert"])) - 1
+    for name in ("output_tensor", "output_tensor_scale", "m_indices"):
+        given[name] = given[name][:small]
+    with pytest.raises(CapacityError, match=f"output_tensor: got {small} rows, need >= "):
+        ep_scatter(**given)
+    assert given["expert_start_loc"].tolist() == [-7] * E
+
+
+def test_rows_that_are_not_there_are_not_gathered() -> None:
+    index = torch.tensor([[5]], dtype=torch.int32)
+    with pytest.raises(RoutingError, match="input_index: got 5, need -1 to 4"):
+        ep_gather(torch.zeros(5, H), index, torch.ones(1, 1), index, torch.zeros(1, H))

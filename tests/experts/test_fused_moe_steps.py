@@ -1,0 +1,161 @@
+"""Steps of fused_moe by their names elsewhere: one product, the sum over top-k, and a tile."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts.compat.fused_moe import (
+    invoke_fused_moe_kernel,
+    moe_sum_reduce_triton,
+    try_get_optimal_moe_config,
+)
+from experts.triton.configs.select import override_config
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    RoutingError,
+    ShapeError,
+)
+from modular_kernel.ops.align import moe_align_block_size
+from modular_kernel.ops.quantize import dequantize_rows, quantize_values
+from modular_kernel.quant.quantized_weights import dequantize, quantize_weights
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights
+
+T, TOP_K, E, N, K = 7, 2, 4, 48, 64
+CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 2}
+SCHEMES = (
+    "none",
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=32x32",
+    "int8_w8a8_channel",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=32",
+)
+
+
+def operands(
+    quant: str = "none", *, rows: int = T, top_k: int = TOP_K, has_bias: bool = True
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments, and the product of what they stand for in float64; expert 2 is elsewhere."""
+    g = torch.Generator().manual_seed(4)
+    problem = Problem(T, N, K, E, 1, dtype=torch.float32, quant=quant)
+    plain = ExpertWeights(torch.zeros(E, 2 * K, N), torch.randn(E, N, K, generator=g))
+    if problem.scheme.static:
+        plain = replace(plain, a1_scale=torch.tensor([0.1]), a2_scale=torch.tensor([0.01]))
+    weights = quantize_weights(plain, problem) if quant != "none" else plain
+    a, ids = torch.randn(rows, K, generator=g), torch.randint(E, (T, TOP_K), generator=g)
+    ids = torch.where(ids == 2, -1, ids).to(torch.int32)
+    scheme, b, exact_a = problem.scheme, weights.w2, a
+    if scheme.quantized:
+        assert weights.w2_scale is not None
+        b = dequantize(b, weights.w2_scale, weights.w2_zero_point, scheme)
+    if scheme.quantizes_activations:
+        exact_a = dequantize_rows(*quantize_values(a, scheme, weights.a2_scale), scheme)
+    bias, gates = torch.randn(E, N, generator=g), torch.rand(T, TOP_K, generator=g)
+    aligned = moe_align_block_size(ids, CONFIG["BLOCK_SIZE_M"], E)
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    given: dict[str, Any] = {
+        "A": a, "B": weights.w2, "bias": bias, "C": torch.full((T, TOP_K, N), torch.nan),
+        "A_scale": weights.a2_scale, "B_scale": weights.w2_scale, "B_zp": weights.w2_zero_point,
+        "topk_weights": gates, "topk_ids": ids, **dict(zip(names, aligned, strict=True)),
+        "mul_routed_weight": True, "top_k": top_k, "config": CONFIG, "quant": quant,
+    }  # fmt: skip
+    experts = ids.flatten().long()
+    pairs = exact_a.double().repeat_interleave(top_k, 0)
+    product = torch.einsum("pk,pnk->pn", pairs, b.double()[experts])
+    if has_bias:
+        product = product + bias.double()[experts]
+    product = product * gates.double().view(-1, 1)
+    product[experts < 0] = 0
+    return given, product.view(T, TOP_K, N)
+
+
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_a_product_of_tokens(quant: str) -> None:
+    given, want = operands(quant)
+    invoke_fused_moe_kernel(**given)
+    assert torch.allclose(given["C"].double(), want, rtol=1e-4, atol=1e-4)
+    skipped = given["C"][given["topk_ids"] < 0]
+    assert torch.equal(skipped, torch.zeros_like(skipped))
+    given |= {"bias": None, "C": torch.full_like(given["C"], torch.nan)}
+    invoke_fused_moe_kernel(**given)
+    _, want = operands(quant, has_bias=False)
+    assert torch.allclose(given["C"].double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_of_pairs_without_weights() -> None:
+    given, want = operands(rows=T * TOP_K, top_k=1)
+    given |= {"mul_routed_weight": False, "topk_weights": None, "C": given["C"].flatten(0, 1)}
+    given.pop("quant")
+    invoke_fused_moe_kernel(*given.values())  # by position, as elsewhere
+    gates_TK = operands(rows=T * TOP_K, top_k=1)[0]["topk_weights"]
+    got = given["C"].view(T, TOP_K, N).double() * gates_TK[..., None]
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens() -> None:
+    given, _ = operands()
+    empty = torch.empty(0, TOP_K, dtype=torch.int32)
+    aligned = moe_align_block_size(empty, 16, E)
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    given |= dict(zip(names, aligned, strict=True)) | {"topk_ids": empty, "A": given["A"][:0]}
+    given |= {"C": given["C"][:0], "topk_weights": given["topk_weights"][:0]}
+    invoke_fused_moe_kernel(**given)
+
+
+BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
+    ({"top_k": 3}, ShapeError, "A: got .* need P / top_k = 14 / 3 rows"),
+    ({"C": torch.zeros(T, TOP_K, N + 1)}, ShapeError, "C: got"),
+    ({"C": torch.zeros(T, TOP_K, N, dtype=torch.bfloat16)}, DtypeError, "C: got torch.bfloat16"),
+    ({"B_scale": torch.ones(E)}, ConfigurationError, "B_scale: got a tensor, need None"),
+    ({"quant": "fp8_w8a8_channel"}, DtypeError, "B: got torch.float32, need torch.float8"),
+    ({"bias": torch.zeros(E, N + 1)}, ShapeError, "bias: got"),
+    ({"topk_weights": torch.ones(T)}, ShapeError, "topk_weights: got"),
+    ({"topk_weights": None}, InputError, "topk_weights"),
+    (
+        {"config": CONFIG | {"BLOCK": 1}},
+        ConfigurationError,
+        "config: got BLOCK, need only BLOCK_SI",
+    ),
+    ({"config": CONFIG | {"BLOCK_SIZE_M": 32}}, ShapeError, "need 3 blocks of 32 ids"),
+    ({"config": CONFIG | {"BLOCK_SIZE_N": 3}}, ConfigurationError, "BLOCK_SIZE_N|block_n"),
+    ({"sorted_token_ids": torch.full((89,), -1, dtype=torch.int32)}, RoutingError, "alignment"),
+    ({"expert_ids": torch.full((6,), E, dtype=torch.int32)}, RoutingError, "alignment"),
+)
+
+
+@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input(given: dict[str, Any], error: type[InputError], words: str) -> None:
+    right, _ = operands()
+    with pytest.raises(error, match=words):
+        invoke_fused_moe_kernel(**right | given)
+
+
+def test_the_sum_over_top_k() -> None:
+    rows, out = torch.randn(5, 3, 40), torch.full((5, 40), torch.nan)
+    moe_sum_reduce_triton(rows, out, 2.5)
+    assert torch.allclose(out.double(), rows.double().sum(1) * 2.5, atol=1e-5)
+    with pytest.raises(ShapeError):
+        moe_sum_reduce_triton(rows, out[:4], 2.5)
+
+
+def test_the_tile_of_a_call() -> None:
+    shapes = (E, 2 * K, N), (E, N, K)
+    config = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
+    assert set(config) == {*CONFIG, "num_warps", "num_stages"}
+    given, want = operands()
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    aligned = moe_align_block_size(given["topk_ids"], config["BLOCK_SIZE_M"], E)
+    invoke_fused_moe_kernel(**given | dict(zip(names, aligned, strict=True)) | {"config": config})
+    assert torch.allclose(given["C"].double(), want, rtol=1e-4, atol=1e-4)
+    with override_config(CONFIG):
+        chosen = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
+    assert {key: chosen[key] for key in CONFIG} == CONFIG
+    with pytest.raises(ConfigurationError, match="w1_shape and w2_shape"):
+        try_get_optimal_moe_config((E, 2 * K, N), (E, K, N), TOP_K, torch.bfloat16, 7)
