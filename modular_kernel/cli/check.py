@@ -9,6 +9,7 @@ from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
+from modular_kernel.cli.file_options import is_directory
 from modular_kernel.cli.machine_options import MachineOptions, on_cluster
 from modular_kernel.cli.options import (
     AsJson,
@@ -135,7 +136,9 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """
     from modular_kernel.models.config_file import is_file
 
-    if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
+    if options.model is None or not is_file(options.model):
+        return None
+    if not is_directory(Path(options.model)):
         return None
     from modular_kernel.checkpoints.checkpoint_files import has_tensors
     from modular_kernel.checkpoints.inspection import inspect

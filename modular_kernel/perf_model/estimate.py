@@ -71,9 +71,9 @@ class Estimate:
 class SizeResult:
     """Result of `size`. estimates: fastest first.
 
-    too_large: (pairing, reason) of pairs that are valid but for the machine's memory. unestimated:
-    (pairing, reason) of valid pairs without a model or record. refused: the other verdicts.
-    prepares: experts parts of valid pairs that prepare such weights.
+    too_large: (pairing, reason) of pairs that exceed the machine's memory and are valid otherwise.
+    unestimated: (pairing, reason) of valid pairs without a model or record. refused: the other
+    verdicts. prepares: experts parts of valid pairs that prepare such weights.
     """
 
     problem: Problem

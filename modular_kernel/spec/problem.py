@@ -90,16 +90,6 @@ _ALPHA_KINDS = ("swiglu_oai", "situ")
 _OPTIONAL_LIMIT_KINDS = ("gelu", "gelu_tanh", "situ")  # the limit is optional
 
 
-class _ByKind:
-    """The default of a field whose default depends on the activation's kind."""
-
-    def __repr__(self) -> str:
-        return "<depends on kind>"
-
-
-_BY_KIND = _ByKind()
-
-
 @dataclass(frozen=True)
 class ActivationSpec:
     """Activation between the two GEMMs. g and u are the gate and up values, L the limit.
@@ -125,12 +115,12 @@ class ActivationSpec:
     kind: str = "silu"
     alpha: float | None = None
     limit: float | None = None
-    interleaved: bool = cast("bool", _BY_KIND)
+    interleaved: bool = cast("bool", None)  # None means the kind's default; a bool once created
     up_first: bool = False
 
     def __post_init__(self) -> None:
         given: object = self.interleaved
-        if given is _BY_KIND:
+        if given is None:
             is_default = self.kind == "swiglu_oai" and self.up_first is False
             object.__setattr__(self, "interleaved", is_default)
         check_fields(self, "activation ")

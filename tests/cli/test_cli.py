@@ -148,7 +148,7 @@ def test_check_accepts(mk: Mk) -> None:
 
 
 def test_check_tells_every_reason(mk: Mk) -> None:
-    words = ("--graph", "--top-k", "17", "--batch-invariant")
+    words = ("--graph", "--top-k", "33", "--batch-invariant")
     record = mk("check", *TORCH_PAIR, *words, "--json").json
     rules = {rejection["rule"] for rejection in record["rejections"]}
     assert rules == {"graph", "top_k", "batch_invariant"}

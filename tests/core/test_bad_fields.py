@@ -43,13 +43,14 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
         "max_received": (None,),
         "parallel": (Parallel(),),
     },
-    ActivationSpec: {"alpha": (None,), "limit": (None,)},
+    ActivationSpec: {"alpha": (None,), "limit": (None,), "interleaved": (None,)},
     Parallel: {"rank": (0,), "ranks_per_host": (None,), "placement": (Placement.linear(8, 1),)},
     Machine: {
         "name": tuple(v for v in JUNK if isinstance(v, str)),
         "arch": (None,),
         "others": ((),),
         "cuda": (None,),
+        "memory": (None, 2**31),
     },
     Terms: {
         "tokens": (None, (1,)),

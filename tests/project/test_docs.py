@@ -1,5 +1,6 @@
 """What the pages show runs as it stands there, or says why it does not."""
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -45,11 +46,13 @@ def test_the_page_runs(page: Path, mk: Mk, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_or_says_why_not(block: Block) -> None:
     directive = block.language.startswith("{")
-    known = directive or block.language in (*LANGUAGES, "diff", "toml")
-    assert known, "a fence is python, console, toml, diff or a directive"
+    known = directive or block.language in (*LANGUAGES, "diff", "toml", "json")
+    assert known, "a fence is python, console, toml, json, diff or a directive"
     assert block.reason is None or len(block.reason.split()) >= 3, "no reason"
     if block.language == "python":
         compile(block.text, str(block), "exec")
+    if block.language == "json":
+        json.loads(block.text)
 
 
 # ------------------------------------------------------------------------------ the runner itself

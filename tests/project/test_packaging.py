@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
-EXTRAS = {"transformers", "cutlass", "bench", "interpreter", "sglang", "test", "dev"}
+EXTRAS = {"transformers", "cutlass", "bench", "interpreter", "sglang", "vllm", "test", "dev"}
 NEVER_PACKAGED = ("tests", "tools", "docs")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
