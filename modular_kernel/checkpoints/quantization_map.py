@@ -25,7 +25,7 @@ class QuantizationMap:
     config.json's key.
 
     Raises ConfigurationError for an unknown method or key, and for patterns that are refused. A
-    module's format is read on first use, so that an unknown one is refused only where it is used.
+    format is read on first use, so that an unknown one is refused only where it is needed.
     """
 
     def __init__(
