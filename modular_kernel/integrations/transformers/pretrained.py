@@ -37,7 +37,7 @@ from modular_kernel.checkpoints.inspection import (
 )
 from modular_kernel.checkpoints.loading import (
     LoadedExperts,
-    check_unquantized,
+    check_quantizable,
     load_experts,
     scheme_to_quantize,
 )
@@ -139,7 +139,7 @@ def from_pretrained(
     config.quantization_config = our_config
     with open_tensors(Path(folder)) as files:
         info = read_checkpoint_info(files)
-        check_unquantized(str(folder), info.format, scheme)
+        check_quantizable(str(folder), info.format, scheme)
         state_dict = _other_tensors(files, info, layer_dtype)
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
