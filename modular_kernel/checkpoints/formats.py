@@ -166,7 +166,7 @@ def _scaled(
 
 def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     names = ("weight_scale_inv", "weight_scale", "scale")
-    if scheme.granularity == "tensor":
+    if scheme.granularity != "block":
         names = ("weight_scale", "weight_scale_inv", "scale")
     return _scaled(scheme, names, ("input_scale", "activation_scale"))
 

@@ -142,8 +142,10 @@ def load_experts(  # noqa: PLR0913 (independent options)
         "fp8_w8a8_block:block=128x128". The result is that of `quantize_weights` of this rank's
         share, with the values in the files, which are not rounded to `dtype` first. Under TP, the
         scale of a tensor, of a channel of w2, or of a tile that a share cuts is that of the share.
-        Raises ConfigurationError for quantized files, and for a scheme with static activation
-        scales, which cannot be computed from weights.
+        Float8 files with one scale per matrix can be loaded as "fp8_w8a8_channel", which rounds no
+        weight again: by default gate and up get a common scale. Raises ConfigurationError for other
+        quantized files, and for a scheme with static activation scales, which cannot be computed
+        from weights.
 
     The format is the one that the quantization_config has for the layer's experts, which may differ
     between layers: a layer that it excludes is loaded unquantized. A layer for multi-token
@@ -188,6 +190,16 @@ class _LoadRequest:
                 raise ConfigurationError(f"{name}: rank", got=rank, need=f"in [0, {world})")
 
 
+def _reader(source: LayerSource, problem: Problem, request: _LoadRequest) -> "_ShareReader":
+    """Return the reader of a rank's share; `problem` has the scheme of what is loaded."""
+    stored = source.format.scheme
+    if request.quantize is not None and not stored.quantized:
+        return _QuantizingReader(source, source.format, problem, request.tp)
+    # Files with static activation scales have them, too, where the problem does not use them.
+    scheme = replace(problem.scheme, static=stored.static)
+    return _ShareReader(source, source.format.with_scheme(scheme), problem, request.tp)
+
+
 def scheme_to_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
     """Return the scheme of the argument `quantize`; None means the format of the files.
 
@@ -215,15 +227,12 @@ def _load(
     dtype = None if request.dtype is None else dtype_name(parse_dtype(request.dtype))
     fields = info.problem_fields(source, request.tp[1], dtype=dtype)
     fields["dtype"] = parse_dtype(fields.get("dtype", "bfloat16"))
-    check_unquantized(source.what, source.format, request.quantize)
+    check_quantizable(source.what, source.format, request.quantize)
     if request.quantize is not None:
         fields["quant"] = str(request.quantize)
     rank_placement = Parallel(request.ep[1], placement, request.ep[0]).place(fields["experts"])
     problem = Problem(tokens=1, local_experts=len(rank_placement.slots[request.ep[0]]), **fields)
-    if request.quantize is None:
-        share = _ShareReader(source, source.format.with_scheme(problem.scheme), problem, request.tp)
-    else:
-        share = _QuantizingReader(source, source.format, problem, request.tp)
+    share = _reader(source, problem, request)
     share.check_cut()
     weights = share.read(
         rank_placement.slots[request.ep[0]], _allocate(problem, dtypes_by_role, device)
@@ -241,11 +250,19 @@ def _load(
     )
 
 
-def check_unquantized(what: str, format: Format, scheme: QuantScheme | None) -> None:
-    """Raise ConfigurationError if weights in `format` cannot be quantized to `scheme`, if any."""
-    if scheme is not None and format.scheme.quantized:
+def check_quantizable(what: str, format: Format, scheme: QuantScheme | None) -> None:
+    """Raise ConfigurationError if weights in `format` cannot be loaded in `scheme`, if any."""
+    if scheme is not None and format.scheme.quantized and not _keeps_codes(format, scheme):
         need = "unquantized files: stored codes are not rounded again"
         raise ConfigurationError(f"{what}: quantize={scheme}", got=str(format), need=need)
+
+
+def _keeps_codes(format: Format, scheme: QuantScheme) -> bool:
+    """Return whether `scheme` represents the weights of `format` by the same codes.
+
+    This holds for float8 with one scale per matrix, where each row can have that scale.
+    """
+    return format.scheme.name == "fp8_w8a8_tensor" and scheme.name == "fp8_w8a8_channel"
 
 
 @dataclass(frozen=True)
@@ -280,7 +297,7 @@ class _ShareReader:
             if orders:
                 tensors["w1_order"][slot] = orders["w1"]
                 sort_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
-        if self.fine.scheme.static:
+        if self.problem.scheme.static:
             tensors = tensors | self._input_scales(experts, tensors["w1"].device)
         return ExpertWeights(**tensors)
 

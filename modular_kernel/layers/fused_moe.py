@@ -22,7 +22,7 @@ from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.inspection import layer_config
 from modular_kernel.checkpoints.loading import (
-    check_unquantized,
+    check_quantizable,
     load_experts,
     scheme_to_quantize,
 )
@@ -272,7 +272,7 @@ class FusedMoE(ExpertParameters):
             dtype=None if dtype is None else dtype_name(parse_dtype(dtype)),
         )
         fields, bias_unset = config.problem_fields, False
-        check_unquantized(str(checkpoint), config.format, scheme)
+        check_quantizable(str(checkpoint), config.format, scheme)
         if scheme is not None:
             fields = fields | {"quant": str(scheme)}
         if options.keys().isdisjoint({"router", "top_k"}):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint_numbers import PAIR, error
+from test_checkpoint_numbers import PAIR, error, numbers
 from test_checkpoint_shares import ranks, summed
 from torch.profiler import ProfilerActivity, profile
 
@@ -148,6 +148,37 @@ def test_what_weights_do_not_determine_is_refused(case: str, tmp_path: Path) -> 
         mk.load_experts(tmp_path, 0, quantize=scheme)
     with pytest.raises(ConfigurationError, match=words):
         FusedMoE.from_config(tmp_path, 0, quantize=scheme)
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp8 tensor, static", "fp8 tensor, dynamic", "modelopt fp8", "compressed fp8 tensor"]
+)
+def test_float8_of_one_scale_is_not_rounded_again(kind: str, tmp_path: Path) -> None:
+    """Gate and up have a scale each. In the scheme of their format, they get one for both."""
+    sample = write(tmp_path, "mixtral", kind)
+    loaded = mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_channel")
+    assert loaded.weights.a1_scale is None
+    w1, w2 = numbers(loaded)
+    torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
+    rounded_again = mk.load_experts(tmp_path, 0)
+    assert rounded_again.problem(1).scheme.name == "fp8_w8a8_tensor"
+    assert float((numbers(rounded_again)[0] - sample.w1).norm() / sample.w1.norm()) > 1e-2
+    assert error(sample, loaded) < error(sample, rounded_again)
+    for tp in (1, 2):
+        parts = ranks_of(tmp_path, tp)
+        truth = sample.expected_output(*sample.inputs(16))
+        y = summed(sample, parts)
+        assert float((y - truth).norm() / truth.norm()) <= CHECKPOINT_FORMATS[kind].bound
+    with pytest.raises(ConfigurationError, match="need unquantized files"):
+        mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_block")
+
+
+def ranks_of(folder: Path, tp: int) -> list[LoadedExperts]:
+    return [
+        mk.load_experts(folder, 0, tp=(t, tp), dtype="float32", quantize="fp8_w8a8_channel")
+        for t in range(tp)
+    ]
 
 
 def test_an_odd_share_of_packed_values_is_refused(tmp_path: Path) -> None:

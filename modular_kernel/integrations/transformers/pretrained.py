@@ -39,7 +39,7 @@ from modular_kernel.checkpoints.inspection import (
 )
 from modular_kernel.checkpoints.loading import (
     LoadedExperts,
-    check_unquantized,
+    check_quantizable,
     load_experts,
     scheme_to_quantize,
 )
@@ -141,7 +141,7 @@ def from_pretrained(
     with open_tensors(Path(folder)) as files:
         info = read_checkpoint_info(files)
         for layer in info.layers:
-            check_unquantized(str(folder), info.source(layer).format, scheme)
+            check_quantizable(str(folder), info.source(layer).format, scheme)
         state_dict = _other_tensors(files, info, layer_dtype, _num_layers(config))
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
