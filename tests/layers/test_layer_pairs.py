@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 from covering_rows import Refusal, name_of
-from layer_rows import (
-    DRAWN,
-    W8A8,
-    expected_output,
-    outputs_of,
-    tokens_of,
-)
+from layer_rows import DRAWN, W8A8, Place, expected_output, outputs_of, tokens_of
 from layer_samples import error
 
 from modular_kernel.testing.ranks.pool import RankPool
@@ -51,6 +45,19 @@ def test_every_two_values_meet_and_every_rule_does() -> None:
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", DRAWN.accepted, ids=name_of)
 def test_a_layer_is_the_oracle_s_over_its_ranks(row: dict[str, Any], rank_pool: Pool) -> None:
+    check_layer(row, rank_pool)
+
+
+@pytest.mark.parametrize("exchange", ["replicated", "rows"])
+def test_tp_alone_sums_an_exchange_whatever_groups_there_are(
+    exchange: str, rank_pool: Pool
+) -> None:
+    """The defect that each feature's own tests passed: a group of EP and TP, and an exchange."""
+    place = Place(exchange, (2, 2), "each and both", True)
+    check_layer(next(row for row in DRAWN.accepted if row["place"] == place), rank_pool)
+
+
+def check_layer(row: dict[str, Any], rank_pool: Pool) -> None:
     outputs = outputs_of(row, rank_pool)
     bound = W8A8_BOUND if row["quant"] in W8A8 else BOUNDS[row["dtype"]]
     assert max(errors(row, outputs)) <= bound

@@ -189,6 +189,19 @@ def test_every_two_values_meet_and_every_rule_does() -> None:
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", rows().accepted, ids=name_of)
 def test_it_is_the_oracle_s(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(row, monkeypatch)
+
+
+@pytest.mark.parametrize("by", ["kernel", "torch"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_two_guards_of_one_division(score: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect that each option's own tests passed: a floor below which eps is added again."""
+    plain = {axis.name: axis.values[0] for axis in AXES}
+    both = {"eps, floor": (0.25, 0.5), "renormalize": True, "top-k": 1, "values": "faint"}
+    check(plain | both | {"score": score, "call": by}, monkeypatch)
+
+
+def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(row)
     assert spec.columns(row["experts"]) == _columns(row)
     routed, given = call(row, spec, monkeypatch)

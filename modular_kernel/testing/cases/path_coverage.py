@@ -18,6 +18,7 @@ from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases.adapters import SLOT_PATTERNS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
 from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
@@ -135,7 +136,8 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     """Yield cases of few tokens, for the paths that drawn cases seldom enter.
 
     Nothing for parts with one path. Each scheme is combined with every layout; biases, dtypes,
-    scale dtypes and the order of gate and up vary along with the layout.
+    scale dtypes and the order of gate and up vary along with the layout. Each scheme also has a
+    case with adapters.
     """
     part = load_catalog().experts(experts)
     if part.path_name is PermuteExpertsUnpermute.path_name:
@@ -164,6 +166,8 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
             yield problem, "uniform", variation
             if scheme.packed:  # packed weights have another path for somewhat more tokens
                 yield replace(problem, tokens=9, experts=5), "skips", variation
+        adapted = replace(_BASE, tokens=1, quant=quant, lora="adapters=3,rank=7")
+        yield adapted, "uniform", InputVariation()
         if scheme.packed:
             yield (
                 replace(_BASE, tokens=5, quant=quant, batch_invariant=True),
@@ -194,8 +198,15 @@ def external_path_cases(
 def predict_cells(case: Case) -> frozenset[PathCell]:
     """Return the cells that the calls of a case enter, without running them.
 
-    Assumes a PrepareAndFinalize that passes on the tokens unchanged.
+    Assumes a PrepareAndFinalize that passes on the tokens unchanged. Calls that use no adapters run
+    as those of a problem without any.
     """
+    if case.variation.slot_pattern == "without":
+        case = replace(
+            case,
+            problem=replace(case.problem, lora="none"),
+            variation=replace(case.variation, slot_pattern=SLOT_PATTERNS[0]),
+        )
     part = load_catalog().experts(case.experts)
     instance, cells, tokens = part(case.problem), set[PathCell](), case.problem.tokens
     device = torch.device("cpu")
