@@ -230,6 +230,7 @@ def test_a_dumb_terminal_is_as_wide_as_it_is(
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(output, "width", lambda _=None: 200)
     names = [letter * 50 for letter in "abc"]
     output.table(("x", "y", "z"), [names])
     assert capsys.readouterr().out.split()[-3:] == names
