@@ -22,7 +22,7 @@ from modular_kernel.bench.all2all.peers import load_peers
 from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow, markdown, row_of
 from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli import main
+from modular_kernel.cli import main, output
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.spec.problem import IdSpace, Machine, Reduce
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
@@ -238,8 +238,11 @@ def test_a_file_that_is_none_is_named(text: str, error: type[Exception], tmp_pat
 
 
 def mk(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main.run(["exchange", *words])
+    """Run `mk exchange`; lines are not folded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "_DEFAULT_WIDTH", 10_000)
+        with pytest.raises(SystemExit) as ended:
+            main.run(["exchange", *words])
     assert isinstance(ended.value.code, int | None)
     return ended.value.code or 0
 
