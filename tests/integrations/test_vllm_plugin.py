@@ -103,7 +103,8 @@ def test_weight_only_schemes() -> None:
 
 ACTIVATIONS = (
     ("silu", {}, "silu"),
-    ("silu", {"limit": 5.0}, "swiglu_clamp_before:limit=5.0"),
+    ("silu", {"limit": 5.0, "alpha": 1.5, "beta": 1.0}, "swiglu_clamp_before:limit=5.0"),
+    ("silu", {"alpha": 1.5, "beta": 1.0}, "silu"),
     ("gelu", {}, "gelu"),
     ("gelu_tanh", {}, "gelu_tanh"),
     ("swigluoai", {}, "swiglu_oai"),
@@ -123,8 +124,6 @@ ACTIVATIONS = (
 UNKNOWN_ACTIVATIONS = (
     ("relu2", {}),
     ("situ", {}),
-    ("silu", {"alpha": 1.5}),
-    ("silu", {"limit": 5.0, "beta": 1.0}),
     ("swigluoai", {"limit": 5.0}),
     ("swigluoai", {"alpha": 1.5}),
     ("swigluoai_uninterleave", {}),

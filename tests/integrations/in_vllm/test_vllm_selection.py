@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     FusedMoEQuantConfig,
 )
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
-from vllm_layers import vllm_layer, vllm_process
+from vllm_layers import version_module, vllm_layer, vllm_process
 
 from modular_kernel.integrations import vllm as plugin
 from modular_kernel.integrations.vllm import hooks
@@ -26,8 +25,7 @@ from modular_kernel.settings import child_environment
 from modular_kernel.spec.problem import Problem
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
-MODULE = plugin.VERSIONS[plugin._minor(vllm.__version__)]
-version = import_module(f"modular_kernel.integrations.vllm.{MODULE}")
+version = version_module()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +103,7 @@ def test_the_variable_decides_for_each_layer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 PROGRAM = """
-from vllm_layers import vllm_layer, vllm_process
+from vllm_layers import version_module, vllm_layer, vllm_process
 import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
 from modular_kernel.integrations.vllm import register
 from modular_kernel.spec.problem import Problem
@@ -179,5 +177,5 @@ def test_workspaces_are_declared_in_the_layer_s_dtype(monkeypatch: pytest.Monkey
     assert [first for first, _, _ in sizes] == [(0,)] * 3
     assert [out for _, _, out in sizes] == [(1, 64), (17, 64), (2048, 64)]
     assert sizes[0][1] <= sizes[1][1] <= sizes[2][1]
-    needed = experts._calls().workspace_bytes(17, 2)
+    needed = experts._calls.workspace_bytes(17, 2)
     assert sizes[1][1][0] * torch.bfloat16.itemsize >= needed
