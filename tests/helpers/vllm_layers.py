@@ -7,11 +7,13 @@ loading a layer calls; `stand_in_operators` computes it in torch.
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import count
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import vllm
 import vllm._custom_ops as vllm_operators
 from vllm.config import (
     DeviceConfig,
@@ -21,7 +23,8 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe import layer as layer_module
+from vllm.model_executor.layers.fused_moe import modular_kernel as modular_kernel_module
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig, AutoAWQMoEMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -31,10 +34,13 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 
+from modular_kernel.integrations import vllm as plugin
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _layers = count()
+# The function that makes a layer; called FusedMoE in 0.26.
+make_layer = getattr(layer_module, "FusedMoEFactory", None) or layer_module.FusedMoE
 # Values of vLLM's MoEActivation for ours.
 ACTIVATIONS = {
     "silu": "silu",
@@ -57,6 +63,12 @@ class Awq(AutoAWQConfig):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         return AutoAWQMoEMethod(self, layer.moe_config)
+
+
+def version_module() -> ModuleType:
+    """Return the plug-in's module for this version of vLLM."""
+    name = plugin.VERSIONS[plugin._minor(vllm.__version__)]
+    return import_module(f"modular_kernel.integrations.vllm.{name}")
 
 
 def free_store() -> str:
@@ -90,6 +102,14 @@ def stand_in_operators(monkeypatch: Any) -> None:
         return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
     monkeypatch.setattr(vllm_operators, "scaled_fp8_quant", scaled_fp8_quant)
+    monkeypatch.setattr(modular_kernel_module, "current_workspace_manager", CpuWorkspaces)
+
+
+class CpuWorkspaces:
+    """vLLM's workspaces on a CPU, where 0.26's manager asks for an accelerator."""
+
+    def get_simultaneous(self, *specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
 
 
 def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:
@@ -145,7 +165,7 @@ def vllm_layer(problem: Problem, form: str = "", **options: Any) -> Any:
     get_current_vllm_config().model_config = model
     torch.set_default_dtype(problem.dtype)
     try:
-        runner = FusedMoEFactory(
+        runner = make_layer(
             num_experts=problem.experts,
             top_k=problem.top_k,
             hidden_size=problem.hidden,

@@ -103,7 +103,8 @@ def test_weight_only_schemes() -> None:
 
 ACTIVATIONS = (
     ("silu", {}, "silu"),
-    ("silu", {"limit": 5.0}, "swiglu_clamp_before:limit=5.0"),
+    ("silu", {"limit": 5.0, "alpha": 1.5, "beta": 1.0}, "swiglu_clamp_before:limit=5.0"),
+    ("silu", {"alpha": 1.5, "beta": 1.0}, "silu"),
     ("gelu", {}, "gelu"),
     ("gelu_tanh", {}, "gelu_tanh"),
     ("swigluoai", {}, "swiglu_oai"),
@@ -123,8 +124,6 @@ ACTIVATIONS = (
 UNKNOWN_ACTIVATIONS = (
     ("relu2", {}),
     ("situ", {}),
-    ("silu", {"alpha": 1.5}),
-    ("silu", {"limit": 5.0, "beta": 1.0}),
     ("swigluoai", {"limit": 5.0}),
     ("swigluoai", {"alpha": 1.5}),
     ("swigluoai_uninterleave", {}),
@@ -271,7 +270,7 @@ def test_an_unknown_version_is_left_alone(
     with caplog.at_level(logging.WARNING, "vllm.modular_kernel"):
         plugin.register()
     (line,) = caplog.messages
-    assert line.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.33")
+    assert line.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.26, 0.33")
 
 
 def test_nothing_is_raised_without_vllm(

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from modular_kernel.integrations.vllm import VERSIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
 EXTRAS = {"transformers", "cutlass", "bench", "interpreter", "sglang", "vllm", "test", "dev"}
@@ -181,6 +183,18 @@ def test_the_cutlass_extra_is_the_one_that_is_compiled_with(metadata: Message) -
     assert found["nvidia-cutlass-dsl"].startswith(least["nvidia-cutlass-dsl"][:3])
 
 
+def test_the_vllm_extra_is_the_one_that_is_tested(metadata: Message) -> None:
+    """And the plug-in has a module for it."""
+    (wanted,) = (r for r in metadata.get_all("Requires-Dist", []) if 'extra == "vllm"' in r)
+    least = re.search(r">=([\d.]+)", wanted)
+    assert least is not None
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    tested = re.search(r"^VLLM_VERSION \?= ([\d.]+)$", makefile, re.MULTILINE)
+    assert tested is not None
+    assert tested[1].startswith(f"{least[1]}.")
+    assert tuple(map(int, least[1].split("."))) in VERSIONS
+
+
 def test_every_requirement_is_named_not_located(metadata: Message) -> None:
     """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
     assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []
@@ -195,6 +209,8 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
         "experts": "experts:COMPONENTS",
         "topk_reduce": "topk_reduce:COMPONENTS",
     }
+    plugins = {"modular_kernel": "modular_kernel.integrations.vllm:register"}
+    assert dict(parser["vllm.general_plugins"]) == plugins
 
 
 def test_wheel_carries_the_license(wheel: zipfile.ZipFile) -> None:

@@ -14,7 +14,7 @@ __all__ = ["register"]
 _LOG = logging.getLogger("vllm.modular_kernel")
 
 # Minor version of vLLM -> module.
-VERSIONS = {(0, 33): "v0_33"}
+VERSIONS = {(0, 26): "v0_26", (0, 33): "v0_33"}
 
 
 def register() -> None:

@@ -30,11 +30,17 @@ class StandardCalls:
 
     def __init__(self, problem: Problem, part: str, machine: Machine) -> None:
         self.problem, self.part, self.machine = problem, part, machine
+        self._kernels: dict[tuple[int, int], FusedMoEModularKernel] = {}
 
     def kernel(self, tokens: int, top_k: int) -> FusedMoEModularKernel:
         """Return the kernel of calls with this many tokens and experts per token."""
-        problem = replace(self.problem, tokens=plan_capacity(tokens), top_k=top_k)
-        return _kernel(problem, self.part, self.machine, _device(self.machine))
+        key = plan_capacity(tokens), top_k
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            problem = replace(self.problem, tokens=key[0], top_k=top_k)
+            kernel = _kernel(problem, self.part, self.machine, _device(self.machine))
+            self._kernels[key] = kernel
+        return kernel
 
     def workspace_bytes(self, tokens: int, top_k: int) -> int:
         """Return the bytes of workspace that a call needs."""

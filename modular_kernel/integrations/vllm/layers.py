@@ -153,21 +153,25 @@ def activation_of(
     if name == "situ" and situ_beta is not None:
         has_limit = situ_linear_beta is not None and situ_linear_beta > 0
         return ActivationSpec("situ", situ_beta, situ_linear_beta if has_limit else None)
+    if name == "silu":  # vLLM ignores alpha and beta
+        return ActivationSpec("silu") if limit is None else _clamped(limit)
     got = f"{name}, limit {limit}, alpha {alpha}, beta {beta}"
     if name == "swigluoai":
         if limit in (None, 7) and alpha in (None, _OAI_ALPHA) and beta in (None, 1):
             return ActivationSpec("swiglu_oai", _OAI_ALPHA, _SWIGLU_LIMIT, interleaved=True)
         need = f"vLLM's constants {_SWIGLU_LIMIT}, {_OAI_ALPHA} and 1"
         raise UnsupportedError("activation", got=got, need=need)
-    factor, added = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
-    if name == "silu" and limit is None and (factor, added) == (1, 0):
-        return ActivationSpec("silu")
-    if name in ("silu", "swigluoai_uninterleave") and limit is not None:
-        if (factor, added) == (1, 0):
-            return ActivationSpec("swiglu_clamp_before", limit=limit)
-        if name != "silu" and added == 1:
+    if name == "swigluoai_uninterleave" and limit is not None:
+        factor, added = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+        if added == 1:
             return ActivationSpec("swiglu_oai", factor, limit)
+        if (factor, added) == (1, 0):
+            return _clamped(limit)
     raise UnsupportedError("activation", got=got, need="one that modular_kernel computes")
+
+
+def _clamped(limit: float) -> ActivationSpec:
+    return ActivationSpec("swiglu_clamp_before", limit=limit)
 
 
 def local_problem(problem: Problem) -> Problem:

@@ -58,7 +58,7 @@ CONFIG_FIELDS = (
     "swiglu_beta",
     "swiglu_limit",
 )
-_REFUSED_EXCHANGES = (
+REFUSED_EXCHANGES = (
     "use_deepep_v2_kernels",
     "use_fi_nvl_one_sided_kernels",
     "use_fi_nvl_two_sided_kernels",
@@ -70,7 +70,7 @@ PARALLEL_FIELDS = (
     "enable_eplb",
     "use_batched_activation_format",
     "use_ep",
-    *_REFUSED_EXCHANGES,
+    *REFUSED_EXCHANGES,
 )
 QUANT_FIELDS = (
     "a1_scale",
@@ -87,6 +87,270 @@ QUANT_FIELDS = (
     "w2_scale",
     "w2_zp",
 )
+
+
+# ------------------------------------------------------------------------------------ problems
+
+
+def _machine() -> Machine | None:
+    """Return the machine that vLLM runs on; None if it is neither a CUDA GPU nor a CPU."""
+    if current_platform.is_cuda():
+        return layers.machine_of("cuda")
+    return layers.machine_of("cpu") if current_platform.is_cpu() else None
+
+
+def layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem:
+    """Return the Problem of a layer.
+
+    config: its FusedMoEConfig. quant_config: its FusedMoEQuantConfig, whose activation options take
+    precedence, as in vLLM; None while a class is selected. Raises ConfigurationError or
+    UnsupportedError.
+    """
+    sources = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
+    options = {}
+    for option, name in sources.items():
+        value = getattr(quant_config, name, None)
+        options[option] = getattr(config, f"swiglu_{option}") if value is None else value
+    activation = layers.activation_of(
+        config.activation.value,
+        **options,
+        situ_beta=getattr(config, "activation_situ_beta", None),  # not in 0.26
+        situ_linear_beta=getattr(config, "activation_situ_linear_beta", None),
+    )
+    use_ep = config.moe_parallel_config.use_ep
+    return Problem(
+        tokens=config.max_num_tokens,
+        hidden=config.hidden_dim,
+        intermediate=config.intermediate_size_per_partition,
+        experts=config.num_experts,
+        top_k=config.experts_per_token,
+        dtype=config.in_dtype,
+        quant=scheme,
+        activation=activation,
+        bias=config.has_bias,
+        local_experts=config.num_local_experts if use_ep else None,
+        expert_map=use_ep,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    )
+
+
+# ------------------------------------------------------------------------------------- experts
+
+
+@cache
+def experts_class(base: type, scheme: str, part: str) -> Any:
+    """Return a subclass of StandardExperts or BatchedExperts that runs a part with a scheme."""
+    members = {"scheme": scheme, "part": part, "__module__": base.__module__}
+    return type(f"ModularKernel{part}", (base,), members)
+
+
+class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
+    """Experts of one layer: tokens and their routing in, the layer's output out.
+
+    scheme, part: quantization scheme, and name of the experts part; set by `experts_class`.
+    refused_exchanges: attributes of a FusedMoEParallelConfig, see `_supports_parallel_config`.
+    """
+
+    scheme = "none"
+    part = ""
+    refused_exchanges: tuple[str, ...] = REFUSED_EXCHANGES
+
+    def __init__(self, moe_config: Any, quant_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(moe_config, quant_config, *args, **kwargs)
+        self._sources: tuple[Any, ...] = ()
+        self._weights: ExpertWeights | None = None
+        # vLLM makes the experts when the weights are loaded and all sizes are final.
+        self._calls = self._make_calls(layer_problem(moe_config, self.scheme, quant_config))
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Return the layout of the rows that `prepare` passes on."""
+        return FusedMoEActivationFormat.Standard
+
+    # Sizes, scheme and activation are checked before the class is offered to vLLM.
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return _machine() is not None
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @classmethod
+    def _supports_parallel_config(cls, moe_parallel_config: Any) -> bool:
+        """Refuse EPLB, whose writes to weights and scales converted scales would not follow.
+
+        Exchanges that quantize rows before they send them are refused as well.
+        """
+        refused = ("enable_eplb", *cls.refused_exchanges)
+        return not any(getattr(moe_parallel_config, name) for name in refused)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # `layer_problem` demands it of the part
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """True: `prepare` leaves quantization to the experts, which fuse it."""
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Return the reduction that is left to `finalize`: none."""
+        return TopKWeightAndReduceNoOP()
+
+    def _make_calls(self, problem: Problem) -> Any:
+        machine = _machine()
+        assert machine is not None  # else the class would not have been offered
+        return StandardCalls(problem, self.part, machine)
+
+    def _expert_weights(
+        self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
+    ) -> ExpertWeights:
+        """Return the layer's weights, translated when they are first used."""
+        known = self._sources
+        if self._weights is None or not all(
+            new is old for new, old in zip((w1, w2, expert_map), known, strict=True)
+        ):
+            quant = self.quant_config
+            self._weights = expert_weights(
+                self._calls.problem,
+                w1,
+                w2,
+                b1=quant.w1_bias,
+                b2=quant.w2_bias,
+                expert_map=expert_map,
+                w1_scale=quant.w1_scale,
+                w2_scale=quant.w2_scale,
+                w1_zero_point=quant.w1_zp,
+                w2_zero_point=quant.w2_zp,
+                a1_scale=quant.a1_scale,
+                a2_scale=quant.a2_scale,
+                w1_global_scale=quant.g1_alphas,
+                w2_global_scale=quant.g2_alphas,
+            )
+            self._sources = (w1, w2, expert_map)
+        return self._weights
+
+    def _workspace_shape(self, nbytes: int) -> tuple[int, ...]:
+        return (-(-nbytes // self.workspace_dtype(self.moe_config.in_dtype).itemsize),)
+
+    def workspace_shapes(  # noqa: PLR0913 (vLLM's)
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of two workspaces and of the output.
+
+        The first workspace is empty, because vLLM places the output in its memory.
+        """
+        nbytes = self._calls.workspace_bytes(M, topk)
+        return (0,), self._workspace_shape(nbytes), (M, K)
+
+    def apply(  # noqa: PLR0913 (vLLM's)
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write the layer's output; see vLLM's class for the arguments."""
+        if apply_router_weight_on_input:  # then `prepare` has already multiplied the tokens by them
+            topk_weights = torch.ones_like(topk_weights)
+        self._calls(
+            hidden_states,
+            self._expert_weights(w1, w2, expert_map),
+            Routing(topk_weights.float().contiguous(), topk_ids.contiguous()),
+            memory=workspace2.view(torch.uint8),
+            out=output,
+        )
+
+
+class BatchedExperts(StandardExperts):
+    """Experts of one layer for rows grouped by expert; `finalize` weights and sums their output."""
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Return the layout of the rows that `prepare` passes on."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """False: `prepare` quantizes rows before it sends them."""
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Return the reduction that is left to `finalize`: its own."""
+        return TopKWeightAndReduceDelegate()
+
+    def _make_calls(self, problem: Problem) -> Any:
+        return BatchedCalls(layers.local_problem(problem), self.part)
+
+    def workspace_shapes(  # noqa: PLR0913 (vLLM's)
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of two workspaces and of the output; M: rows for each expert."""
+        nbytes = self._calls.workspace_bytes(local_num_experts, M)
+        return (0,), self._workspace_shape(nbytes), (local_num_experts, M, K)
+
+    def apply(  # noqa: PLR0913 (vLLM's)
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write the rows of the experts, not weighted; see vLLM's class for the arguments."""
+        self._calls(
+            BatchedTokens(hidden_states, expert_tokens_meta.expert_num_tokens, a1q_scale),
+            self._expert_weights(w1, w2, None),
+            memory=workspace2.view(torch.uint8),
+            out=output,
+        )
 
 
 # ------------------------------------------------------------------------------------- oracles
@@ -206,7 +470,8 @@ class Oracle:
     requested: values of --moe-backend for which our parts are tried; with others, the user has
     chosen one of vLLM's. scheme: returns the quantization scheme from a selecting function's
     arguments, or raises UnsupportedError. handlers: what replaces each of the following functions;
-    it returns None for layers of vLLM's own experts. used: other names of the module.
+    it returns None for layers of vLLM's own experts. used: other names of the module. bases:
+    classes of standard and of batched experts.
     """
 
     name: str
@@ -218,6 +483,7 @@ class Oracle:
     scheme: Callable[[Arguments], str] = _scheme_of_keys
     handlers: Mapping[str, Callable[[Arguments], Any | None]] = field(default_factory=dict)
     used: tuple[str, ...] = ()
+    bases: tuple[type, type] = (StandardExperts, BatchedExperts)
 
     @property
     def module(self) -> str:
@@ -259,7 +525,7 @@ class Oracle:
         problem = layer_problem(config, scheme)
         batched = config.moe_parallel_config.use_batched_activation_format
         part = layers.serving_part(problem, names, machine, batched=batched)
-        experts = experts_class(scheme, part, batched=batched)
+        experts = experts_class(self.bases[batched], scheme, part)
         keys = arguments.get("weight_key"), arguments.get("activation_key")
         format = experts.activation_format()
         supported, reason = experts.is_supported_config(experts, config, *keys, format)
@@ -316,277 +582,3 @@ ORACLES = {
         ),
     )
 }
-
-
-# ------------------------------------------------------------------------------------ problems
-
-
-def _machine() -> Machine | None:
-    """Return the machine that vLLM runs on; None if it is neither a CUDA GPU nor a CPU."""
-    if current_platform.is_cuda():
-        return layers.machine_of("cuda")
-    return layers.machine_of("cpu") if current_platform.is_cpu() else None
-
-
-def layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Problem:
-    """Return the Problem of a layer.
-
-    config: its FusedMoEConfig. quant_config: its FusedMoEQuantConfig, whose activation options take
-    precedence, as in vLLM; None while a class is selected. Raises ConfigurationError or
-    UnsupportedError.
-    """
-    sources = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
-    options = {}
-    for option, name in sources.items():
-        value = getattr(quant_config, name, None)
-        options[option] = getattr(config, f"swiglu_{option}") if value is None else value
-    activation = layers.activation_of(
-        config.activation.value,
-        **options,
-        situ_beta=config.activation_situ_beta,
-        situ_linear_beta=config.activation_situ_linear_beta,
-    )
-    use_ep = config.moe_parallel_config.use_ep
-    return Problem(
-        tokens=config.max_num_tokens,
-        hidden=config.hidden_dim,
-        intermediate=config.intermediate_size_per_partition,
-        experts=config.num_experts,
-        top_k=config.experts_per_token,
-        dtype=config.in_dtype,
-        quant=scheme,
-        activation=activation,
-        bias=config.has_bias,
-        local_experts=config.num_local_experts if use_ep else None,
-        expert_map=use_ep,
-        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-    )
-
-
-# ------------------------------------------------------------------------------------- experts
-
-
-@cache
-def experts_class(scheme: str, part: str, *, batched: bool) -> type[Any]:
-    """Return an experts class of vLLM that runs a part with a scheme."""
-    base = BatchedExperts if batched else StandardExperts
-    return type(f"ModularKernel{part}", (base,), {"scheme": scheme, "part": part})
-
-
-class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
-    """Experts of one layer: tokens and their routing in, the layer's output out.
-
-    scheme, part: quantization scheme, and name of the experts part; set by `experts_class`.
-    """
-
-    scheme = "none"
-    part = ""
-
-    def __init__(self, moe_config: Any, quant_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(moe_config, quant_config, *args, **kwargs)
-        self._made_calls: StandardCalls | BatchedCalls | None = None
-        self._sources: tuple[Any, ...] = ()
-        self._weights: ExpertWeights | None = None
-
-    @staticmethod
-    def activation_format() -> Any:
-        """Return the layout of the rows that `prepare` passes on."""
-        return FusedMoEActivationFormat.Standard
-
-    # Sizes, scheme and activation are checked before the class is offered to vLLM.
-
-    @staticmethod
-    def _supports_current_device() -> bool:
-        return _machine() is not None
-
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return True
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return True
-
-    @staticmethod
-    def _supports_activation(activation: Any) -> bool:
-        return True
-
-    @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        """Refuse EPLB, whose writes to weights and scales converted scales would not follow.
-
-        Exchanges that quantize rows before they send them are refused as well.
-        """
-        refused = ("enable_eplb", *_REFUSED_EXCHANGES)
-        return not any(getattr(moe_parallel_config, name) for name in refused)
-
-    @staticmethod
-    def _supports_batch_invariance() -> bool:
-        return True  # `layer_problem` demands it of the part
-
-    @property
-    def expects_unquantized_inputs(self) -> bool:
-        """True: `prepare` leaves quantization to the experts, which fuse it."""
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return the reduction that is left to `finalize`: none."""
-        return TopKWeightAndReduceNoOP()
-
-    def _problem(self) -> Problem:
-        return layer_problem(self.moe_config, self.scheme, self.quant_config)
-
-    def _calls(self) -> StandardCalls:
-        """Return this layer's calls, made on first use because vLLM may still round sizes up."""
-        if self._made_calls is None:
-            machine = _machine()
-            assert machine is not None  # else the class would not have been offered
-            self._made_calls = StandardCalls(self._problem(), self.part, machine)
-        assert isinstance(self._made_calls, StandardCalls)
-        return self._made_calls
-
-    def _expert_weights(self, problem: Problem, *sources: Any) -> ExpertWeights:
-        """Return the layer's weights, translated once. sources: w1, w2, and the expert map."""
-        known = len(sources) == len(self._sources)
-        if (
-            self._weights is None
-            or not known
-            or any(new is not old for new, old in zip(sources, self._sources, strict=True))
-        ):
-            quant = self.quant_config
-            w1, w2, expert_map = sources
-            self._weights = expert_weights(
-                problem,
-                w1,
-                w2,
-                b1=quant.w1_bias,
-                b2=quant.w2_bias,
-                expert_map=expert_map,
-                w1_scale=quant.w1_scale,
-                w2_scale=quant.w2_scale,
-                w1_zero_point=quant.w1_zp,
-                w2_zero_point=quant.w2_zp,
-                a1_scale=quant.a1_scale,
-                a2_scale=quant.a2_scale,
-                w1_global_scale=quant.g1_alphas,
-                w2_global_scale=quant.g2_alphas,
-            )
-            self._sources = sources
-        return self._weights
-
-    def _workspace_shape(self, nbytes: int) -> tuple[int, ...]:
-        return (-(-nbytes // self.workspace_dtype(self.moe_config.in_dtype).itemsize),)
-
-    def workspace_shapes(  # noqa: PLR0913 (vLLM's)
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of two workspaces and of the output.
-
-        The first workspace is empty, because vLLM places the output in its memory.
-        """
-        nbytes = self._calls().workspace_bytes(M, topk)
-        return (0,), self._workspace_shape(nbytes), (M, K)
-
-    def apply(  # noqa: PLR0913 (vLLM's)
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Write the layer's output; see vLLM's class for the arguments."""
-        calls = self._calls()
-        if apply_router_weight_on_input:  # then `prepare` has already multiplied the tokens by them
-            topk_weights = torch.ones_like(topk_weights)
-        calls(
-            hidden_states,
-            self._expert_weights(calls.problem, w1, w2, expert_map),
-            Routing(topk_weights.float().contiguous(), topk_ids.contiguous()),
-            memory=workspace2.view(torch.uint8),
-            out=output,
-        )
-
-
-class BatchedExperts(StandardExperts):
-    """Experts of one layer for rows grouped by expert; `finalize` weights and sums their output."""
-
-    @staticmethod
-    def activation_format() -> Any:
-        """Return the layout of the rows that `prepare` passes on."""
-        return FusedMoEActivationFormat.BatchedExperts
-
-    @property
-    def expects_unquantized_inputs(self) -> bool:
-        """False: `prepare` quantizes rows before it sends them."""
-        return False
-
-    def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return the reduction that is left to `finalize`: its own."""
-        return TopKWeightAndReduceDelegate()
-
-    def _batched_calls(self) -> BatchedCalls:
-        if self._made_calls is None:
-            self._made_calls = BatchedCalls(layers.local_problem(self._problem()), self.part)
-        assert isinstance(self._made_calls, BatchedCalls)
-        return self._made_calls
-
-    def workspace_shapes(  # noqa: PLR0913 (vLLM's)
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of two workspaces and of the output; M: rows for each expert."""
-        nbytes = self._batched_calls().workspace_bytes(local_num_experts, M)
-        return (0,), self._workspace_shape(nbytes), (local_num_experts, M, K)
-
-    def apply(  # noqa: PLR0913 (vLLM's)
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Write the rows of the experts, not weighted; see vLLM's class for the arguments."""
-        calls = self._batched_calls()
-        calls(
-            BatchedTokens(hidden_states, expert_tokens_meta.expert_num_tokens, a1q_scale),
-            self._expert_weights(calls.problem, w1, w2, None),
-            memory=workspace2.view(torch.uint8),
-            out=output,
-        )

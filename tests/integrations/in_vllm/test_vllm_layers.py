@@ -5,7 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm_layers import call, fill, stand_in_operators, vllm_layer, vllm_process
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+from vllm_layers import (
+    call,
+    fill,
+    stand_in_operators,
+    version_module,
+    vllm_layer,
+    vllm_process,
+)
 
 from modular_kernel.integrations.vllm import register
 from modular_kernel.quant.quantized_weights import quantize_weights
@@ -36,13 +47,19 @@ PROBLEMS = (
     replace(BASE, quant="nvfp4_w4a16"),
 )
 # (problem, format of the checkpoint); compressed-tensors or vLLM's own by default.
-CASES = (
+ALL_CASES = (
     *((problem, "") for problem in PROBLEMS),
     (replace(BASE, intermediate=64, quant="int4_w4a16_group:group=32"), "gptq"),
     (replace(BASE, quant="int4_w4a16_group:group=32"), "moe_wna16"),
     (replace(BASE, quant="int4_w4a16_group:group=32,zero_points=true"), "awq"),
     (replace(BASE, quant="int4_w4a16_group:group=32"), "awq"),
 )
+HAS_GROUPS = "int_wna16" in version_module().ORACLES
+CASES = [
+    (problem, form)
+    for problem, form in ALL_CASES
+    if HAS_GROUPS or not problem.quant.startswith(("int4_w4a16_group", "int8_w8a16_group"))
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,3 +108,47 @@ def test_layer(problem: Problem, form: str, part: str, monkeypatch: pytest.Monke
     comparison = compare(got, exact, recipe(x_TH, weights, routing, problem), problem)
     assert comparison.ok, comparison.problems
     assert torch.equal(call(layer, x_TH, routing), got)
+
+
+@pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
+def test_router_weights_on_the_input(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's `prepare` multiplies the tokens, so that the experts must not."""
+    monkeypatch.setenv("MK_VLLM", part)
+    problem = replace(BASE, top_k=1, apply_router_weight_on_input=True)
+    x_TH, weights, routing = tensors(problem)
+    routing = replace(routing, topk_weights_TK=torch.linspace(0.1, 0.9, 17)[:, None])
+    layer = vllm_layer(problem, apply_router_weight_on_input=True)
+    fill(layer, problem, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    got = call(layer, x_TH.clone(), routing)
+    exact = oracle(x_TH, weights, routing, problem)
+    comparison = compare(got, exact, recipe(x_TH, weights, routing, problem), problem)
+    assert comparison.ok, comparison.problems
+
+
+@pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
+def test_batched_experts(part: str) -> None:
+    """In vLLM's kernel, with its own dispatch into rows by expert."""
+    version = version_module()
+    x_TH, weights, routing = tensors(BASE)
+    config = vllm_layer(BASE).moe_config
+    experts = version.experts_class(version.BatchedExperts, "none", part)(
+        config, FusedMoEQuantConfig.make(), max_num_tokens=BASE.tokens, num_dispatchers=1
+    )
+    prepare = BatchedPrepareAndFinalize(
+        max_num_tokens=BASE.tokens, num_local_experts=BASE.experts, num_dispatchers=1, rank=0
+    )
+    got = FusedMoEKernel(prepare, experts).apply(
+        x_TH.clone(),
+        weights.w1,
+        weights.w2,
+        routing.topk_weights_TK,
+        routing.topk_ids_TK,
+        MoEActivation.SILU,
+        BASE.experts,
+        None,
+        False,
+    )
+    exact = oracle(x_TH, weights, routing, BASE)
+    comparison = compare(got, exact, recipe(x_TH, weights, routing, BASE), BASE)
+    assert comparison.ok, comparison.problems

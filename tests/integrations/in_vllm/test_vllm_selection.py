@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     FusedMoEQuantConfig,
 )
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
-from vllm_layers import vllm_layer, vllm_process
+from vllm_layers import version_module, vllm_layer, vllm_process
 
 from modular_kernel.integrations import vllm as plugin
 from modular_kernel.integrations.vllm import hooks
@@ -26,8 +25,7 @@ from modular_kernel.settings import child_environment
 from modular_kernel.spec.problem import Problem
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
-MODULE = plugin.VERSIONS[plugin._minor(vllm.__version__)]
-version = import_module(f"modular_kernel.integrations.vllm.{MODULE}")
+version = version_module()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +89,7 @@ def test_every_following_function_is_called_with_the_arguments_that_are_read() -
 
 def served(problem: Problem, **options: Any) -> bool:
     cls = vllm_layer(problem, **options).quant_method.experts_cls
-    return issubclass(cls, version.StandardExperts)
+    return cls is not None and issubclass(cls, version.StandardExperts)  # None in 0.26 on a CPU
 
 
 def test_the_variable_decides_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,19 +98,19 @@ def test_the_variable_decides_for_each_layer(monkeypatch: pytest.MonkeyPatch) ->
     assert served(BASE)
     for value in ("0", "1"):
         monkeypatch.setenv("MK_VLLM", value)
-        cls = vllm_layer(BASE).quant_method.experts_cls
-        assert cls.__module__.startswith("vllm.")
+        assert not served(BASE)
 
 
 PROGRAM = """
-from vllm_layers import vllm_layer, vllm_process
+from vllm_layers import version_module, vllm_layer, vllm_process
 import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
 from modular_kernel.integrations.vllm import register
 from modular_kernel.spec.problem import Problem
 with vllm_process():
     for _ in range(2):
         method = vllm_layer(Problem(17, 64, 32, 4, 2)).quant_method
-        print(method.experts_cls, hasattr(oracle.select_unquantized_moe_backend, "__wrapped__"))
+        chosen = method.unquantized_backend, method.experts_cls
+        print(*chosen, hasattr(oracle.select_unquantized_moe_backend, "__wrapped__"))
         register()
 """
 
@@ -125,7 +123,7 @@ def test_switched_off_vllm_is_untouched() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     before, after = result.stdout.splitlines()[-2:]
     assert before == after
-    assert "vllm" in before
+    assert before.startswith("UnquantizedMoeBackend.CPU")
     assert before.endswith("False")
 
 
@@ -142,10 +140,9 @@ def test_a_layer_that_no_part_supports_is_left_to_vllm(
         monkeypatch.setenv("MK_VLLM", "TritonExpert")
         assert not served(BASE)
         assert not served(BASE)
-    lines = [m for m in caplog.messages if "leaves a layer" in m]
-    assert len(lines) == 1
-    assert "TritonExpert" in lines[0]
-    assert "TritonExperts" in lines[0]
+    (line,) = {m for m in caplog.messages if "leaves a layer" in m}
+    assert "got 'TritonExpert'" in line
+    assert "TritonExperts" in line
 
 
 def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,5 +176,5 @@ def test_workspaces_are_declared_in_the_layer_s_dtype(monkeypatch: pytest.Monkey
     assert [first for first, _, _ in sizes] == [(0,)] * 3
     assert [out for _, _, out in sizes] == [(1, 64), (17, 64), (2048, 64)]
     assert sizes[0][1] <= sizes[1][1] <= sizes[2][1]
-    needed = experts._calls().workspace_bytes(17, 2)
+    needed = experts._calls.workspace_bytes(17, 2)
     assert sizes[1][1][0] * torch.bfloat16.itemsize >= needed

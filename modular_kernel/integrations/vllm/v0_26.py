@@ -1,0 +1,38 @@
+"""Everything that is vLLM 0.26's: where it differs from 0.33.
+
+int4 and int8 weights in groups stay with vLLM: the function that selects their experts is not told
+the size of the groups.
+"""
+
+from dataclasses import replace
+
+from modular_kernel.integrations.vllm import v0_33
+
+_LATER_EXCHANGES = ("use_moonep_kernels", "use_passthrough_all2all")
+_LATER_FIELDS = ("activation_situ_beta", "activation_situ_linear_beta")
+REFUSED_EXCHANGES = tuple(e for e in v0_33.REFUSED_EXCHANGES if e not in _LATER_EXCHANGES)
+
+CONFIG_FIELDS = tuple(f for f in v0_33.CONFIG_FIELDS if f not in _LATER_FIELDS)
+PARALLEL_FIELDS = tuple(f for f in v0_33.PARALLEL_FIELDS if f not in _LATER_EXCHANGES)
+QUANT_FIELDS = v0_33.QUANT_FIELDS
+
+
+class StandardExperts(v0_33.StandardExperts):
+    """As in 0.33."""
+
+    refused_exchanges = REFUSED_EXCHANGES
+
+
+class BatchedExperts(v0_33.BatchedExperts):
+    """As in 0.33."""
+
+    refused_exchanges = REFUSED_EXCHANGES
+
+
+experts_class = v0_33.experts_class
+
+ORACLES = {
+    name: replace(oracle, bases=(StandardExperts, BatchedExperts))
+    for name, oracle in v0_33.ORACLES.items()
+    if name != "int_wna16"
+}

@@ -1,0 +1,47 @@
+"""Layers that two ranks of vLLM share, by tensor or by expert parallelism, over gloo."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_layers import free_store
+from vllm_ranks import CASES, WORLD_SIZE, tensors
+
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.settings import child_environment
+from modular_kernel.testing.verify.compare import compare
+
+PROGRAM = Path(__file__).parents[2] / "helpers" / "vllm_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of all cases."""
+    folder, store = tmp_path_factory.mktemp("ranks"), free_store()
+    environment = child_environment(interpreted=True) | {"MK_VLLM": "TritonExperts"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), store, str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=280)
+        assert rank.returncode == 0, output[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ranks_outputs_add_up(name: str, folder: Path) -> None:
+    problem, _ = CASES[name]
+    got = torch.load(folder / f"{name}.pt").to(problem.dtype)
+    inputs = *tensors(problem), problem
+    # Each rank rounds its output, where one process rounds the sum once.
+    comparison = compare(got, oracle(*inputs), recipe(*inputs), problem)
+    assert comparison.ok, comparison.problems
