@@ -143,7 +143,7 @@ def size(
         tuple(too_large),
         tuple(unestimated),
         tuple(refused),
-        frozenset(name for name in valid if prepared_bytes(name, problem, machine)),
+        frozenset(name for name in valid if prepared and prepared_bytes(name, problem, machine)),
     )
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from modular_kernel import select
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Gpu
@@ -29,7 +28,7 @@ from modular_kernel.utils import json_files
 
 ARCH = (9, 0)  # of the GPU in the records
 _FILES = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
-_FOLDER = Path(select.__file__).with_name("data")
+_FOLDER = Path(__file__).parents[1] / "select" / "data"
 _SHAPES_FILE = Path(__file__).with_name("data") / "h200-layers.json"
 _MAX_BYTES = 1 << 24
 _ITEMSIZE = 2  # bytes of the dtype of every recorded layer, bfloat16

@@ -1,11 +1,13 @@
 """Memory of one rank for one layer: weights, prepared weights, workspace and exchange buffers.
 
-Workspaces are those that an experts part declares for the largest dispatch that may arrive. A part
-over a library is not created, because the library may be missing here; for it the buffers are
+Workspaces follow from the sizes of the layer, without creating a part, for the largest dispatch
+that may arrive:
 
-    standard   for each pair: max(x + w1's output, w2's output) + h, where w2's output may overwrite
-               the other two; and the sum of each row
-    batched    for each of e experts with C rows: w1's output, h and w2's output
+    standard   for each pair: the rows that leave the experts, and h, also quantized; and the sum of
+               each row. Parts over a library sort the rows first: for each pair
+               max(x + w1's output, w2's output) + h, where w2's output may overwrite the other two
+    batched    for each of e experts with C rows: h, also quantized, and w2's output; with a library
+               w1's output too
 
 Exchange buffers are computed from the sizes that the parts allocate. Of the libraries' own memory,
 DeepEP's low-latency buffer and pplx-kernels' are exact; the others have a buffer of known depth for
@@ -14,24 +16,21 @@ each peer. The caching allocator, CUDA graphs and NCCL take more.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.compatibility.support import Rejection, Verdict
-from modular_kernel.contracts import PermuteExpertsUnpermute
-from modular_kernel.errors import ModularKernelError
 from modular_kernel.measure.adapter_roofline import adapter_bytes
 from modular_kernel.measure.prepared_weights import declared_bytes
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape, DispatchShape
-from modular_kernel.workspace import workspace_bytes
 
 _GIGA = 1e9
 _VISIBLE = 0.05 * _GIGA  # bytes that are not 0.0 GB in text
 _OWN_PACKAGES = frozenset({"triton", "ml_dtypes"})
 _FLOAT32_BYTES, _SCALE_BYTES = 4, 4
 _ID_BYTES = 8  # of each pair: an int32 id and a float32 weight
+_ROWS_TO_UNPACK = 16  # rows of an expert from which quantized weights may be unpacked first
 _IN_FLIGHT = 2  # calls of SymmMem and HostThenRank between prepare and finalize
 _CHANNELS, _CHANNEL_ROWS = 10, 256  # DeepEP high throughput: for each peer
 _STEP = 128  # DeepEP's buffers are made for a multiple of this number of tokens
@@ -81,7 +80,7 @@ def memory_of(
     return Memory(
         layers * weights,
         layers * prepared_bytes(experts, problem, machine) if prepared else 0,
-        _workspace(experts, problem, machine, _largest_dispatch(prepare_finalize, problem)),
+        workspace_of(experts, problem, _largest_dispatch(prepare_finalize, problem)),
         exchange_bytes(prepare_finalize, problem),
     )
 
@@ -140,30 +139,30 @@ def _rounded(prepare_finalize: str, problem: Problem) -> int:
     return max(1, -(-problem.tokens // _STEP)) * _STEP
 
 
-def _workspace(experts: str, problem: Problem, machine: Machine, shape: DispatchShape) -> int:
-    part = load_catalog().experts(experts)
-    if _OWN_PACKAGES.issuperset(part.requires.packages):
-        declared = _declared_workspace(part, problem, machine, shape)
-        if declared is not None:
-            return declared
+def workspace_of(experts: str, problem: Problem, shape: DispatchShape) -> int:
+    """Return the bytes of the workspace and output of an experts part for one dispatch."""
+    packages = load_catalog().experts(experts).requires.packages
+    if _OWN_PACKAGES.issuperset(packages):
+        return _own_workspace(problem, shape)
     return _library_workspace(problem, shape)
 
 
-@lru_cache(256)
-def _declared_workspace(
-    part: type[PermuteExpertsUnpermute], problem: Problem, machine: Machine, shape: DispatchShape
-) -> int | None:
-    """Return the bytes that a part declares; None if it cannot be created here."""
-    try:
-        with part.described(machine):
-            shapes = part(problem).workspace_shapes(shape)
-    except (ImportError, ModularKernelError):  # e.g. triton is not installed here
-        return None
-    return workspace_bytes({**shapes.buffers(), "output": shapes.output})
+def _own_workspace(problem: Problem, shape: DispatchShape) -> int:
+    """Return the bytes of a part whose kernels gather the rows of x."""
+    size, scheme = problem.dtype.itemsize, problem.scheme
+    hidden_row = problem.hidden * size
+    h_row = problem.intermediate * (size + scheme.quantizes_activations)
+    if isinstance(shape, BatchedShape):
+        return shape.experts * shape.capacity * (h_row + hidden_row)
+    rows = shape.tokens * (shape.top_k * (hidden_row + h_row) + hidden_row)
+    many = shape.tokens * shape.top_k > _ROWS_TO_UNPACK * problem.e
+    if many and scheme.quantized and not scheme.quantizes_activations:  # weights unpacked by parts
+        rows += problem.e * (problem.w1_rows + problem.intermediate) * problem.hidden
+    return rows
 
 
 def _library_workspace(problem: Problem, shape: DispatchShape) -> int:
-    """Return the bytes by the formulas above."""
+    """Return the bytes of a part over a library."""
     size = problem.dtype.itemsize
     hidden_row, h_row = problem.hidden * size, problem.intermediate * _activation_bytes(problem)
     if isinstance(shape, BatchedShape):
