@@ -15,7 +15,7 @@ from modular_kernel.testing.cases.lists import cases_for
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 CHOSEN = handpicked_cases(*PAIR, this_machine())
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
-MORE = "for more in range(BLOCK_C, group, BLOCK_C):\n"
+MORE = "for offset in range(BLOCK_C, group, BLOCK_C):\n"
 
 on_a_cpu = pytest.mark.skipif(
     this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"

@@ -29,7 +29,7 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
 from modular_kernel.testing.stress.fuzz.target import Target, import_name
 
 # Fields of Terms. By its docstring none of them accepts a value of the types _NEVER.
-_TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "tell")
+_TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "on_bucket")
 _NEVER = (bytes, list, dict, set, complex)
 
 
