@@ -156,9 +156,9 @@ def plan(
 
     --machine takes several machines, separated by commas; the default is 8xh200, or as many H200 as
     --world-size, 8 on a host. --tokens is the number of tokens of each rank. --prepared counts the
-    memory of prepared weights. docs/sizing.md of the source tree gives the formulas, the records and
-    the errors of the estimates. `mk plan --compare FILE` prints the errors for a record of
-    `mk bench` or `mk exchange`; --json is the only other option that --compare can be combined with.
+    memory of prepared weights. docs/sizing.md of the source tree gives the formulas, the records
+    and the errors of the estimates. `mk plan --compare FILE` prints the errors for a record of `mk
+    bench` or `mk exchange`; --json is the only other option that --compare can be combined with.
 
     Exits with 1 if no pair has an estimate, or if the model is more than 25 % off on a compared row
     that was neither fitted nor timed eagerly; exits with 2 on bad usage.
