@@ -75,7 +75,7 @@ WRONG = (
             "every block of columns but the first holds the second's values",
             QUANTIZE,
             "\n                other = _load_values(\n"
-            "                    x_ptr, weights_ptr, rows, columns + more,",
+            "                    x_ptr, weights_ptr, rows, columns + offset,",
             "\n                other = _load_values(\n"
             "                    x_ptr, weights_ptr, rows, columns + BLOCK_C,",
         ),
@@ -85,8 +85,8 @@ WRONG = (
         SourceDefect(
             "every group of columns is the first",
             QUANTIZE,
-            "first = which * group",
-            "first = which * 0",
+            "first = group_index * group",
+            "first = group_index * 0",
         ),
         ("static=true",),
     ),
@@ -103,8 +103,8 @@ WRONG = (
         SourceDefect(
             "the largest value of all is that of the last columns",
             QUANTIZE,
-            "largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))\n    tl.store",
-            "largest = tl.max(tl.abs(value), axis=1)\n    tl.store",
+            "largest = maximum_nan(largest, max_nan(tl.abs(value), 1))\n    tl.store",
+            "largest = max_nan(tl.abs(value), 1)\n    tl.store",
         ),
         ("T5-H1040",),
     ),
@@ -121,7 +121,7 @@ WRONG = (
         SourceDefect(
             "no least scale",
             QUANTIZE,
-            "return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)",
+            "return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)",
             "return tl.div_rn(amax, LARGEST)",
         ),
         ("channel-activation=swiglu_oai",),
