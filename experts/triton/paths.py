@@ -4,7 +4,7 @@
 (`experts.triton.external_paths`). These come after all of ours and are loaded at the first use,
 because a package that offers a path imports modules of `experts` itself. Without a tuned file the
 last path that serves a problem, within its token bounds, takes a call, so a path of another package
-comes before ours, but only for problems that its `serves` accepts. It never becomes `BASE`.
+is tried before ours, but only for problems that its `serves` accepts. It never becomes `BASE`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
