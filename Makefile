@@ -313,7 +313,7 @@ $(CUTLASS_STAMP): constraints-cutlass.txt | $(READY)
 # The target device "empty" builds vLLM without extensions. Its build imports torch, which is found
 # behind the new environment by then.
 $(VLLM_STAMP): constraints-vllm.txt | $(READY)
-	@echo "setting up $(VLLM_VENV) (about two minutes, 200 MB)"
+	@echo "setting up $(VLLM_VENV) (about two minutes, 300 MB)"
 	$(call beside_make_test,$(VLLM_VENV),constraints-vllm.txt)
 	@rm $@
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) $(PY) -m pip --python $(VLLM_PY) install $(PIP_FLAGS) --no-deps --no-build-isolation \
