@@ -82,7 +82,7 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-# vLLM without its compiled extension, for tests of the plug-in with its layers.
+# vLLM without its compiled extension, for tests of the plugin with its layers.
 VLLM_VERSION ?= 0.33.0
 VLLM_VENV    ?= .venv-vllm
 VLLM_TESTS   ?= tests/integrations/in_vllm
@@ -97,7 +97,7 @@ endif
 
 # SGLang without its GPU packages, beside all that `make test` has.
 SGLANG_VENV  ?= .venv-sglang
-SGLANG_TESTS ?= tests/integrations/sglang_engine
+SGLANG_TESTS ?= tests/integrations/in_sglang
 SGLANG_MARK  := $(SGLANG_VENV)/.made-by-make
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_PY    := $(SGLANG_VENV)/bin/python
@@ -118,7 +118,7 @@ help:
 	@echo "make test-isa       parts of plain torch under each CPU instruction set that this machine has"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
-	@echo "make test-vllm      the plug-in for vLLM in layers of vLLM itself, on a CPU"
+	@echo "make test-vllm      the plugin for vLLM in layers of vLLM itself, on a CPU"
 	@echo "make test-sglang    layers of SGLang on our backend, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
 	@echo "make bench   compares our layers with public ones on this GPU; table and plot in out/bench"

@@ -79,7 +79,7 @@ setup(
     # extras at once build them. The parts that wrap them say what they miss.
     extras_require={
         "transformers": ["transformers>=5.23"],
-        # The versions that the plug-in knows; with another one, it stays off.
+        # The versions that the plugin knows; with another one, it stays off.
         "vllm": ["vllm>=0.33,<0.34"],
         # NVIDIA's license, 330 MB. Its name is not that of the package on the index called cutlass.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],

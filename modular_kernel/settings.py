@@ -175,7 +175,7 @@ def deepep_disables_gin() -> bool:
 
 
 def vllm_plugin() -> str:
-    """Return MK_VLLM, default "1": "0" disables the plug-in for vLLM, and "1" enables it.
+    """Return MK_VLLM, default "1": "0" disables the plugin for vLLM, and "1" enables it.
 
     Any other value enables it with the experts parts that it names, separated by commas.
     """

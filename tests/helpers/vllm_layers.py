@@ -66,7 +66,7 @@ class Awq(AutoAWQConfig):
 
 
 def version_module() -> ModuleType:
-    """Return the plug-in's module for this version of vLLM."""
+    """Return the plugin's module for this version of vLLM."""
     name = plugin.VERSIONS[plugin._minor(vllm.__version__)]
     return import_module(f"modular_kernel.integrations.vllm.{name}")
 

@@ -19,7 +19,7 @@ from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import ActivationSpec
 
-# Names, order and defaults of SGLang 0.5.23. tests/integrations/sglang_engine compares them with
+# Names, order and defaults of SGLang 0.5.23. tests/integrations/in_sglang compares them with
 # the installed package.
 SGLANG_FIELDS: dict[str, Any] = {
     "num_experts": None,

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM, without vLLM: registration, hooks, translation of layers and weights."""
+"""The plugin for vLLM, without vLLM: registration, hooks, translation of layers and weights."""
 
 import logging
 import subprocess

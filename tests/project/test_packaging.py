@@ -184,7 +184,7 @@ def test_the_cutlass_extra_is_the_one_that_is_compiled_with(metadata: Message) -
 
 
 def test_the_vllm_extra_is_the_one_that_is_tested(metadata: Message) -> None:
-    """And the plug-in has a module for it."""
+    """And the plugin has a module for it."""
     (wanted,) = (r for r in metadata.get_all("Requires-Dist", []) if 'extra == "vllm"' in r)
     least = re.search(r">=([\d.]+)", wanted)
     assert least is not None

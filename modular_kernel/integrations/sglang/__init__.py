@@ -14,7 +14,7 @@ from modular_kernel.settings import disables_sglang_plugin
 
 _LOG = logging.getLogger(__name__)
 # SGLang's version, without a local part -> the module that registers the backend in it.
-VERSIONS: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.sglang_0_5_23"}
+VERSIONS: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.v0_5_23"}
 
 
 def register() -> None:

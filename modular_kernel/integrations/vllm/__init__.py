@@ -1,4 +1,4 @@
-"""Plug-in for vLLM: MoE layers of supported models run on parts of this package.
+"""Plugin for vLLM: MoE layers of supported models run on parts of this package.
 
 vLLM calls `register` through the entry point `modular_kernel` of the group `vllm.general_plugins`.
 Each supported range of versions has a module that holds everything that is that version's.
@@ -18,7 +18,7 @@ VERSIONS = {(0, 26): "v0_26", (0, 33): "v0_33"}
 
 
 def register() -> None:
-    """Install the plug-in into the vLLM of this process, unless MK_VLLM is 0.
+    """Install the plugin into the vLLM of this process, unless MK_VLLM is 0.
 
     May be called several times, and raises nothing. For a version of vLLM that no module supports,
     or if anything fails, it logs one line, and vLLM runs as if this package were not installed.
@@ -35,7 +35,7 @@ def register() -> None:
             return
         hooks = import_module("modular_kernel.integrations.vllm.hooks")
         hooks.install(f"modular_kernel.integrations.vllm.{name}")
-    except Exception as error:  # noqa: BLE001 (vLLM does not catch what a plug-in raises)
+    except Exception as error:  # noqa: BLE001 (vLLM does not catch what a plugin raises)
         _LOG.warning("modular_kernel is off: %r", error)
 
 

@@ -1,4 +1,4 @@
-"""What the plug-in relies on in vLLM, and which layers stay with vLLM."""
+"""What the plugin relies on in vLLM, and which layers stay with vLLM."""
 
 import inspect
 import logging
@@ -116,7 +116,7 @@ with vllm_process():
 
 
 def test_switched_off_vllm_is_untouched() -> None:
-    """It selects the same class before and after the plug-in was called."""
+    """It selects the same class before and after the plugin was called."""
     environment = child_environment(interpreted=False) | {"MK_VLLM": "0"}
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
