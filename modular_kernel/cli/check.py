@@ -9,6 +9,7 @@ from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
+from modular_kernel.cli.file_options import is_directory
 from modular_kernel.cli.machine_setup import select_machine
 from modular_kernel.cli.options import (
     AsJson,
@@ -134,7 +135,7 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """
     from modular_kernel.models.config_file import is_file
 
-    if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
+    if options.model is None or not is_file(options.model) or not is_directory(options.model):
         return None
     from modular_kernel.checkpoints.inspection import inspect
     from modular_kernel.checkpoints.safetensors_files import has_tensors

@@ -87,12 +87,19 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     no such object.
     """
     path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
+    try:
+        path = path / "config.json" if path.is_dir() else path
+    except OSError as error:  # such as a name that is too long
+        raise _no_file_error(path, error) from None
     config = _find_model_config(path, _read(path, "a config.json"))
     if path.name == "config.json":
         config = _with_hf_quant_config(path, config)
     return path, config
+
+
+def _no_file_error(path: Path, error: OSError) -> ConfigurationError:
+    got = f"{str(path)[:200]!r}: {error.strerror}"
+    return ConfigurationError("model", got=got, need="a file")
 
 
 def _read(path: Path, kind: str) -> Any:
@@ -100,8 +107,7 @@ def _read(path: Path, kind: str) -> Any:
     try:
         content = json_files.read_file(path, _MAX_BYTES)
     except OSError as error:
-        got = f"{str(path)[:200]!r}: {error.strerror}"
-        raise ConfigurationError("model", got=got, need="a file") from None
+        raise _no_file_error(path, error) from None
     except ValueError as error:
         raise _error(path, str(error), kind) from None
     try:
