@@ -136,9 +136,7 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """
     from modular_kernel.models.config_file import is_file
 
-    if options.model is None or not is_file(options.model):
-        return None
-    if not is_directory(Path(options.model)):
+    if options.model is None or not is_file(options.model) or not is_directory(options.model):
         return None
     from modular_kernel.checkpoints.checkpoint_files import has_tensors
     from modular_kernel.checkpoints.inspection import inspect

@@ -102,7 +102,11 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    BAD,
+    ids=[f"{'-'.join(changes)}-{error.__name__}" for changes, error, _ in BAD],
+)
 def test_bad_input(changes: dict[str, Any], error: type[InputError], words: str) -> None:
     with pytest.raises(error, match=words):
         ep_scatter(**received() | changes)

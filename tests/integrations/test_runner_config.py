@@ -56,6 +56,9 @@ class Backend:
     def __init__(self, value: str) -> None:
         self.value = value
 
+    def __repr__(self) -> str:  # part of the ids of tests
+        return f"Backend({self.value!r})"
+
 
 def test_the_config_has_sglang_s_fields_and_one_more() -> None:
     ours = {field.name: field.default for field in fields(MoeRunnerConfig)}
