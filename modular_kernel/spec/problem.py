@@ -23,6 +23,7 @@ from modular_kernel.utils.argument_checks import (
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Size = Annotated[int, Between(0, MAX_INT32)]
+ByteCount = Annotated[int, Between(1, 2**63 - 1)]
 # The largest K of the router and of every part here. Parts over libraries may declare less.
 MAX_TOP_K = 32
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -413,7 +414,7 @@ class Machine:
     name: str = ""
     others: tuple[tuple[str, str], ...] = ()
     cuda: tuple[int, int] | None = None
-    memory: Annotated[int, Between(1, 2**63 - 1)] | None = None
+    memory: ByteCount | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "machine ")
