@@ -142,7 +142,8 @@ def special_values(case: SpecialCase) -> FuzzOutcome:
     for place, value in case.values:
         if x_TH.numel() and abs(value) <= limit:
             x_TH[torch.unravel_index(torch.tensor(place % x_TH.numel()), x_TH.shape)] = value
-    scores = inputs.routing.topk_weights_TK * case.weights_scale
+    saturates = is_static and problem.apply_router_weight_on_input
+    scores = inputs.routing.topk_weights_TK * (1.0 if saturates else case.weights_scale)
     inputs = replace(inputs, x_TH=x_TH, routing=replace(inputs.routing, topk_weights_TK=scores))
     what = f"{case.call.mode} of {what}, x {case.values} * {case.scale}, * {case.weights_scale}"
     oracle = Oracle(problem, x_TH.clone(), inputs.weights, inputs.routing)
