@@ -177,11 +177,11 @@ def _problem(
 ) -> Problem:
     """Return the problem whose second product this is, after checks of A, C and the devices."""
     expect("top_k", top_k, Count)
-    for name, tensor in tensors.items():
+    for name, tensor in {**tensors, "C": C}.items():
         check_tensor(name, tensor)
         if tensor.device != A.device:
             raise DeviceError(name, got=tensor.device, need=f"{A.device}, where A is")
-    check_no_gradients(tensors)
+    check_no_gradients({**tensors, "C": C})
     check_output("C", C, dict(tensors))
     pairs = tensors["topk_ids"].numel()
     if A.dim() != 2 or B.dim() != 3:

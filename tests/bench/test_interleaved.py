@@ -392,7 +392,7 @@ def test_the_readme_gets_the_table_and_the_plot(
     assert text.startswith("before\n")
     assert text.endswith("<!-- bench:end -->\nafter\n")
     assert "old" not in text
-    assert "| bf16 | FusedMoE, defaults | 2 | 1.90 | 0.90 (s, 1 tokens, uniform;" in text
+    assert "| bf16 | FusedMoE, defaults | 2 | 1.90 | 0.90 (s, 1 token, uniform;" in text
     image = text.partition("](")[2].partition(")")[0]
     assert (tmp_path / image).is_file()
 

@@ -32,6 +32,8 @@ MODULES = (
     "modular_kernel.select.composed_kernel",
     "experts.compat.batched_gemm",
     "experts.compat.ep_moe",
+    "experts.compat.ep_scatter",
+    "experts.compat.fused_moe",
     "topk_reduce",
 )
 # Public names in modules that also contain private helpers.

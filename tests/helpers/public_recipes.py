@@ -9,7 +9,8 @@ from layer_samples import E, H, I, K
 from public_calls import Call
 
 import modular_kernel as mk
-from experts.compat import batched_gemm, ep_moe
+from experts.compat import batched_gemm, ep_moe, ep_scatter
+from experts.compat import fused_moe as compat_fused_moe
 from modular_kernel import checkpoints
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.fusing import merge
@@ -49,7 +50,36 @@ _PART = "a part's own method: the kernel gives it tensors that it has checked"
 _UNREAD = "reads no tensor"
 _SHAPES = "reads shapes alone, of tensors that `load_experts` made"
 
+# Steps of exchanges in prepare_finalize.common, which parts call with tensors of their calls.
+_EXCHANGE_STEPS = (
+    "agreement.agree",
+    "group_part.FusedDispatchPart.prepare",
+    "group_part.FusedDispatchPart.prepare_no_receive",
+    "group_part.FusedDispatchPart.send",
+    "group_part.GroupPart.local_amax",
+    "group_part.GroupPart.local_tokens",
+    "group_part.GroupPart.pairs",
+    "group_part.GroupPart.prepare",
+    "group_part.RowsPart.pack",
+    "group_part.RowsPart.prepare_no_receive",
+    "group_part.RowsPart.send",
+    "packed_rows.RowLayout.put",
+    "packed_rows.RowLayout.take",
+    "row_buffers.PackedRowBuffers.put_adapters",
+    "row_buffers.PackedRowBuffers.unpack",
+    "row_buffers.PackedRowBuffers.unpack_into",
+    "row_buffers.UnpackedRows.rows",
+    "tokens.quantize_tokens",
+    "tokens.reduce_rows",
+    "tokens.weight_and_reduce",
+    "torch_group.TorchGroup.all_gather",
+    "torch_group.TorchGroup.all_reduce",
+    "torch_group.TorchGroup.all_to_all",
+    "torch_group.TorchGroup.send_refusal",
+)
+
 EXEMPT: Mapping[str, str] = {
+    **{f"prepare_finalize.common.{name}": _PART for name in _EXCHANGE_STEPS},
     "modular_kernel.layers.adapter_pool.AdapterPool.weights": _BASE,
     "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
     "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply maps it over a layer",
@@ -391,6 +421,45 @@ def _ep_moe() -> dict[str, Any]:
     return {"src2dst": source, "topk_ids": ids, "start_expert_id": 0, "end_expert_id": E - 1}
 
 
+def _aligned_gemm() -> dict[str, Any]:
+    ids = integers(T, K, high=E)
+    sorted_ids, expert_ids, padded = align.moe_align_block_size(ids, 16, E)
+    return {
+        "A": floats(T, H),
+        "B": plain().w1,
+        "bias": None,
+        "C": floats(T, K, plain().w1.shape[1]),
+        "A_scale": None,
+        "B_scale": None,
+        "B_zp": None,
+        "topk_weights": floats(T, K),
+        "topk_ids": ids,
+        "sorted_token_ids": sorted_ids.clone(),  # without the memory that these share
+        "expert_ids": expert_ids.clone(),
+        "num_tokens_post_padded": padded.clone(),
+        "mul_routed_weight": True,
+        "top_k": K,
+        "config": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1},
+    }
+
+
+def _scattered() -> dict[str, Any]:
+    ids = integers(T, K, high=2)
+    counts = [int((ids == expert).sum()) for expert in range(2)]
+    rows = sum(ep_scatter.padded_counts(counts))
+    return {
+        "recv_x": floats(T, H),
+        "recv_x_scale": None,
+        "recv_topk": ids,
+        "num_recv_tokens_per_expert": counts,
+        "expert_start_loc": integers(2, high=2),
+        "output_tensor": floats(rows, H),
+        "output_tensor_scale": None,
+        "m_indices": integers(rows, high=2),
+        "output_index": integers(T, K, high=2),
+    }
+
+
 def _segments() -> dict[str, Any]:
     return {
         "a": floats(6, 32),
@@ -586,6 +655,30 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     "experts.compat.ep_moe.grouped_gemm_triton": lambda: Call(
         ep_moe.grouped_gemm_triton, _segments(), written=("c",)
+    ),
+    "experts.compat.fused_moe.moe_sum_reduce_triton": lambda: Call(
+        compat_fused_moe.moe_sum_reduce_triton,
+        {"input": floats(T, K, H), "output": floats(T, H), "routed_scaling_factor": 2.0},
+        written=("output",),
+    ),
+    "experts.compat.fused_moe.invoke_fused_moe_kernel": lambda: Call(
+        compat_fused_moe.invoke_fused_moe_kernel, _aligned_gemm(), written=("C",)
+    ),
+    "experts.compat.ep_scatter.ep_scatter": lambda: Call(
+        ep_scatter.ep_scatter,
+        _scattered(),
+        written=("expert_start_loc", "output_tensor", "m_indices", "output_index"),
+    ),
+    "experts.compat.ep_scatter.ep_gather": lambda: Call(
+        ep_scatter.ep_gather,
+        {
+            "input_tensor": floats(256, H),
+            "recv_topk_ids": integers(T, K, high=2),
+            "recv_topk_weight": floats(T, K),
+            "input_index": integers(T, K, high=256),
+            "output_tensor": floats(T, H),
+        },
+        written=("output_tensor",),
     ),
     # ------------------------------------------------------------------------------- reducers
     "topk_reduce.contiguous.TopKWeightAndReduceContiguous.apply": lambda: _reduced(

@@ -84,7 +84,7 @@ ACTIVATIONS: tuple[tuple[dict[str, Any], ActivationSpec], ...] = (
     ),
     (
         {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False},
-        ActivationSpec("swiglu_oai", 1.5, 7.0),
+        ActivationSpec("swiglu_oai", 1.5, 7.0, interleaved=False),
     ),
     ({"gate_up_interleaved": False}, ActivationSpec()),
 )

@@ -180,6 +180,7 @@ def test_switching_back_to_eager_leaves_no_trace(baseline_of) -> None:
 def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
     from click.exceptions import Exit
 
+    monkeypatch.setenv("COLUMNS", "200")
     rates = {"transformers' eager": 2000.0}
     monkeypatch.setattr(demo, "_rates", lambda *_: rates)
 

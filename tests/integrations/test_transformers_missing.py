@@ -37,7 +37,7 @@ HALF = {
     "scales of a projection": (
         "awq",
         gone("o_proj.scales"),
-        r"no .*0.self_attn.o_proj.weight and 1",
+        r"0.self_attn.o_proj.qweight: got qweight of int32 and no scales",
     ),
     "the head": ("bf16", gone("lm_head.weight"), "no lm_head.weight, need every tensor"),
     "an expert's matrix": (

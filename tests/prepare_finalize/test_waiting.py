@@ -52,6 +52,7 @@ def test_the_demo_says_where_the_command_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mk").touch()
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     for found, told in ((None, f" (mk is {tmp_path / 'mk'})"), ("/usr/bin/mk", "")):
         monkeypatch.setattr(demo_output, "which", lambda _, found=found: found)

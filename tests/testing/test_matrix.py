@@ -51,7 +51,7 @@ def test_every_two_values_meet(
     assert array.idle_pairs == frozenset()
     assert len(array.covered_pairs) + len(array.impossible) == len(list(array.space.pairs()))
     assert len(set(cases)) == len(cases)
-    assert len(cases) <= 420  # three minutes on two processors
+    assert len(cases) <= 440  # three minutes on two processors
     record_property("cases", len(cases))
     record_property("pairs met", len(array.covered_pairs))
     words = array.space.describe

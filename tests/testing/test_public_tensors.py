@@ -1,6 +1,7 @@
 """Every public function that takes tensors refuses what a kernel's call refuses."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -126,8 +127,8 @@ WRITTEN = [name for name, recipe in RECIPES.items() if recipe().written]
 @pytest.mark.parametrize("name", WRITTEN)
 def test_memory_that_is_written_and_read_is_refused(name: str) -> None:
     raw = []
-    (path,) = RECIPES[name]().written
-    for other in RECIPES[name]().tensors():
+    written, tensors = RECIPES[name]().written, RECIPES[name]().tensors()
+    for path, other in product(written, tensors):
         call = RECIPES[name]()
         if other in (path, *call.shared) or other.endswith("invalid_ids"):
             continue

@@ -303,9 +303,11 @@ def _quantized(
             present = [key for key in candidates if key in names]
             if present:
                 keys[stored.name] = present[0]
-        has_scale = any(stored.role == "scale" and stored.name in keys for stored in others)
+        scales = [stored.name for stored in others if stored.role == "scale"]
+        has_scale = any(scale in keys for scale in scales)
         if weight.name != last or not has_scale:
             got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
+            got += "" if has_scale else f" and no {' or '.join(scales)}"
             need = f"a weight of {format}, as its quantization_config says"
             raise WeightsError(files.qualified_name(name), got=got, need=need)
         yield base, format, keys

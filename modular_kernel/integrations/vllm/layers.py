@@ -164,7 +164,7 @@ def activation_of(
     if name == "swigluoai_uninterleave" and limit is not None:
         factor, added = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         if added == 1:
-            return ActivationSpec("swiglu_oai", factor, limit)
+            return ActivationSpec("swiglu_oai", factor, limit, interleaved=False)
         if (factor, added) == (1, 0):
             return _clamped(limit)
     raise UnsupportedError("activation", got=got, need="one that modular_kernel computes")

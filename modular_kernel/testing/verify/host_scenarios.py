@@ -62,7 +62,7 @@ def check_host_records(
     All memory is allocated outside of calls. Each record is "done", or refused because ranks use
     different layers.
     """
-    host_manager = getattr(manager_of(kernel.prepare_finalize), "inside", None)
+    host_manager = getattr(manager_of(kernel.prepare_finalize), "host_memory", None)
     if host_manager is None:
         return
     records = [json.loads(line) for line in host_manager.last_calls.json_lines().splitlines()]

@@ -179,7 +179,7 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
     yield from uses_nearest_copies(context, manager)
     manager.destroy()
     yield outcome_of(lambda: context.compare(context.call(kernel_on_manager))), "UnsupportedError"
-    host_manager = getattr(manager, "inside", None)  # memory that the ranks of a host share
+    host_manager = getattr(manager, "host_memory", None)  # memory that the ranks of a host share
     if host_manager is not None:
         yield outcome_of(lambda: str(host_manager.check_open())), "UnsupportedError"
     yield from host_assignment(context)
@@ -357,7 +357,7 @@ def _expected_records(
     """
     expected = {(step, "counts") for step in range(1, last + 1) if counts_calls(context.part)}
     one_host = context.case.problem.parallel.hosts == 1
-    if one_host and hasattr(manager_of(kernel.prepare_finalize), "inside"):
+    if one_host and hasattr(manager_of(kernel.prepare_finalize), "host_memory"):
         return expected
     phases = ("combine",) if context.part.requires.replicated_input else ("dispatch", "combine")
     return expected | {(step, phase) for step in (1, last) for phase in phases}
