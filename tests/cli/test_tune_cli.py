@@ -271,6 +271,7 @@ def test_a_layer_is_tuned_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a GPU, but for the compiler's processes and the clock: on this machine's Triton."""
+    monkeypatch.setenv("COLUMNS", "300")
 
     class NoCompiler:
         def __init__(self, workers: int) -> None:
