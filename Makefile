@@ -185,7 +185,8 @@ test-triton: $(NEWEST_READY)
 newest-compile:
 	@mkdir -p out
 	@env -u TRITON_INTERPRET $(NEWEST_PY) -m modular_kernel compile --check --workers $(NEWEST_WORKERS) \
-	  > out/compile-newest.txt || { cat out/compile-newest.txt; exit 1; }
+	  --json out/compile-newest.json > out/compile-newest.txt || [ $$? = 1 ] || { cat out/compile-newest.txt; exit 1; }
+	@$(NEWEST_PY) tests/helpers/newest_violations.py out/compile-newest.json
 	@tail -n 1 out/compile-newest.txt
 	env -u TRITON_INTERPRET $(NEWEST_PY) -m pytest -q -p no:cacheprovider -n $(NEWEST_WORKERS) --whole \
 	  -k "not nvfp4 and not (test_every_kernel_is_clean and dtype0)" $(NEWEST_COMPILED)
