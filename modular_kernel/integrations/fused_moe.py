@@ -10,9 +10,9 @@ inplace_fused_experts, which torch.compile traces without a graph break. Eager c
 dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call__`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Unpack
+from typing import Unpack, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -34,12 +34,24 @@ from modular_kernel.integrations.fused_moe_options import (
     quant_of,
     split_options,
 )
+from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.ops.route import route
+from modular_kernel.replay import modes
 from modular_kernel.spec.problem import MAX_TOP_K, Combine
 from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import Routing, check_lead
+from modular_kernel.tensors import ExpertWeights, Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
-from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor, check_tensors
+from modular_kernel.utils.operator_library import operator
+from modular_kernel.utils.tensor_checks import (
+    check_no_gradients,
+    check_strided,
+    check_tensor,
+    check_tensors,
+    is_dense,
+    wants_gradient,
+)
+
+_weights_cache = WeightsCache()
 
 __all__ = [
     "MoeRunnerConfig",
@@ -73,7 +85,8 @@ def fused_experts(
     the problem.
     """
     config, quantization = split_options(moe_runner_config, options)
-    return _fused_experts(hidden_states, w1, w2, topk_output, config, quantization)
+    call = (hidden_states, w1, w2, topk_output, config, quantization)
+    return modes.run_outside_function_modes(_fused_experts, *call)
 
 
 def _fused_experts(
@@ -84,21 +97,27 @@ def _fused_experts(
     config: MoeRunnerConfig,
     options: Quantization,
 ) -> torch.Tensor:
-    device = check_tensor("x", hidden_states, meta=True).device
-    weights: dict[str, torch.Tensor | None] = {"w1": w1, "w2": w2}
-    weights |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
-    check_tensors(weights, optional=FIELDS, device=device, meta=True)
-    tensors = {"x": hidden_states, **weights}
-    check_no_gradients(tensors)
+    extras: list[torch.Tensor | None] = [options.get(field) for field in FIELDS.values()]  # type: ignore[misc]
+    weights = (w1, w2, *extras)
+    given = [hidden_states, w1, w2, *[tensor for tensor in extras if tensor is not None]]
+    eager = _may_skip_dispatcher(given)
+    if eager:  # the kernel checks memory, and `_cached_weights` the weights
+        check_strided("x", hidden_states)
+    else:
+        device = check_tensor("x", hidden_states, meta=True).device
+        _check_weights(weights, device)
+    if wants_gradient(given):
+        names = ("x", "w1", "w2", *FIELDS)
+        check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
     x_TH = _flat(hidden_states, inplace=config.inplace)
-    weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))
+    lead = tuple(hidden_states.shape[:-1])
+    weights_TK, ids_TK = topk_tensors(topk_output, config, lead, check_memory=not eager)
     if config.inplace and config.no_combine:
         need = "inplace=False with it: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
     check_backend(config, "triton")
     quant = quant_of(options)
     check_config(config, x_TH, w1, w2, options, depth=values_per_element(quant))
-    extras = [weights[name] for name in FIELDS]
     settings = (
         quant,
         _activation_text(config) if is_compiling() else _cached_activation_text(config),
@@ -106,12 +125,12 @@ def _fused_experts(
         config.scale,
     )
     arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
-    direct = _may_skip_dispatcher((x_TH, weights_TK, ids_TK, *weights.values()))
+    direct = eager and _may_skip_dispatcher((weights_TK, ids_TK))
     if config.inplace:
         run = _run_in_place if direct else inplace_fused_experts
         run(*arguments, config.chunk_tokens)
         return hidden_states
-    run_new = _run if direct else outplace_fused_experts
+    run_new = _run if direct else OUTPLACE
     output: torch.Tensor = run_new(*arguments, config.combine.value, config.chunk_tokens)
     if hidden_states.dim() == 2:
         return output
@@ -167,7 +186,8 @@ def fused_moe(
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
     topk_output = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
-    return _fused_experts(hidden_states, w1, w2, topk_output, config, quantization)
+    call = (hidden_states, w1, w2, topk_output, config, quantization)
+    return modes.run_outside_function_modes(_fused_experts, *call)
 
 
 def _activation_text(config: MoeRunnerConfig) -> str:
@@ -191,14 +211,23 @@ def topk_tensors(
     topk_output: Sequence[torch.Tensor | None],
     config: MoeRunnerConfig,
     lead: tuple[int, ...] | None = None,
+    *,
+    check_memory: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a router's weights (T, K), float32, and ids (T, K), with dimensions flattened.
+
+    lead: the dimensions of x before H, which those of the ids must equal. check_memory: False if a
+    kernel's call checks the memory of both.
+    """
     values = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*values, None, None)[:2]
     if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
         got = [type(value).__name__ for value in values] or type(topk_output).__name__
         raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
-    check_tensors({"topk_weights": weights_TK, "topk_ids": ids_TK}, meta=True)
-    check_no_gradients({"topk_weights": weights_TK})
+    if check_memory or not (is_dense(weights_TK) and is_dense(ids_TK)):
+        check_tensors({"topk_weights": weights_TK, "topk_ids": ids_TK}, meta=True)
+    if wants_gradient((weights_TK,)):
+        check_no_gradients({"topk_weights": weights_TK})
     if weights_TK.dtype in (torch.bfloat16, torch.float16):
         weights_TK = weights_TK.float()
     if ids_TK.dim() < 2 or config.top_k not in (None, ids_TK.shape[-1]):
@@ -212,24 +241,62 @@ def topk_tensors(
     return weights_TK, ids_TK
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+def _check_weights(weights: Iterable[torch.Tensor | None], device: torch.device) -> None:
+    named = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
+    check_tensors(named, optional=FIELDS, device=device, meta=True)
 
 
-def _may_skip_dispatcher(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether neither torch.compile, a dispatch mode nor a tensor subclass sees the call.
+def _cached_weights(
+    tensors: tuple[torch.Tensor | None, ...], quant: str, device: torch.device
+) -> ExpertWeights:
+    """Return the weights of a call, checked and made once for the same tensors, unwritten.
+
+    tensors: w1, w2, and those of FIELDS. Copies of inference tensors are made in every call, since
+    torch does not track writes to those.
+    """
+
+    def make(tensors: Sequence[torch.Tensor | None]) -> ExpertWeights:
+        _check_weights(tensors, device)
+        w1, w2, *extras = tensors
+        return weights_of(cast("torch.Tensor", w1), cast("torch.Tensor", w2), extras, quant)
+
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors[2:]):
+        weights = make(tensors)
+        if any(getattr(weights, n) is not t for n, t in zip(FIELDS, tensors[2:], strict=True)):
+            return weights
+    return _weights_cache.get(tensors, (quant, device), make)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_functorch_level: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+
+def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no torch.compile, dispatch mode, vmap or tensor subclass sees the call.
 
     Calling the function instead of its operator saves the host tens of microseconds.
     """
-    if is_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_compiling() or torch._C._len_torch_dispatch_stack() or _functorch_level() is not None:
         return False
-    return all(type(t) in _PLAIN and not (t is not None and t.is_meta) for t in tensors)
+    for tensor in tensors:  # noqa: SIM110  runs in every call; a generator is slower
+        if type(tensor) not in _PLAIN or tensor.is_meta:
+            return False
+    return True
 
 
 # ------------------------------------------------------------------------------ torch operators
 # extras: the fields of an ExpertWeights, in the order of FIELDS.
 
 
-def _run(  # noqa: PLR0913 (as the operator below)
+def _fake_output(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
+    """Return an empty output; settings[4] is the value of a Combine."""
+    tokens, hidden = hidden_states.shape
+    middle = () if settings[4] == "sum" else (topk_ids.shape[1],)
+    return hidden_states.new_empty((tokens, *middle, hidden))
+
+
+@operator("outplace_fused_experts", _fake_output)
+def _run(  # noqa: PLR0913 (the arguments of the operator)
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
@@ -243,22 +310,13 @@ def _run(  # noqa: PLR0913 (as the operator below)
     combine: str,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
+    routing = Routing(topk_weights, topk_ids)
+    weights = _cached_weights((w1, w2, *extras), quant, hidden_states.device)
     facts = (quant, activation, on_input, scale, Combine(combine), False, chunk_tokens)
     return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
 
-outplace_fused_experts = torch.library.custom_op(
-    "modular_kernel::outplace_fused_experts", _run, mutates_args=()
-)
-
-
-@outplace_fused_experts.register_fake
-def _(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-    """Return an empty output; settings[4] is the value of a Combine."""
-    tokens, hidden = hidden_states.shape
-    middle = () if settings[4] == "sum" else (topk_ids.shape[1],)
-    return hidden_states.new_empty((tokens, *middle, hidden))
+OUTPLACE = torch.ops.modular_kernel.outplace_fused_experts.default
 
 
 def _run_in_place(  # noqa: PLR0913 (as the operator below)
@@ -274,7 +332,8 @@ def _run_in_place(  # noqa: PLR0913 (as the operator below)
     scale: float,
     chunk_tokens: int | None = None,
 ) -> None:
-    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
+    routing = Routing(topk_weights, topk_ids)
+    weights = _cached_weights((w1, w2, *extras), quant, hidden_states.device)
     facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
     kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 

@@ -58,7 +58,7 @@ from modular_kernel.integrations.runner_formats import (
     StandardDispatchOutput,
     expect_format,
 )
-from modular_kernel.operators.experts import EXPERTS
+from modular_kernel.operators.experts import traced_experts
 from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.operators.pairing import Pairing, layer_text_from_sizes
 from modular_kernel.ops.routing_data import by_tokens
@@ -410,7 +410,7 @@ class MoeRunner:
         )
         names = [name for name in _FIELDS if getattr(weights, name) is not None]
         params = [getattr(weights, name) for name in names]
-        rows: torch.Tensor = EXPERTS(
+        rows = traced_experts(
             x_TH, ids_TK, weights_TK, params, ",".join(names), layer, self._pairings[part]
         )
         return x_TH.copy_(rows) if config.inplace else rows

@@ -41,7 +41,7 @@ from modular_kernel.layers.routing import (
     top_k_of,
 )
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
-from modular_kernel.operators.experts import EXPERTS, use_prepared
+from modular_kernel.operators.experts import EXPERTS_FORWARD, use_prepared
 from modular_kernel.operators.kernel_cache import (
     NO_EP,
     Experts,
@@ -127,8 +127,8 @@ class FusedMoE(ExpertParameters):
     moves and casts.
 
     torch.compile and torch.export trace a layer that does not communicate with other ranks as two
-    operators, the router and `torch.ops.modular_kernel.experts`. The shared experts are traced as
-    ordinary torch code.
+    operators, the router and `torch.ops.modular_kernel.experts_forward`. The shared experts are
+    traced as ordinary torch code.
     """
 
     selection_bias: torch.Tensor | None
@@ -400,7 +400,11 @@ class FusedMoE(ExpertParameters):
             return modes.run_untraced(
                 self.forward, self._why_untraced(), hidden_states, routing, token_ids=token_ids
             )
-        return self.forward_with(self.computed, hidden_states, routing, token_ids=token_ids)
+        call = (self.computed, hidden_states, routing)
+        if self.shared_experts is None:
+            return modes.run_outside_function_modes(self.forward_with, *call, token_ids=token_ids)
+        # They are the caller's code, which may rely on a mode such as a default device.
+        return self.forward_with(*call, token_ids=token_ids)
 
     def forward_with(
         self,
@@ -415,7 +419,8 @@ class FusedMoE(ExpertParameters):
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
             raise ShapeError("x", got=tuple(hidden_states.shape), need=need)
-        x_TH = hidden_states.reshape(-1, self.problem.hidden)
+        flat = hidden_states.dim() == 2
+        x_TH = hidden_states if flat else hidden_states.reshape(-1, self.problem.hidden)
         if token_ids is not None:
             check_tensor("token_ids", token_ids)
         token_ids_T = None if token_ids is None else token_ids.reshape(-1)
@@ -433,7 +438,7 @@ class FusedMoE(ExpertParameters):
             if self.shared_partial or self._adds_once():
                 y_TH += shared_TH
             all_reduce(y_TH, self._groups)
-        return y_TH.view(hidden_states.shape)
+        return y_TH if flat else y_TH.view(hidden_states.shape)
 
     def warm_up(self, *tokens: int) -> None:
         """Create the kernels and plans for calls with these numbers of tokens.
@@ -572,7 +577,7 @@ class FusedMoE(ExpertParameters):
             need = dtype_name(self.problem.dtype)
             raise DtypeError("x", got=dtype_name(x_TH.dtype), need=need)
         params, fields = self.operands()
-        y_TH: torch.Tensor = EXPERTS(
+        y_TH: torch.Tensor = EXPERTS_FORWARD(
             x_TH.contiguous(),
             ids_TK,
             weights_TK,

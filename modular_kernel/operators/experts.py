@@ -1,6 +1,7 @@
 """torch.ops.modular_kernel.experts: a layer call as one operator for torch.compile and export.
 
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
+    experts_forward(...)  # the same without gradients, with less overhead per call
 
 Non-tensor arguments are strings, so that an exported program can run in another process, which must
 import this module (it also registers torch.ops.modular_kernel.route). fields: the ExpertWeights
@@ -20,6 +21,7 @@ from modular_kernel.operators.pairing import pairing_of, problem_of
 from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.utils import operator_library
 
 _weights_cache = WeightsCache()
 
@@ -36,7 +38,15 @@ def use_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
     _prepared[weights.w1.data_ptr(), layer, pairing] = weights
 
 
-@torch.library.custom_op("modular_kernel::experts", mutates_args=())
+def _fake_output(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """Return an empty tensor with the shape and dtype of the output."""
+    if problem_of(layer, 1).combine is Combine.SUM:
+        return x_TH.new_empty(x_TH.shape)
+    return x_TH.new_empty((x_TH.shape[0], ids_TK.shape[1], x_TH.shape[1]))
+
+
+@operator_library.operator("experts_forward", _fake_output)
+@operator_library.operator("experts", _fake_output)
 def experts(
     x_TH: torch.Tensor,
     ids_TK: torch.Tensor,
@@ -54,14 +64,6 @@ def experts(
     if weights is None:
         weights = _bind_weights(params, fields)
     return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
-
-
-@experts.register_fake
-def _(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    """Return an empty tensor with the shape and dtype of the output."""
-    if problem_of(layer, 1).combine is Combine.SUM:
-        return x_TH.new_empty(x_TH.shape)
-    return x_TH.new_empty((x_TH.shape[0], ids_TK.shape[1], x_TH.shape[1]))
 
 
 @torch.library.custom_op("modular_kernel::experts_backward", mutates_args=())
@@ -119,10 +121,27 @@ def _backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[object, ...]:
     return dx, None, dweights, of_params, None, None, None
 
 
-experts.register_autograd(_backward, setup_context=_keep_inputs)
+torch.library.register_autograd("modular_kernel::experts", _backward, setup_context=_keep_inputs)
 
-# The overload packet that traced calls use.
-EXPERTS = torch.ops.modular_kernel.experts
+EXPERTS = torch.ops.modular_kernel.experts.default
+EXPERTS_FORWARD = torch.ops.modular_kernel.experts_forward.default
+
+
+def traced_experts(
+    x_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    params: list[torch.Tensor],
+    fields: str,
+    layer: str,
+    pairing: str,
+) -> torch.Tensor:
+    """Add a call of `experts` to a traced graph, or of `experts_forward` without gradients."""
+    tensors = (x_TH, weights_TK, *params)
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    traced = EXPERTS if needed else EXPERTS_FORWARD
+    output: torch.Tensor = traced(x_TH, ids_TK, weights_TK, params, fields, layer, pairing)
+    return output
 
 
 def _find_prepared(

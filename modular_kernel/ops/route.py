@@ -31,6 +31,7 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
 from modular_kernel.utils.argument_checks import format_value
+from modular_kernel.utils.operator_library import operator
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,7 +122,18 @@ def _route_eager(
 # ----------------------------------------------------------------------------- torch operator
 
 
-@torch.library.custom_op("modular_kernel::route", mutates_args=())
+def _fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """Return empty tensors with the shapes and dtypes of the outputs."""
+    parsed_spec, tokens = spec_of_text(spec), logits_TE.shape[0]
+    shape = (tokens, parsed_spec.top_k)
+    return (
+        logits_TE.new_empty(shape, dtype=torch.float32),
+        logits_TE.new_empty(shape, dtype=torch.int64 if wide_ids else torch.int32),
+        logits_TE.new_empty((tokens if parsed_spec.zero_experts else 0,), dtype=torch.float32),
+    )
+
+
+@operator("route", _fake_routing)
 def route_op(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -147,18 +159,6 @@ def route_op(
     return routed.routing.topk_weights_TK, routed.routing.topk_ids_TK, identity_T
 
 
-@route_op.register_fake
-def _(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    """Return empty tensors with the shapes and dtypes of the outputs."""
-    parsed_spec, tokens = spec_of_text(spec), logits_TE.shape[0]
-    shape = (tokens, parsed_spec.top_k)
-    return (
-        logits_TE.new_empty(shape, dtype=torch.float32),
-        logits_TE.new_empty(shape, dtype=torch.int64 if wide_ids else torch.int32),
-        logits_TE.new_empty((tokens if parsed_spec.zero_experts else 0,), dtype=torch.float32),
-    )
-
-
 def _route_traced(
     logits_TE: torch.Tensor,
     spec: RouterSpec,
@@ -167,7 +167,7 @@ def _route_traced(
     ids_dtype: torch.dtype,
 ) -> Routed:
     """Add a call to the traced graph as one operator."""
-    weights_TK, ids_TK, identity_T = torch.ops.modular_kernel.route(
+    weights_TK, ids_TK, identity_T = torch.ops.modular_kernel.route.default(
         logits_TE,
         tensors.bias_E,
         tensors.table_VK,

@@ -44,6 +44,14 @@ def untraced(function: F) -> F:
     return cast("F", call)
 
 
+def run_outside_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run an eager call outside torch function modes, as `untraced` does; a traced one as it is."""
+    if is_compiling() or not _C._len_torch_function_stack():
+        return function(*args, **kwargs)
+    with _C.DisableTorchFunction():
+        return function(*args, **kwargs)
+
+
 def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
     """Break the graph of torch.compile and call a function eagerly.
 

@@ -11,7 +11,7 @@ comparing addresses makes the other checks unnecessary.
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -96,9 +96,11 @@ def check_tensor(
     tangent would be lost; DeviceError for another device. Under torch.compile, memory and tangents
     are not checked, because nothing is launched while tracing.
     """
+    compiling = is_compiling()
+    if not compiling and _is_plain(value) and (device is None or value.device == device):
+        return value
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
-    compiling = is_compiling()
     if not compiling and _is_transformed(value):
         got = "a tensor without memory (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor")
@@ -117,6 +119,25 @@ def check_tensor(
     if forward_ad._current_level >= 0 and _unpack_dual(value).tangent is not None:
         raise _tangent_lost(what)
     return value
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether `check_tensor` accepts `value`; False also for tensors it may accept.
+
+    Covers the usual tensors in a quarter of the time of all checks.
+    """
+    return (
+        forward_ad._current_level < 0
+        and type(value) in _PLAIN_TYPES
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not (value.is_nested or value.is_quantized or value.is_meta)  # type: ignore[attr-defined]
+        and not (value.is_neg() or value.is_conj())  # type: ignore[attr-defined]
+        and not _is_transformed(value)  # type: ignore[arg-type]
+        and value.is_contiguous()  # type: ignore[attr-defined]
+        and value.storage_offset() == 0  # type: ignore[attr-defined]
+        and value.untyped_storage().nbytes() >= value.nbytes  # type: ignore[attr-defined]
+        and (value.data_ptr() != 0 or not value.numel())  # type: ignore[attr-defined]
+    )
 
 
 def check_tensors(

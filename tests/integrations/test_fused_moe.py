@@ -1,5 +1,7 @@
 """fused_experts and fused_moe: the field's flags and tensors mean the problems that they should."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +18,11 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.integrations.fused_moe import (
+    OUTPLACE,
     MoeRunnerConfig,
     fused_experts,
     fused_moe,
     inplace_fused_experts,
-    outplace_fused_experts,
     quant_of,
 )
 from modular_kernel.reference import oracle
@@ -170,7 +172,7 @@ def test_torch_is_told_the_truth(combine: str) -> None:
     tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(outplace_fused_experts, (*arguments, combine), test_utils=checks)
+    torch.library.opcheck(OUTPLACE, (*arguments, combine), test_utils=checks)
     torch.library.opcheck(inplace_fused_experts, arguments, test_utils=checks)
 
 
@@ -277,3 +279,46 @@ def test_meta_tensors_have_a_meta_output(options: dict[str, Any]) -> None:
     output = fused_experts(x, w1, w2, topk, **options)
     assert output.is_meta
     assert output.shape == ((4, 2, 64) if "no_combine" in options else (4, 64))
+
+
+# Flags whose scales are copied, read in place, or absent.
+KEPT = [FLAGS[0], FLAGS[3], FLAGS[10]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inference", [False, True], ids=["tracked", "inference tensors"])
+@pytest.mark.parametrize(("flags", "quant"), KEPT, ids=[quant for _, quant in KEPT])
+def test_a_call_sees_weights_that_were_written_or_replaced(
+    flags: dict[str, Any], quant: str, inference: bool, device: str
+) -> None:
+    """Weights are kept between calls; copies of equal weights are not."""
+    with torch.inference_mode(inference):
+        x_TH, weights, routing = layer(replace(BASE, quant=quant), device)
+        if weights.w1_scale is not None and quant.endswith("_channel"):
+            weights = replace(weights, w1_scale=weights.w1_scale[..., None])
+        names = [name for name, tensor in vars(weights).items() if tensor is not None]
+
+        def same_as_copied() -> bool:
+            copies = {name: getattr(weights, name).clone() for name in names}
+            want = run(x_TH, replace(weights, **copies), routing, **flags)
+            return torch.equal(run(x_TH, weights, routing, **flags), want)
+
+        before = run(x_TH, weights, routing, **flags)
+        for name in names:
+            tensor = getattr(weights, name)
+            tensor.copy_(tensor.flip(0).clone())
+            assert same_as_copied(), f"{name} written"
+            weights = replace(weights, **{name: tensor.roll(1, 0)})
+            assert same_as_copied(), f"{name} replaced"
+        assert not torch.equal(run(x_TH, weights, routing, **flags), before)
+
+
+def test_kept_weights_are_freed_with_w1() -> None:
+    x_TH, weights, routing = layer(BASE)
+    run(x_TH, weights, routing)
+    storage = weakref.ref(weights.w2.untyped_storage())
+    freed = weakref.ref(weights.w1)
+    del weights
+    gc.collect()
+    assert freed() is None
+    assert storage() is None

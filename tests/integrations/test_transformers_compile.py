@@ -117,7 +117,9 @@ def test_modules_are_traced_by_number_where_torch_takes_no_objects(monkeypatch) 
         for _ in range(2):
             for module in modules:
                 assert torch.equal(compiled(module, *given), module(*given))
-    assert [operators(graph.graph) for graph in graphs] == [["modular_kernel.experts"]] * 2
+    assert [operators(graph.graph) for graph in graphs] == [
+        ["modular_kernel.experts_forward.default"]
+    ] * 2
 
 
 def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
@@ -142,7 +144,8 @@ def test_opcheck_passes() -> None:
     weights = [module.gate_up_proj.detach(), module.down_proj.detach()]
     text = str(registration().pairing)
     arguments = (x, ids, scores, weights, "w1,w2", layer_text(problem), text)
-    torch.library.opcheck(experts_op.experts, arguments)
+    torch.library.opcheck(experts_op.EXPERTS, arguments)
+    torch.library.opcheck(experts_op.EXPERTS_FORWARD, arguments)
 
 
 @pytest.mark.share(2)
@@ -212,7 +215,7 @@ def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, t
     with torch.no_grad():
         shapes = ({0: tokens}, {0: tokens}, {0: tokens})
         program = torch.export.export(module, inputs(9), dynamic_shapes=shapes, strict=strict)
-        assert operators(program.graph) == ["modular_kernel.experts.default"]
+        assert operators(program.graph) == ["modular_kernel.experts_forward.default"]
         given = inputs(21)
         torch.export.save(program, tmp_path / "experts.pt2")
         torch.save((given, module(*given)), tmp_path / "given.pt")

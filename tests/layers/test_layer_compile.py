@@ -34,7 +34,7 @@ SAMPLES = {
     "int4": Sample(fields={"quant": "int4_w4a16_group:group=8"}),
     "fp8": Sample(fields={"quant": "fp8_w8a8_block:block=8x8"}),
 }
-ROUTE, EXPERTS = "modular_kernel.route", "modular_kernel.experts"
+ROUTE, EXPERTS = "modular_kernel.route", "modular_kernel.experts_forward"
 Compiled = tuple[Callable[..., torch.Tensor], list[torch.fx.GraphModule]]
 
 

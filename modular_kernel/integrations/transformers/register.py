@@ -35,7 +35,7 @@ from modular_kernel.integrations.transformers.modules import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.expert_fields import tensor_key, weights_from
-from modular_kernel.operators.experts import EXPERTS
+from modular_kernel.operators.experts import EXPERTS, traced_experts
 from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -245,10 +245,8 @@ class Registration:
         for path, value in numbers:
             if _attribute(module, path) != value:
                 raise StateError("experts module", got=f"another {path[-1]}", need="as traced")
-        traced: torch.Tensor = EXPERTS(
-            x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(owner)
-        )
-        return traced
+        texts = fields, layer, _text(owner)
+        return traced_experts(x_TH, ids_TK, weights_TK, list(tensors), *texts)
 
     def _bound(
         self, module: torch.nn.Module, names: tuple[str, ...], dtype: torch.dtype, top_k: int
