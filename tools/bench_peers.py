@@ -119,6 +119,7 @@ class VllmExperts(LayerPeer):
         whole, share = "intermediate_size", "intermediate_size_per_partition"  # before vLLM 0.26
         return config.FusedMoEConfig(
             **{whole if whole in known else share: problem.intermediate},
+            max_num_tokens=problem.tokens,  # buffers of the CUTLASS experts; the default is 256
             num_experts=problem.experts,
             experts_per_token=problem.top_k,
             hidden_dim=problem.hidden,

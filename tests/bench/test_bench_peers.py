@@ -1,9 +1,9 @@
 """The public layers that `mk bench --peer tools/bench_peers.py` would measure."""
 
 import importlib.util
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +75,40 @@ def test_channel_scales_stand_behind_their_rows(peers: ModuleType) -> None:
 def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
     rows = torch.arange(12).reshape(1, 6, 2)
     assert peers.interleave_gate_up(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
+
+
+class FusedMoEConfig:
+    """Keeps what it was made with; the name of the field says which vLLM it is."""
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
+
+
+@dataclass(init=False)
+class NewConfig(FusedMoEConfig):
+    intermediate_size: int = 0
+
+
+@dataclass(init=False)
+class OldConfig(FusedMoEConfig):
+    intermediate_size_per_partition: int = 0
+
+
+@pytest.mark.parametrize("config", [NewConfig, OldConfig])
+def test_vllms_experts_have_room_for_all_tokens_of_a_call(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, config: type[FusedMoEConfig]
+) -> None:
+    module = SimpleNamespace(
+        FusedMoEConfig=config,
+        FusedMoEParallelConfig=SimpleNamespace(make_no_parallel=lambda: None),
+        RoutingMethodType=SimpleNamespace(Renormalize=None),
+    )
+    monkeypatch.setattr(peers, "import_module", lambda name: module)
+    peer = peers.VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8")
+    peer.silu = None
+    made = peer._moe_config(PROBLEM.with_tokens(4096))
+    assert made.options["max_num_tokens"] == 4096  # vLLM 0.26 refuses calls with more
+    assert made.options[fields(config)[0].name] == PROBLEM.intermediate
 
 
 def test_the_file_is_one_that_bench_takes() -> None:
