@@ -24,6 +24,16 @@ def blocks_along(depth: int, chunks: int) -> int:
     return -(-depth // (chunks * 128))
 
 
+@triton.constexpr_function
+def stays_inside(blocks: int, team: int, stages: int, load_after_mma: bool) -> bool:
+    """Return whether no step loads a block after the last of its pair.
+
+    A step loads for a later one: with several, the last ones load for steps that do not exist.
+    """
+    steps = -(-blocks // team)
+    return blocks % team == 0 and steps == stages and (steps == 1 or not load_after_mma)
+
+
 @triton.jit
 def _pair_of_part(
     token, num_experts, num_local, ids_ptr, map_ptr,
@@ -79,7 +89,7 @@ def _initial_biases(
 def _block(
     token, own, step, num_experts, num_local, ids_ptr, map_ptr, DEPTH: tl.constexpr,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    PARTS: tl.constexpr, TEAM: tl.constexpr,
+    PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Return the block of each part in `step`: pair, local expert, whether to read it, first chunk.
 
@@ -91,7 +101,7 @@ def _block(
     if TEAM > 0:
         pair, local, live = own
         block = step * TEAM + part % TEAM
-        if BLOCKS % TEAM != 0:
+        if not stays_inside(BLOCKS, TEAM, STAGES, LOAD_AFTER_MMA):
             live = live & (block < BLOCKS)
     else:
         index = step * PARTS + part
@@ -116,7 +126,7 @@ def _load_block(
     DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
     PAIRED_SCALES: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    PARTS: tl.constexpr, TEAM: tl.constexpr,
+    PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Load words, scales, zero points and router weights of a block of each part.
 
@@ -125,7 +135,7 @@ def _load_block(
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     pair, local, live, chunk = _block(
         token, own, step, num_experts, num_local, ids_ptr, map_ptr,
-        DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, PARTS, TEAM,
+        DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, PARTS, TEAM, STAGES, LOAD_AFTER_MMA,
     )  # fmt: skip
     expert = local.to(tl.int64)
     words_ptr += expert * (stride_be // 4)
@@ -187,7 +197,7 @@ def _step(
 ):  # fmt: skip
     """Add ring[0] times h to total; return it, the next h and the advanced ring.
 
-    The next block is loaded before the MMAs, or after them if LATE.
+    The next block is loaded before the MMAs, or after them if LOAD_AFTER_MMA.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
@@ -199,6 +209,7 @@ def _step(
             zero_offset,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
             HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
+            STAGES, LOAD_AFTER_MMA,
         )  # fmt: skip
         ring = ring[1:] + (next_block,)  # noqa: RUF005
     elif STAGES > 1:
@@ -217,6 +228,7 @@ def _step(
             zero_offset,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
             HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
+            STAGES, LOAD_AFTER_MMA,
         )  # fmt: skip
         ring = (next_block,)
         _, _, _, _, pair, live, chunk = next_block
@@ -243,8 +255,8 @@ def gemv_w4_down_kernel(
     h is (tokens * TOP_K, DEPTH), as written by `store_paired`; out is (tokens, hidden). Both are
     contiguous. Weights of skipped pairs are not read. With TOP_K = 1, every pair has an output row,
     zero if skipped. PARTS warps split the pairs of a token and their K in blocks of HALVES * CHUNKS
-    * 128. Each warp has STAGES blocks in flight while it multiplies one; if LATE, it loads one
-    block after it has multiplied the previous one. Sums are added in a fixed order. BLOCK_K: a
+    * 128. Each warp has STAGES blocks in flight while it multiplies one; if LOAD_AFTER_MMA,
+    it loads one block after it has multiplied the previous one. Sums are added in a fixed order. BLOCK_K: a
     power of two >= TOP_K. Grid: (tokens, blocks of BLOCK_N columns).
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
@@ -274,7 +286,7 @@ def gemv_w4_down_kernel(
                 zero_offset,
                 stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
                 HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, PARTS,
-                TEAM,
+                TEAM, STAGES, LOAD_AFTER_MMA,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)

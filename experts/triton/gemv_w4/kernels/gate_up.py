@@ -87,7 +87,7 @@ def _step(
 ):  # fmt: skip
     """Add ring[0] times x to total; return it, the next x and the advanced ring.
 
-    The next block is loaded before the MMAs, or after them if LATE.
+    The next block is loaded before the MMAs, or after them if LOAD_AFTER_MMA.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero = ring[0]
@@ -142,8 +142,8 @@ def gemv_w4_gate_up_kernel(
     Like gemv_gate_up_kernel, but weights are bytes, read as int32 words of eight, and h is written
     by `store_in_pair_order` in the order of GEMM 2. Grid: (num_pairs, blocks of BLOCK_N columns +
     1); pair 0 of the extra block counts invalid ids. PARTS warps split K in blocks of CHUNKS * 128.
-    Each warp has STAGES blocks in flight while it multiplies one; if LATE, it loads one block after
-    it has multiplied the previous one.
+    Each warp has STAGES blocks in flight while it multiplies one; if LOAD_AFTER_MMA, it loads one
+    block after it has multiplied the previous one.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)

@@ -1,0 +1,76 @@
+"""No launch reads past the last row of the last expert, in K-loops of any length.
+
+Kernels load blocks ahead of their use. The interpreter raises an error for a read outside a tensor;
+on a GPU it is harmless unless the tensor ends where mapped memory does.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from grouped_products import H200
+
+from experts.triton.configs.select import on_device, override_config
+from experts.triton.contiguous import TritonExperts
+from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
+from experts.triton.launch_config import Launch, MoEConfig, gemms
+from modular_kernel.catalog import make_kernel
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import Routing
+from modular_kernel.testing.random_inputs import random_inputs
+
+pytestmark = pytest.mark.cpu
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+
+
+def deep_layers(quant: str, gemm: int) -> Iterator[Problem]:
+    """Yield layers with few columns and a deep `gemm`, with several numbers of warps per pair."""
+    for top_k, depth in ((8, 2048), (8, 2304), (4, 1024), (1, 2304), (6, 768)):
+        hidden, intermediate = (depth, 32) if gemm == 1 else (32, depth)
+        yield Problem(1, hidden, intermediate, top_k + 1, top_k, quant=quant, dtype=torch.bfloat16)
+
+
+def config_of(problem: Problem, gemm: int, launch: Launch) -> MoEConfig | None:
+    """Return the default configuration with another launch of one GEMM; None if it is refused."""
+    default = GemvW4Path.default_config(problem, 1, H200)
+    both = (launch, default.gemm2) if gemm == 1 else (default.gemm1, launch)
+    pairs = zip(both, gemms(problem), strict=True)
+    refused = (GemvW4Path.violations(one, shape, problem, H200) for one, shape in pairs)
+    return None if any(map(list, refused)) else MoEConfig(*both, default.path)
+
+
+def cases() -> list[tuple[str, int, Launch]]:
+    """Return every launch that is worth timing for some layer, with its scheme and GEMM."""
+    return list(
+        dict.fromkeys(
+            (quant, gemm, launch)
+            for quant in ("int4_w4a16_group", "mxfp4_w4a16")
+            for gemm in (1, 2)
+            for problem in deep_layers(quant, gemm)
+            for group in GemvW4Path.candidates(problem, 1).values()
+            for launch in group[gemm - 1]
+            if config_of(problem, gemm, launch)
+        )
+    )
+
+
+def run_last_expert(problem: Problem, config: MoEConfig) -> None:
+    """Run a call whose only pair is of the last expert."""
+    x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
+    ids_TK = torch.full((1, problem.top_k), -1, dtype=torch.int32)
+    ids_TK[0, 0] = problem.experts - 1
+    routing = Routing(torch.ones(1, problem.top_k), ids_TK)
+    with on_device(H200), override_config(config):
+        kernel = make_kernel(*PAIR, problem)
+        assert isinstance(kernel.experts, TritonExperts)
+        assert kernel.experts.path_name(x_TH, weights) == config.path
+        kernel(x_TH, weights, routing)
+
+
+@pytest.mark.parametrize(("quant", "gemm", "launch"), cases(), ids=str)
+def test_four_bit_gemv(quant: str, gemm: int, launch: Launch) -> None:
+    for problem in deep_layers(quant, gemm):
+        config = config_of(problem, gemm, launch)
+        if config is not None:
+            run_last_expert(problem, config)
