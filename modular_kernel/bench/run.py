@@ -3,9 +3,11 @@
 import gc
 import itertools
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 
@@ -403,8 +405,16 @@ def device_works(device: torch.device) -> bool:
 
 
 def short_error(error: Exception) -> str:
-    """Return the type and message of an exception, shortened for a row's note."""
-    return f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
+    """Return the type and message of an exception, shortened for a row's note.
+
+    Without a message, as of most assertions, the place where it was raised follows.
+    """
+    message = str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if not message and frames:
+        last = frames[-1]
+        message = f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {message}"[:_LONGEST_NOTE]
 
 
 def checked_inputs(calls: int, least: int) -> list[int]:

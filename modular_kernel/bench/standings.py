@@ -218,11 +218,18 @@ def missing_lines(report: Report) -> list[str]:
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Return one report with the rows of all; environment and peaks are those of the first."""
-    first = reports[0]
-    rows = tuple(row for report in reports for row in report.rows)
+    """Return one report with the rows of all; environment and peaks are those of the first.
+
+    Of several rows of one layer in one cell the first that was timed is kept, else the first.
+    """
+    first, kept = reports[0], dict[tuple[object, ...], Row]()
+    for row in (row for report in reports for row in report.rows):
+        key = (*row.group, row.layer, row.quant, row.prepared)
+        if key not in kept or (row.timed and not kept[key].timed):
+            kept[key] = row
+    rows = tuple(kept.values())
     missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
-    stopped = "; ".join(report.stopped for report in reports if report.stopped)
+    stopped = "; ".join(dict.fromkeys(r.stopped for r in reports if r.stopped))
     return Report(first.environment, first.peaks, rows, stopped, missing)
 
 

@@ -21,6 +21,7 @@ from modular_kernel.bench.candidates import (
     library_of,
 )
 from modular_kernel.bench.interleaved import Block, Comparison, run_interleaved
+from modular_kernel.bench.run import short_error
 from modular_kernel.bench.sampled_layers import SampledLayer, sample_layers
 from modular_kernel.bench.standings import (
     COMPOSED,
@@ -311,6 +312,31 @@ def test_records_survive_a_file_and_are_merged(tmp_path: Path) -> None:
     assert both.rows == ROWS[:3]
     assert both.missing == ("a", "b")
     assert both.stopped == "x"
+
+
+def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
+    """A run that begins again after a failure repeats cells; the first time of each is kept."""
+    failed = replace(BLANK, layer="FusedMoE", origin=OURS, status="failed", note="broke")
+    reports = [
+        report_of(failed, timed("vllm_triton", 8.0, PEER), stopped="broke"),
+        report_of(timed("FusedMoE", 5.0), timed("vllm_triton", 9.0, PEER), stopped="broke"),
+        report_of(failed, stopped="broke"),
+    ]
+    both = merged(reports)
+    assert [(row.layer, row.us) for row in both.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
+    assert both.stopped == "broke"
+    (standing,) = standings(cells_of(both.rows))
+    assert standing.cells == 1
+    assert standing.mean == pytest.approx(8.0 / 5.0)
+
+
+def test_an_error_without_a_message_names_its_place() -> None:
+    with pytest.raises(AssertionError) as caught:
+        raise AssertionError  # as an assertion of a library
+    note = short_error(caught.value)
+    assert "raise AssertionError" in note
+    assert "test_interleaved.py" in note
+    assert short_error(ValueError("x")) == "ValueError: x"
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:
