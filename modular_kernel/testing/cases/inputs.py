@@ -73,8 +73,8 @@ class InputVariation:
     """Properties of inputs that the problem leaves open.
 
     layout: one of LAYOUTS. values: one of VALUES. own_scales: the scales of weights have 16 bits,
-    where the scheme allows it.     slot_pattern: one of SLOT_PATTERNS. nan: names of the
-    arguments that hold a NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises
+    where the scheme allows it. slot_pattern: one of SLOT_PATTERNS. nan: names of the arguments that
+    hold a NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises
     ConfigurationError for unknown values.
     """
 
@@ -88,7 +88,7 @@ class InputVariation:
         for option, got, allowed in (
             ("layout", self.layout, LAYOUTS),
             ("values", self.values, VALUES),
-            ("named", self.slot_pattern, SLOT_PATTERNS),
+            ("slot_pattern", self.slot_pattern, SLOT_PATTERNS),
         ):
             if got not in allowed:
                 raise ConfigurationError(option, got=got, need=f"one of {', '.join(allowed)}")
