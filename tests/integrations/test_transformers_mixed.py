@@ -117,9 +117,7 @@ def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    return from_pretrained(
-        folder, experts_implementation=register(*OURS), device=DEVICE, **options
-    )
+    return from_pretrained(folder, experts_implementation=register(*OURS), device=DEVICE, **options)
 
 
 def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
