@@ -245,7 +245,7 @@ def test_reserve_workspace_makes_the_plan() -> None:
     assert held_bytes() == before
     with pytest.raises(InputError, match="tokens"):
         kernel.reserve_workspace(-3)
-    with pytest.raises(ConfigurationError, match="device: got .?nowhere.?, need a torch device"):
+    with pytest.raises(ConfigurationError, match=r"device: got .?nowhere.?, need a torch device"):
         kernel.reserve_workspace(3, device="nowhere")
 
 
