@@ -35,7 +35,7 @@ SIZES = {
 FUSED = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 OSS = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
 BLOCK, WRAPPER = "base_model.model.model.layers", peft.tuners.lora.layer.ParamWrapper
-TOKENS = torch.arange(2 * 9, device=DEVICE).view(2, 9) % VOCABULARY
+TOKENS = torch.arange(2 * 9).view(2, 9) % VOCABULARY
 
 
 def qwen3() -> Any:
@@ -91,7 +91,7 @@ def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         )
         for each in (block.experts for block in model.modules() if hasattr(block, "experts"))
     ]
-    logits = model(input_ids=TOKENS).logits
+    logits = model(input_ids=TOKENS.to(DEVICE)).logits
     for hook in hooks:
         hook.remove()
     assert len(chosen) == 2
@@ -174,7 +174,7 @@ def test_gradients_reach_the_factors() -> None:
     model = adapted_model("qwen3")
     model.base_model.model.set_experts_implementation(register(*OURS))
     serve(model)
-    logits = model(input_ids=TOKENS).logits
+    logits = model(input_ids=TOKENS.to(DEVICE)).logits
     logits.sum().backward()
     factors = [p for n, p in model.named_parameters() if "lora_" in n and "experts" in n]
     assert factors

@@ -29,7 +29,7 @@ from modular_kernel.spec.lora import Adapter
 from modular_kernel.testing.cases.inputs import make_inputs
 
 GOLDEN = Path(__file__).parents[1] / "helpers" / "golden" / "peft"
-DELTAS = load_file(GOLDEN / "deltas.safetensors", device=str(DEVICE))
+DELTAS = load_file(GOLDEN / "deltas.safetensors")
 H, I, E = 16, 12, 4  # noqa: E741
 NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 PROBLEM = mk.Problem(
@@ -59,7 +59,11 @@ def held(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
 
 def peft_delta(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What PEFT itself adds to w1 and w2, in float64."""
-    of = {name.partition(".")[2]: DELTAS[name].double() for name in DELTAS if name.startswith(kind)}
+    of = {
+        name.partition(".")[2]: DELTAS[name].to(DEVICE).double()
+        for name in DELTAS
+        if name.startswith(kind)
+    }
     if "w1" in of:
         return torch.cat([of["w1"], of["w3"]], 1), of["w2"]
     return of.get("gate_up_proj", torch.zeros(E, 2 * I, H, device=DEVICE).double()), of["down_proj"]
@@ -96,10 +100,10 @@ def loaded() -> tuple[AdapterPool, dict[int, str]]:
 
 def call(slots_T: torch.Tensor) -> Any:
     i = make_inputs(PROBLEM, "uniform", DEVICE)
-    return replace(i, routing=replace(i.routing, adapters_T=slots_T.to(torch.int32)))
+    return replace(i, routing=replace(i.routing, adapters_T=slots_T.to(DEVICE, torch.int32)))
 
 
-SLOTS_T = torch.arange(24, device=DEVICE) % 4 - 1
+SLOTS_T = torch.arange(24) % 4 - 1
 
 
 @pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts"])
@@ -120,8 +124,8 @@ def test_what_is_loaded_later_is_read_where_it_was() -> None:
     before = kernel(i.x_TH.clone(), weights, i.routing).clone()
     pool.evict("modules")
     assert pool.slots == {"fused": 0, "down": 1}
-    mine = SLOTS_T == 2
-    nobody = replace(i, routing=replace(i.routing, adapters_T=torch.full_like(SLOTS_T, -1).int()))
+    mine = i.routing.adapters_T == 2
+    nobody = call(torch.full_like(SLOTS_T, -1))
     bare = run(("MoEPrepareAndFinalizeNoEP", "TorchExperts"), PROBLEM, nobody, pool)
     freed = kernel(i.x_TH.clone(), weights, i.routing)
     torch.testing.assert_close(freed[mine], bare[mine], rtol=1e-6, atol=1e-7)
