@@ -41,6 +41,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("shared")
 
 LEFT_OUT = pytest.StashKey[int]()
+INTERPRETED = pytest.StashKey[bool]()
 COMPILE = Path(__file__).parent / "compile"
 GPU = Path(__file__).parent / "gpu"
 INTERPRETER = Path(__file__).parent / "interpreter"
@@ -57,6 +58,7 @@ def _compiles_only(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available() and not _compiles_only(config):
         enable_interpreter()
+    config.stash[INTERPRETED] = read_settings().triton_interpret
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -117,6 +119,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="of a machine without a GPU: `-m cpu`"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that leaves Triton's interpreter on or off for later ones.
+
+    What they import then would be of another kind than the kernels that this process has.
+    """
+    yield
+    before, after = item.config.stash[INTERPRETED], read_settings().triton_interpret
+    if after != before:
+        os.environ["TRITON_INTERPRET"] = str(int(before))
+        pytest.fail(f"TRITON_INTERPRET: the test leaves {int(after)}, need {int(before)}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -161,6 +161,9 @@ class MoeQuantInfo:
         return scheme
 
 
+_INFO_FIELDS = tuple(field.name for field in fields(MoeQuantInfo))
+
+
 class MoeRunner:
     """The experts of a backend: one of BACKENDS, of registered stages, or an experts part by name.
 
@@ -232,7 +235,9 @@ class MoeRunner:
         format = expect_format(dispatch_output, *self._parts)
         check_dispatched(dispatch_output)
         expect("quant_info", quant_info, MoeQuantInfo)
-        tensors = {n: v for n, v in vars(quant_info).items() if isinstance(v, torch.Tensor)}
+        # torch 2.11 does not trace `vars` of a frozen dataclass.
+        values = {name: getattr(quant_info, name) for name in _INFO_FIELDS}
+        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
         check_tensors(tensors)
         check_no_gradients(tensors | {"hidden_states": dispatch_output.hidden_states})
         quant = quant_info.scheme()

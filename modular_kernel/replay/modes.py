@@ -58,7 +58,8 @@ def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: 
     reason: shown by fullgraph=True. Under torch.export, which has no graph breaks, raises
     UnsupportedError with it.
     """
-    if torch.compiler.is_exporting():
+    # While torch 2.11 compiles, it takes `is_exporting` for true.
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")
     torch._dynamo.graph_break(msg=reason)
     eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]

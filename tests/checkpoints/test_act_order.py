@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from devices import CPU, DEVICE
+from fused_samples import moved
 from test_checkpoint_numbers import error, numbers
 
 import modular_kernel as mk
@@ -24,7 +26,6 @@ from modular_kernel.reference import oracle
 from modular_kernel.testing.checkpoints.published_formats import ACT_ORDER_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-CPU = torch.device("cpu")
 INT4 = "int4_w4a16_act_order:group=32,zero_points=true"
 BASE = Problem(tokens=5, hidden=96, intermediate=64, experts=3, top_k=2, quant=INT4)
 
@@ -50,8 +51,8 @@ def test_columns_lie_by_their_size() -> None:
     assert error < plain.w1.abs().max() / 7
     # The same weights in their order are other ones.
     there = torch.arange(96).int().expand(3, 96).contiguous()
-    moved = dequantized_weights(replace(weights, w1_order=there), "w1", problem)
-    assert (moved - plain.w1).abs().max() > 1
+    other = dequantized_weights(replace(weights, w1_order=there), "w1", problem)
+    assert (other - plain.w1).abs().max() > 1
 
 
 def test_groups_must_be_whole() -> None:
@@ -84,25 +85,25 @@ def test_what_does_not_fit_is_named(
 
 def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() -> None:
     _, weights, problem = made()
+    weights = moved(weights, DEVICE)
     assert weights.w1_order is not None
     order, want = weights.w1_order.clone(), dequantized_weights(weights, "w1", problem)
     order[0, 5], order[1, 7] = 96, -1
     want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
     wrong = replace(weights, w1_order=order)
     assert torch.equal(dequantized_weights(wrong, "w1", problem), want)
-    some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(problem.dtype)
-    both = mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5))
+    some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(DEVICE, problem.dtype)
+    both = moved(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
     plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
     exact = oracle(some, wrong, both, problem)
     assert exact.norm() > 0
     difference = plain(some, wrong, both).double() - exact
     assert difference.norm() < 0.02 * exact.norm()
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, checked=True)
-    routing = mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5))
-    x_TH = torch.zeros(5, 96, dtype=problem.dtype)
-    kernel(x_TH, weights, routing)
+    x_TH = torch.zeros_like(some)
+    kernel(x_TH, weights, both)
     with pytest.raises(WeightsError, match=r"w1_order: got 2 values, the first 96 at \(0, 5\)"):
-        kernel(x_TH, wrong, routing)
+        kernel(x_TH, wrong, both)
 
 
 @pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])

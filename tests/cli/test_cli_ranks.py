@@ -74,6 +74,7 @@ def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
     assert "1 case of 1 pair: 1 passed, 0 failed" in shown
 
 
+@pytest.mark.cpu  # kernels of the exchange are interpreted
 def test_ranks_stand_for_hosts(capsys: Capture) -> None:
     part = "HostThenRankPrepareAndFinalize"
     on = this_machine(device="cpu"), 4, "smoke", 2

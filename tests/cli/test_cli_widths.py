@@ -58,6 +58,8 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
+    # Other tests of this process may compile kernels.
+    monkeypatch.setattr(demo, "enable_interpreter", lambda: None)
     monkeypatch.setattr(demo, "_model_results", lambda *_, **__: demo_rows())
     monkeypatch.setattr(demo, "_checkpoint_results", lambda *_, **__: checkpoint_rows())
     monkeypatch.setattr(demo, "_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0})
@@ -216,4 +218,5 @@ def test_the_packages_of_the_doctor_stay_tables(mk: Mk, monkeypatch: pytest.Monk
     assert re.search(r"absent package +how to install it", shown)
     absent = [one["name"] for one in mk("doctor", "--json").json["packages"] if not one["present"]]
     assert [name for name in absent if len(re.findall(rf"^ {name} ", shown, re.M)) != 2] == []
-    assert len(shown.splitlines()) < 90
+    tables = shown[shown.index("optional package") :]  # a machine with GPUs has more before
+    assert len(tables.splitlines()) < 70

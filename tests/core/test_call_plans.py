@@ -245,8 +245,8 @@ def test_reserve_workspace_makes_the_plan() -> None:
     assert held_bytes() == before
     with pytest.raises(InputError, match="tokens"):
         kernel.reserve_workspace(-3)
-    with pytest.raises(ConfigurationError, match="device: got 7, need a torch device"):
-        kernel.reserve_workspace(3, device=7)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"device: got .?nowhere.?, need a torch device"):
+        kernel.reserve_workspace(3, device="nowhere")
 
 
 def test_an_interrupt_after_the_acquisition_releases_the_lock() -> None:

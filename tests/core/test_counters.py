@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 
 import modular_kernel as mk
 from modular_kernel.replay.recording import RecordedCall
@@ -20,7 +21,7 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 
 
 def inputs(tokens: int) -> Any:
-    return random_inputs(PROBLEM.with_tokens(tokens), torch.device("cpu"))
+    return random_inputs(PROBLEM.with_tokens(tokens), DEVICE)
 
 
 def test_calls_tokens_and_fallbacks_of_a_kernel() -> None:
@@ -97,7 +98,7 @@ def test_invalid_ids_are_counted_and_warned_of_once(caplog: pytest.LogCaptureFix
 def layer_of(number: int) -> mk.FusedMoE:
     layer = mk.FusedMoE(4, 32, 16, layer_id=number, top_k=2, params_dtype=torch.float32)
     layer.set_weights(inputs(1)[1])
-    return layer
+    return layer.to(DEVICE)
 
 
 def test_layers_count_their_own_calls_and_share_kernels() -> None:

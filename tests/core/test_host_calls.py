@@ -20,6 +20,8 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.sample import Sample
 
+pytestmark = pytest.mark.cpu  # calls are counted with the interpreter on
+
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 # (parts, scheme, tokens) -> calls of version 0.1.0, with the interpreter on.
 BEFORE = {
@@ -103,7 +105,6 @@ ON_H200 = {
 }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own products")
 @pytest.mark.parametrize("call", ON_H200, ids=lambda call: "-".join(map(str, call)))
 def test_an_eager_call_of_grouped_rows_runs_little_python(
     call: tuple[str, str, int], monkeypatch: pytest.MonkeyPatch

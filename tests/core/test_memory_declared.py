@@ -81,6 +81,7 @@ CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.cpu
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("pf", "experts", "change"), CALLS, ids=str)
 def test_a_call_allocates_what_is_declared_and_its_output(
@@ -111,6 +112,7 @@ def few(routing: Any) -> Any:
     return type(routing)(routing.topk_weights_TK[:5], routing.topk_ids_TK[:5])
 
 
+@pytest.mark.cpu
 def test_memory_that_nobody_declared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = make_kernel(NO_EP, "TritonExperts", PROBLEM)
     given = random_inputs(PROBLEM, CPU)

@@ -74,7 +74,13 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
         for path in paths
         if _imports_a_language(path) or path.match("testing/compile/cases.py")
     ]
-    modules = [_module(path) for path in paths if path not in own and path.name != "__main__.py"]
+    modules = [
+        _module(path)
+        for path in paths
+        if path not in own
+        and path.name != "__main__.py"
+        and not path.match("integrations/vllm/v0_*.py")  # these import vLLM
+    ]
     assert {path.relative_to(ROOT).parts[:2] for path in own} == {
         ("modular_kernel", "ops"),
         ("modular_kernel", "replay"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
 from forked import TIMEOUT_S
 from fused_samples import BASE
@@ -58,14 +59,13 @@ COPIES = pytest.mark.parametrize("copied", [pickled, saved, copy.deepcopy])
 
 
 def pairings() -> list[tuple[str, str]]:
-    machine = mk.catalog.this_machine(device="cpu")
-    valid = [v.pairing for v in mk.check_all(PROBLEM, machine) if v.ok]
+    valid = [v.pairing for v in mk.check_all(PROBLEM) if v.ok]
     return [tuple(pairing.split(" x ")) for pairing in valid]  # type: ignore[misc]
 
 
 @COPIES
 def test_kernels_and_plans_of_every_pairing(copied: Callable[[Any], Any]) -> None:
-    found, given = pairings(), random_inputs(PROBLEM, CPU)
+    found, given = pairings(), random_inputs(PROBLEM, DEVICE)
     assert ("MoEPrepareAndFinalizeNoEP", "TorchExperts") in found
     for pair in found:
         kernel = mk.make_kernel(*pair, PROBLEM, checked=True)
@@ -81,7 +81,7 @@ def test_kernels_and_plans_of_every_pairing(copied: Callable[[Any], Any]) -> Non
 
 def test_a_copy_counts_invalid_ids_of_its_own() -> None:
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM)
-    x_TH, weights, routing = random_inputs(PROBLEM, CPU)
+    x_TH, weights, routing = random_inputs(PROBLEM, DEVICE)
     routing.topk_ids_TK[0, 0] = 99
     kernel(x_TH, weights, routing)
     other = pickled(kernel)

@@ -42,6 +42,7 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrink
     return found
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("rank", [20, 40])
 @pytest.mark.parametrize("named", ["some", "nobody"])
 def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: int) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import CPU, DEVICE
 
 from experts.compat.batched_gemm import batched_gemm
 from modular_kernel.errors import (
@@ -37,15 +38,16 @@ SCHEMES = (
 )
 
 
-def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
+def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments with NaN past the counts, and the product of what they stand for in float64."""
     g = torch.Generator().manual_seed(1)
     problem = Problem(C, N, K, E, 1, dtype=torch.float32, quant=quant)
-    plain = ExpertWeights(torch.zeros(E, 2 * K, N), torch.randn(E, N, K, generator=g))
+    w2 = torch.randn(E, N, K, generator=g).to(device)
+    plain = ExpertWeights(torch.zeros(E, 2 * K, N, device=device), w2)
     weights = quantize_weights(plain, problem) if quant != "none" else plain
-    a = torch.randn(E, C, K, generator=g)
+    a, counts = torch.randn(E, C, K, generator=g).to(device), COUNTS.to(device)
     given: dict[str, Any] = {
-        "a_eCK": a, "b_eNK": weights.w2, "counts_e": COUNTS, "quant": quant,
+        "a_eCK": a, "b_eNK": weights.w2, "counts_e": counts, "quant": quant,
         "b_scale": weights.w2_scale, "b_zero_point": weights.w2_zero_point,
         "b_global_scale": weights.w2_global_scale,
     }  # fmt: skip
@@ -61,7 +63,7 @@ def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
         given["a_eCK"] = q.view(E, C, K)
         given["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)
     want = torch.einsum("eck,enk->ecn", a.double(), b.double())
-    live = torch.arange(C) < COUNTS[:, None]
+    live = torch.arange(C, device=device) < counts[:, None]
     if not scheme.quantizes_activations:
         given["a_eCK"][~live] = torch.nan
     return given, want.masked_fill(~live[..., None], torch.nan)
@@ -70,7 +72,7 @@ def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
 @pytest.mark.parametrize("quant", SCHEMES)
 def test_a_product_of_rows_by_expert(quant: str) -> None:
     given, want = operands(quant)
-    out = torch.full((E, C, N), torch.nan)
+    out = torch.full((E, C, N), torch.nan, device=DEVICE)
     got = batched_gemm(**given, out=out)
     assert got is out
     assert torch.equal(got.isnan(), want.isnan())
@@ -81,8 +83,9 @@ def test_a_product_of_rows_by_expert(quant: str) -> None:
 def test_more_rows_than_there_is_room_for_are_none() -> None:
     """Memory past an expert's room is the next expert's."""
     given, _ = operands("none")
-    full = given | {"a_eCK": given["a_eCK"].nan_to_num(), "counts_e": torch.full((E,), C).int()}
-    more = batched_gemm(**full | {"counts_e": torch.full((E,), C + 99).int()})
+    counts = torch.full((E,), C, dtype=torch.int32, device=DEVICE)
+    full = given | {"a_eCK": given["a_eCK"].nan_to_num(), "counts_e": counts}
+    more = batched_gemm(**full | {"counts_e": counts + 99})
     assert torch.equal(more, batched_gemm(**full))
 
 
@@ -120,7 +123,7 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 def test_what_does_not_fit_is_named(
     change: dict[str, Any], error: type[InputError], what: str
 ) -> None:
-    given, _ = operands("none")
+    given, _ = operands("none", CPU)
     with pytest.raises(error) as caught:
         batched_gemm(**given | change)
     assert caught.value.what == what
@@ -139,7 +142,7 @@ def test_what_is_read_is_neither_freed_nor_written() -> None:
 
 
 def test_groups_that_no_step_fits_are_refused() -> None:
-    given, _ = operands("fp8_w8a8_block:block=32x32")
+    given, _ = operands("fp8_w8a8_block:block=32x32", CPU)
     with pytest.raises(IncompatibleError, match="a group of 24"):
         batched_gemm(**given | {"quant": "fp8_w8a8_block:block=24x24"})
     with pytest.raises(ShapeError, match="a_scale"):

@@ -153,8 +153,10 @@ def test_a_path_by_the_number_of_tokens_is_noticed(
         lambda problem: plain(replace(problem, batch_invariant=False)),
     )
 
-    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
-        return heuristics(replace(problem, batch_invariant=False), device)
+    def by_tokens(
+        problem: Problem, device: Device, _paths: object = None, *, prepared: bool = False
+    ) -> ConfigSteps:
+        return heuristics(replace(problem, batch_invariant=False), device, prepared=prepared)
 
     monkeypatch.setattr(lookup, "heuristics", by_tokens)
     clear_caches()

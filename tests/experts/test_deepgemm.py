@@ -36,6 +36,9 @@ from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
 from modular_kernel.workspace import Workspace
 
+# Our own kernels around the stand-in are interpreted.
+pytestmark = pytest.mark.cpu
+
 BLOCK = "fp8_w8a8_block"
 BASE = Problem(tokens=17, hidden=128, intermediate=128, experts=5, top_k=2)
 COMMON: tuple[tuple[dict[str, Any], str], ...] = (

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import CPU, DEVICE
 
 from experts.compat.fused_moe import (
     invoke_fused_moe_kernel,
@@ -40,16 +41,27 @@ SCHEMES = (
 
 
 def operands(
-    quant: str = "none", *, rows: int = T, top_k: int = TOP_K, has_bias: bool = True
+    quant: str = "none",
+    *,
+    rows: int = T,
+    top_k: int = TOP_K,
+    has_bias: bool = True,
+    device: torch.device = DEVICE,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments, and the product of what they stand for in float64; expert 2 is elsewhere."""
     g = torch.Generator().manual_seed(4)
     problem = Problem(T, N, K, E, 1, dtype=torch.float32, quant=quant)
-    plain = ExpertWeights(torch.zeros(E, 2 * K, N), torch.randn(E, N, K, generator=g))
+    w2 = torch.randn(E, N, K, generator=g).to(device)
+    plain = ExpertWeights(torch.zeros(E, 2 * K, N, device=device), w2)
     if problem.scheme.static:
-        plain = replace(plain, a1_scale=torch.tensor([0.1]), a2_scale=torch.tensor([0.01]))
+        plain = replace(
+            plain,
+            a1_scale=torch.tensor([0.1], device=device),
+            a2_scale=torch.tensor([0.01], device=device),
+        )
     weights = quantize_weights(plain, problem) if quant != "none" else plain
-    a, ids = torch.randn(rows, K, generator=g), torch.randint(E, (T, TOP_K), generator=g)
+    a = torch.randn(rows, K, generator=g).to(device)
+    ids = torch.randint(E, (T, TOP_K), generator=g).to(device)
     ids = torch.where(ids == 2, -1, ids).to(torch.int32)
     scheme, b, exact_a = problem.scheme, weights.w2, a
     if scheme.quantized:
@@ -57,11 +69,13 @@ def operands(
         b = dequantize(b, weights.w2_scale, weights.w2_zero_point, scheme)
     if scheme.quantizes_activations:
         exact_a = dequantize_rows(*quantize_values(a, scheme, weights.a2_scale), scheme)
-    bias, gates = torch.randn(E, N, generator=g), torch.rand(T, TOP_K, generator=g)
+    bias = torch.randn(E, N, generator=g).to(device)
+    gates = torch.rand(T, TOP_K, generator=g).to(device)
     aligned = moe_align_block_size(ids, CONFIG["BLOCK_SIZE_M"], E)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     given: dict[str, Any] = {
-        "A": a, "B": weights.w2, "bias": bias, "C": torch.full((T, TOP_K, N), torch.nan),
+        "A": a, "B": weights.w2, "bias": bias,
+        "C": torch.full((T, TOP_K, N), torch.nan, device=device),
         "A_scale": weights.a2_scale, "B_scale": weights.w2_scale, "B_zp": weights.w2_zero_point,
         "topk_weights": gates, "topk_ids": ids, **dict(zip(names, aligned, strict=True)),
         "mul_routed_weight": True, "top_k": top_k, "config": CONFIG, "quant": quant,
@@ -101,7 +115,7 @@ def test_a_product_of_pairs_without_weights() -> None:
 
 def test_no_tokens() -> None:
     given, _ = operands()
-    empty = torch.empty(0, TOP_K, dtype=torch.int32)
+    empty = torch.empty(0, TOP_K, dtype=torch.int32, device=DEVICE)
     aligned = moe_align_block_size(empty, 16, E)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     given |= dict(zip(names, aligned, strict=True)) | {"topk_ids": empty, "A": given["A"][:0]}
@@ -132,13 +146,13 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 
 @pytest.mark.parametrize(("given", "error", "words"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_input(given: dict[str, Any], error: type[InputError], words: str) -> None:
-    right, _ = operands()
+    right, _ = operands(device=CPU)
     with pytest.raises(error, match=words):
         invoke_fused_moe_kernel(**right | given)
 
 
 def test_the_sum_over_top_k() -> None:
-    rows, out = torch.randn(5, 3, 40), torch.full((5, 40), torch.nan)
+    rows, out = torch.randn(5, 3, 40, device=DEVICE), torch.full((5, 40), torch.nan, device=DEVICE)
     moe_sum_reduce_triton(rows, out, 2.5)
     assert torch.allclose(out.double(), rows.double().sum(1) * 2.5, atol=1e-5)
     with pytest.raises(ShapeError):

@@ -15,7 +15,7 @@ BASE = Problem(T, H, I, E, K, dtype=torch.float32)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def moved(tensors: Any, device: str) -> Any:
+def moved(tensors: Any, device: str | torch.device) -> Any:
     """Return a record with all its tensors moved to `device`."""
     values = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
     return replace(
@@ -24,7 +24,9 @@ def moved(tensors: Any, device: str) -> Any:
     )
 
 
-def layer(problem: Problem, device: str = "cpu") -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def layer(
+    problem: Problem, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     g = torch.Generator().manual_seed(3)
     x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
     plain = ExpertWeights(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from devices import DEVICE
 from fused_samples import layer
 
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
@@ -30,7 +31,7 @@ def standard(x_TH: torch.Tensor, routing: Routing) -> StandardDispatchOutput:
 
 
 def ran(runner: MoeRunner, problem: Problem, **flags: Any) -> torch.Tensor:
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, DEVICE)
     got = runner.run(standard(x_TH, routing), info_of(weights, **flags))
     assert isinstance(got, StandardCombineInput)
     return got.hidden_states

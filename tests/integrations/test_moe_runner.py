@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 from fused_samples import BASE, E, H, I, K, close, layer
 from runner_calls import OUT, info_of, ran, standard
 from toy_backend import FusedToyExperts, ToyExperts
@@ -28,7 +29,7 @@ from modular_kernel.spec.problem import Combine
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("backend", ["triton", "toy"])
 def test_fused_and_staged_give_the_same_numbers(backend: str, fused: bool) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = layer(BASE, DEVICE)
     got = ran(MoeRunner(backend, OUT, fused=fused), BASE)
     close(got, oracle(x_TH, weights, routing, BASE), 1e-6)
     names = {
@@ -94,7 +95,7 @@ def test_every_field_reaches_the_problem(
     given: dict[str, Any], facts: dict[str, Any], backend: str
 ) -> None:
     problem = replace(BASE, bias=True, **facts)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, DEVICE)
     got = ran(MoeRunner(backend, replace(OUT, **given)), problem)
     close(got, oracle(x_TH, weights, routing, problem), 1e-5)
 
@@ -118,7 +119,7 @@ def test_or_raises(given: dict[str, Any], error: type[Exception], words: str) ->
 
 
 def test_inplace_is_the_default_and_overwrites_tokens_only_then() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = layer(BASE, DEVICE)
     want, before = oracle(x_TH, weights, routing, BASE), x_TH.clone()
     for fused in (True, False):
         MoeRunner("triton", OUT, fused=fused).run(standard(x_TH, routing), info_of(weights))
@@ -148,7 +149,7 @@ def test_the_environment_alone_disables_fused_operations(monkeypatch: pytest.Mon
     monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "1")
     runner = MoeRunner("triton", SIZES, dtype=torch.float32)
     assert "standard: StagedTritonExperts, by stages" in runner.explain()
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = layer(BASE, DEVICE)
     close(ran(runner, BASE), oracle(x_TH, weights, routing, BASE), 1e-6)
     # An argument takes precedence, and a backend without stages keeps its part.
     assert "standard: TritonExperts" in MoeRunner("triton", SIZES, fused=True).explain()
@@ -168,7 +169,7 @@ def test_what_is_not_served_is_refused_where_the_runner_is_made() -> None:
     with pytest.raises(UnsupportedError, match="quant of backend 'toy': got int8_w8a8_channel, ne"):
         MoeRunner("toy", OUT, quant="int8_w8a8_channel")
     runner = MoeRunner("torch", SIZES, quant="int8_w8a16_channel")
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = layer(BASE, DEVICE)
     with pytest.raises(ConfigurationError, match="quant_info: got none, need int8_w8a16_channel"):
         runner.run(standard(x_TH, routing), info_of(weights))
 
@@ -188,6 +189,6 @@ def test_explain_says_which_part_runs_and_why_not() -> None:
 
 
 def test_the_facade_is_the_kernel_s_own_call() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = layer(BASE, DEVICE)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     assert torch.equal(ran(MoeRunner("torch", OUT), BASE), kernel(x_TH, weights, routing))

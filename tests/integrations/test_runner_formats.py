@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from devices import DEVICE
 from fused_samples import BASE, E, H, T, close, layer
 from runner_calls import OUT, info_of
 
@@ -58,7 +59,7 @@ def test_a_wrong_format_raises_with_both_names() -> None:
 def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None:
     """By local ids, -1 elsewhere: a rank's share of the whole layer."""
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, DEVICE)
     ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
     local = Routing(routing.topk_weights_TK, ids)
     rows, scale = x_TH, None
@@ -82,9 +83,9 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem)
-    counts = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    x_eCH = torch.full((E, 4, H), torch.nan)
+    x_TH, weights, routing = layer(problem, DEVICE)
+    counts = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
+    x_eCH = torch.full((E, 4, H), torch.nan, device=DEVICE)
     for expert, count in enumerate(counts.tolist()):
         x_eCH[expert, :count] = x_TH[:count]
     rows, scale = x_eCH, None
@@ -101,7 +102,8 @@ def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: 
     assert torch.equal(got.topk_weights, routing.topk_weights_TK * 2.5)
     for expert, count in enumerate(counts.tolist()):
         if count:
-            one = Routing(torch.ones(count, 1), torch.full((count, 1), expert))
+            ids = torch.full((count, 1), expert, device=DEVICE)
+            one = Routing(torch.ones(count, 1, device=DEVICE), ids)
             alone = replace(problem, tokens=count, top_k=1)
             want = oracle(x_TH[:count], weights, one, alone)
             close(got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6)

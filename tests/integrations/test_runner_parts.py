@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import toy_backend
+from devices import DEVICE
 from stage_samples import NO_EP, PROBLEM, empty_pools, registered
 from test_runner_stages import REGISTER, Core, fused, post, pre
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
@@ -64,7 +65,7 @@ def test_state_is_made_for_each_call() -> None:
     register_post_permute("x", "deepep_normal")(watching)
     part = make_experts("X", "x", "deepep_normal")
     kernel = make_kernel(NO_EP, part, PROBLEM)
-    (x, weights, routing), expected = random_inputs(PROBLEM, torch.device("cpu")), []
+    (x, weights, routing), expected = random_inputs(PROBLEM, DEVICE), []
     calls = (x, x.flip(0))
     expected = [kernel(each, weights, routing) for each in calls]
     one, two = (kernel.start(each, weights, routing) for each in calls)
@@ -96,7 +97,7 @@ def test_what_another_backend_takes_is_refused_with_both_names(made: str) -> Non
         "none": "pre-permute of 'x': got Tensor, need RunnerInput",
     }
     with pytest.raises(ConfigurationError, match=words[made]):
-        kernel(*random_inputs(PROBLEM, torch.device("cpu")))
+        kernel(*random_inputs(PROBLEM, DEVICE))
 
 
 def test_a_fused_part_inherits_what_its_twin_declares() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 from fused_samples import BASE, E, H, I, close, layer
 from runner_calls import OUT, info_of, ran, standard
 
@@ -29,7 +30,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
 def test_flags_or_a_name_say_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, DEVICE)
     want = oracle(x_TH, weights, routing, problem)
     for fused in {True, backend == "torch"}:
         got = ran(MoeRunner(backend, OUT, fused=fused), problem, **flags)
@@ -37,7 +38,7 @@ def test_flags_or_a_name_say_the_scheme(flags: dict[str, Any], quant: str, backe
 
 
 def test_contradicting_schemes_are_refused() -> None:
-    _, weights, _ = layer(BASE)
+    _, weights, _ = layer(BASE, DEVICE)
     for flags, words in (
         ({"use_fp8_w8a8": True, "quant": "mxfp4_w4a16"}, "quant: got mxfp4_w4a16 and fp8"),
         ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "one use_"),
@@ -53,7 +54,7 @@ def test_contradicting_schemes_are_refused() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_padded_weights_give_the_same_result(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, DEVICE)
     flags = {"use_fp8_w8a8": True} if quant != "none" else {}
     wide = replace(weights, w1=_padded(weights.w1), w2=_padded(weights.w2))
     plain = MoeRunner(backend, OUT).run(standard(x_TH, routing), info_of(weights, **flags))
@@ -71,12 +72,12 @@ def test_padded_weights_give_the_same_result(backend: str, quant: str) -> None:
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
-    filler = torch.full((*weight.shape[:2], 128), torch.nan, dtype=torch.float32)
+    filler = torch.full((*weight.shape[:2], 128), torch.nan, device=weight.device)
     return torch.cat([weight.float(), filler], 2).to(weight.dtype)
 
 
 def test_transposed_storage_is_the_same_layer() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = layer(BASE, DEVICE)
     stored = replace(
         weights,
         w1=weights.w1.transpose(1, 2).contiguous(),

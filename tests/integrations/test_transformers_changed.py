@@ -17,7 +17,7 @@ if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
 from transformers.integrations.moe import use_experts_implementation
-from transformers_samples import OURS
+from transformers_samples import DEVICE, OURS
 
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.integrations.transformers import register, registration
@@ -36,7 +36,7 @@ class Experts(torch.nn.Module):
         shapes = {"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}
         for name, shape in shapes.items():
             values = torch.randn(shape, generator=generator) / 5
-            setattr(self, name, torch.nn.Parameter(values))
+            setattr(self, name, torch.nn.Parameter(values.to(DEVICE)))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         raise AssertionError("not dispatched")
@@ -50,7 +50,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, H, generator=generator)
     values, ids = torch.randn(7, E, generator=generator).topk(K)
-    return x.to(dtype), ids, values.softmax(-1)
+    return x.to(DEVICE, dtype), ids.to(DEVICE), values.softmax(-1).to(DEVICE)
 
 
 def clamped(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -84,8 +84,8 @@ def turned(module: torch.nn.Module) -> None:
 
 def biased(module: torch.nn.Module) -> None:
     module.has_bias = True
-    module.gate_up_proj_bias = torch.nn.Parameter(torch.ones(E, 2 * I))
-    module.down_proj_bias = torch.nn.Parameter(torch.ones(E, H))
+    module.gate_up_proj_bias = torch.nn.Parameter(torch.ones(E, 2 * I, device=DEVICE))
+    module.down_proj_bias = torch.nn.Parameter(torch.ones(E, H, device=DEVICE))
 
 
 def narrower(module: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ if find_spec("transformers") is None:
 from mixed_samples import MIXED
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers_samples import OURS
+from transformers_samples import DEVICE, OURS
 
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, UnsupportedError, WeightsError
@@ -90,7 +90,7 @@ def write(
         save_file(content, path / "model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).double().eval()
     loaded.set_experts_implementation("batched_mm")
-    return Written(folder, loaded)
+    return Written(folder, loaded.to(DEVICE))
 
 
 def as_float(stored: StoredMatrix) -> StoredMatrix:
@@ -106,8 +106,9 @@ def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
     found = []
     for ours, theirs in zip(modules(model), modules(exact), strict=True):
         generator = torch.Generator().manual_seed(3)
-        x = torch.randn(13, HIDDEN, generator=generator).bfloat16()
-        values, ids = torch.randn(13, theirs.num_experts, generator=generator).topk(3)
+        x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
+        logits = torch.randn(13, theirs.num_experts, generator=generator).to(DEVICE)
+        values, ids = logits.topk(3)
         with torch.no_grad():
             got = ours(x, ids, values.softmax(-1))
             want = theirs(x.double(), ids, values.softmax(-1).double())
@@ -116,7 +117,7 @@ def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    return from_pretrained(folder, experts_implementation=register(*OURS), **options)
+    return from_pretrained(folder, experts_implementation=register(*OURS), device=DEVICE, **options)
 
 
 def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
@@ -127,7 +128,7 @@ def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
         assert error <= CHECKPOINT_FORMATS[kind].bound, kind
     quants = [module._mk_quant.partition(":")[0] for module in modules(model)]
     assert quants == [CHECKPOINT_FORMATS[kinds[n]].scheme.partition(":")[0] for n in sorted(kinds)]
-    ids = torch.arange(9)[None]
+    ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
         exact = written.exact(input_ids=ids, use_cache=False).logits

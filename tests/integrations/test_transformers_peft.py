@@ -17,7 +17,7 @@ if find_spec("transformers") is None or find_spec("peft") is None:
 
 import peft
 import transformers
-from transformers_samples import OURS
+from transformers_samples import DEVICE, OURS
 
 import modular_kernel as mk
 from experts import TorchExperts
@@ -73,7 +73,7 @@ def adapted_model(kind: str) -> Any:
     for parameter in model.parameters():  # biases of gpt-oss start as zeros
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     config = peft.LoraConfig(**options, init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval()
+    return peft.get_peft_model(model, config).eval().to(DEVICE)
 
 
 def experts_of(model: Any) -> list[Any]:
@@ -91,7 +91,7 @@ def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         )
         for each in (block.experts for block in model.modules() if hasattr(block, "experts"))
     ]
-    logits = model(input_ids=TOKENS).logits
+    logits = model(input_ids=TOKENS.to(DEVICE)).logits
     for hook in hooks:
         hook.remove()
     assert len(chosen) == 2
@@ -145,8 +145,8 @@ def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_p
         TOKENS.numel(), H, I, E, K, torch.float32, activation=KINDS[kind][1],
         bias=kind == "gpt_oss", lora="adapters=3,rank=8",
     )  # fmt: skip
-    slots_T = slots_from_sequences(torch.tensor([0, 9, 18]), torch.tensor([1, -1]), 18)
-    pools = [AdapterPool(problem), AdapterPool(problem)]
+    slots_T = slots_from_sequences(torch.tensor([0, 9, 18]), torch.tensor([1, -1]), 18).to(DEVICE)
+    pools = [AdapterPool(problem, DEVICE), AdapterPool(problem, DEVICE)]
     planned = KernelCache()
     served = dict[int, Any]()
     for layer, (module, pool) in enumerate(zip(experts_of(model), pools, strict=True)):
@@ -174,7 +174,7 @@ def test_gradients_reach_the_factors() -> None:
     model = adapted_model("qwen3")
     model.base_model.model.set_experts_implementation(register(*OURS))
     serve(model)
-    logits = model(input_ids=TOKENS).logits
+    logits = model(input_ids=TOKENS.to(DEVICE)).logits
     logits.sum().backward()
     factors = [p for n, p in model.named_parameters() if "lora_" in n and "experts" in n]
     assert factors
@@ -187,11 +187,11 @@ def test_router_weights_alone_may_need_gradients() -> None:
     model = served_model().requires_grad_(False)
     wrapper = model.get_submodule(f"{BLOCK}.0.mlp.experts")
     torch.manual_seed(5)
-    x, ids = torch.randn(7, H), torch.randint(0, E, (7, K))
+    x, ids = torch.randn(7, H).to(DEVICE), torch.randint(0, E, (7, K)).to(DEVICE)
     found = []
     for name in ("modular_kernel", "eager"):
         model.base_model.model.set_experts_implementation(name)
-        weights = torch.linspace(0.1, 1, 14).view(7, K).requires_grad_()
+        weights = torch.linspace(0.1, 1, 14, device=DEVICE).view(7, K).requires_grad_()
         wrapper(x, ids, weights).square().sum().backward()
         assert weights.grad is not None
         found.append(weights.grad)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 
 from modular_kernel.errors import IncompatibleError, ShapeError, UnknownPartError, UnsupportedError
 from modular_kernel.integrations import vllm as plugin
@@ -182,13 +183,13 @@ def test_scales_are_brought_into_shape() -> None:
 def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     g = torch.Generator().manual_seed(5)
     e, h, i = problem.experts, problem.hidden, problem.intermediate
-    x_TH = torch.randn(problem.tokens, h, generator=g).to(problem.dtype)
-    w1 = torch.randn(e, problem.w1_rows, h, generator=g).to(problem.dtype) / 8
-    w2 = torch.randn(e, h, i, generator=g).to(problem.dtype) / 5
+    x_TH = torch.randn(problem.tokens, h, generator=g).to(DEVICE, problem.dtype)
+    w1 = torch.randn(e, problem.w1_rows, h, generator=g).to(DEVICE, problem.dtype) / 8
+    w2 = torch.randn(e, h, i, generator=g).to(DEVICE, problem.dtype) / 5
     weights = ExpertWeights(w1, w2)
     if problem.scheme.quantized:
         weights = quantize_weights(weights, problem)
-    values, ids = torch.randn(problem.tokens, e, generator=g).topk(problem.top_k)
+    values, ids = torch.randn(problem.tokens, e, generator=g).to(DEVICE).topk(problem.top_k)
     return x_TH, weights, Routing(values.softmax(-1), ids)
 
 
@@ -200,8 +201,8 @@ def test_standard_calls_use_the_given_memory_alone(part: str, quant: str, machin
     calls = StandardCalls(problem.with_tokens(2048), part, machine)
     x_TH, weights, routing = layer(problem)
     needed = calls.workspace_bytes(9, 2)
-    memory = torch.full((needed + 256,), 255, dtype=torch.uint8)
-    out = torch.full((9, 64), torch.nan, dtype=problem.dtype)
+    memory = torch.full((needed + 256,), 255, dtype=torch.uint8, device=DEVICE)
+    out = torch.full((9, 64), torch.nan, dtype=problem.dtype, device=DEVICE)
     calls(x_TH, weights, routing, memory=memory[:needed], out=out)
     result = compare(out, oracle(x_TH, weights, routing, problem),
                      recipe(x_TH, weights, routing, problem), problem)  # fmt: skip
@@ -213,17 +214,19 @@ def test_standard_calls_use_the_given_memory_alone(part: str, quant: str, machin
 def test_batched_calls(part: str) -> None:
     """Rows of an expert are those of a layer that routes all of them to it."""
     x_TH, weights, _ = layer(BASE)
-    counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32)
-    x_eCH = torch.full((4, 9, 64), torch.nan, dtype=torch.bfloat16)
+    counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32, device=DEVICE)
+    x_eCH = torch.full((4, 9, 64), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     for expert, count in enumerate(counts_e.tolist()):
         x_eCH[expert, :count] = x_TH[:count]
     calls = BatchedCalls(BASE, part)
-    memory = torch.full((calls.workspace_bytes(4, 9),), 255, dtype=torch.uint8)
+    nbytes = calls.workspace_bytes(4, 9)
+    memory = torch.full((nbytes,), 255, dtype=torch.uint8, device=DEVICE)
     out = torch.empty_like(x_eCH)
     calls(BatchedTokens(x_eCH, counts_e), weights, memory=memory, out=out)
     for expert, count in enumerate(counts_e.tolist()):
-        ids = torch.full((count, 1), expert)
-        routing, problem = Routing(torch.ones(count, 1), ids), Problem(count, 64, 32, 4, 1)
+        ids = torch.full((count, 1), expert, device=DEVICE)
+        routing = Routing(torch.ones(count, 1, device=DEVICE), ids)
+        problem = Problem(count, 64, 32, 4, 1)
         inputs = x_TH[:count], weights, routing, problem
         result = compare(out[expert, :count], oracle(*inputs), recipe(*inputs), problem)
         assert result.ok, result.problems

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 from safetensors.torch import load_file
 
 import modular_kernel as mk
@@ -25,7 +26,6 @@ from modular_kernel.errors import (
 from modular_kernel.layers import adapter_pool
 from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.spec.lora import Adapter
-from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.inputs import make_inputs
 
 GOLDEN = Path(__file__).parents[1] / "helpers" / "golden" / "peft"
@@ -59,10 +59,14 @@ def held(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
 
 def peft_delta(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What PEFT itself adds to w1 and w2, in float64."""
-    of = {name.partition(".")[2]: DELTAS[name].double() for name in DELTAS if name.startswith(kind)}
+    of = {
+        name.partition(".")[2]: DELTAS[name].to(DEVICE).double()
+        for name in DELTAS
+        if name.startswith(kind)
+    }
     if "w1" in of:
         return torch.cat([of["w1"], of["w3"]], 1), of["w2"]
-    return of.get("gate_up_proj", torch.zeros(E, 2 * I, H).double()), of["down_proj"]
+    return of.get("gate_up_proj", torch.zeros(E, 2 * I, H, device=DEVICE).double()), of["down_proj"]
 
 
 def merged_result(problem: mk.Problem, i: Any, slots: dict[int, str]) -> torch.Tensor:
@@ -88,15 +92,15 @@ def run(pair: tuple[str, str], problem: mk.Problem, i: Any, pool: AdapterPool) -
 
 def loaded() -> tuple[AdapterPool, dict[int, str]]:
     """Ranks 3 and 5 by rank_pattern in one, 4 of down alone, and one of separate experts."""
-    pool = AdapterPool(PROBLEM)
+    pool = AdapterPool(PROBLEM, DEVICE)
     kinds = ("fused", "down", "modules")
     return pool, {pool.load(kind, load_adapter(GOLDEN / kind, 1, PROBLEM)): kind
                   for kind in kinds}  # fmt: skip
 
 
 def call(slots_T: torch.Tensor) -> Any:
-    i = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
-    return replace(i, routing=replace(i.routing, adapters_T=slots_T.to(torch.int32)))
+    i = make_inputs(PROBLEM, "uniform", DEVICE)
+    return replace(i, routing=replace(i.routing, adapters_T=slots_T.to(DEVICE, torch.int32)))
 
 
 SLOTS_T = torch.arange(24) % 4 - 1
@@ -115,13 +119,13 @@ def test_what_is_loaded_later_is_read_where_it_was() -> None:
     pool, _slots = loaded()
     i = call(SLOTS_T)
     places = [each.data_ptr() for each in held(pool)]
-    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM, machine=Machine())
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM)
     weights = pool.weights(replace(i.weights, **dict.fromkeys(NAMES)))
     before = kernel(i.x_TH.clone(), weights, i.routing).clone()
     pool.evict("modules")
     assert pool.slots == {"fused": 0, "down": 1}
-    mine = SLOTS_T == 2
-    nobody = replace(i, routing=replace(i.routing, adapters_T=torch.full_like(SLOTS_T, -1).int()))
+    mine = i.routing.adapters_T == 2
+    nobody = call(torch.full_like(SLOTS_T, -1))
     bare = run(("MoEPrepareAndFinalizeNoEP", "TorchExperts"), PROBLEM, nobody, pool)
     freed = kernel(i.x_TH.clone(), weights, i.routing)
     torch.testing.assert_close(freed[mine], bare[mine], rtol=1e-6, atol=1e-7)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
+from fused_samples import moved
 from layer_samples import E, H, I, K, Sample, T, error, layer_of, share
 
 from experts.compat.ep_moe import GroupedGemmRunner
@@ -22,7 +24,6 @@ from modular_kernel.reference import oracle
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.ranks.pool import RankPool
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUPED = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
 BIAS = torch.linspace(-0.5, 0.5, E)
 # Options of EPMoE, and the router that they mean.
@@ -47,9 +48,7 @@ def parts(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Ten
             quant_config=None if sample.problem.quant == "none" else sample.problem.quant,
             **options,
         )  # fmt: skip
-        weights = share(sample, (rank, world), (0, 1))
-        layer.set_weights(type(weights)(*(t if t is None else t.to(DEVICE)
-                                          for t in vars(weights).values())))  # fmt: skip
+        layer.set_weights(moved(share(sample, (rank, world), (0, 1)), DEVICE))
         found.append(layer(sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)).cpu())
     return found
 
@@ -151,7 +150,7 @@ def test_it_keeps_the_router_s_arguments() -> None:
 def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
     """Load by `weight_loader`, then call each module's quant_method, as engines do."""
     sample = Sample(RouterSpec(K, renormalize=True))
-    layer = EPMoE(E, K, H, I, torch.float32)
+    layer = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
     with pytest.raises(WeightsError):
         layer.quant_method.process_weights_after_loading(layer)
     w1, w2 = sample.plain.w1, sample.plain.w2
@@ -163,10 +162,10 @@ def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
     for module in torch.nn.Sequential(layer).modules():
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
-    want = EPMoE(E, K, H, I, torch.float32)
-    want.set_weights(sample.plain)
-    got = layer(sample.x_TH, sample.logits)
-    assert torch.equal(got, want(sample.x_TH, sample.logits))
+    want = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
+    want.set_weights(moved(sample.plain, DEVICE))
+    call = sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)
+    assert torch.equal(layer(*call), want(*call))
     with pytest.raises(UnsupportedError, match="got Linear, need an EPMoE"):
         layer.quant_method.process_weights_after_loading(torch.nn.Linear(1, 1))
 

@@ -316,10 +316,10 @@ def test_received_rows_break_the_graph_and_say_why() -> None:
     runner, info = runner_of("fp8_w8a8_channel")
     x_RH = torch.randn(5, H).to(torch.float8_e4m3fn)
     scale, (_, weights, ids) = torch.ones(5, 1), routed(5)
-    given = DeepEPNormalDispatchOutput(x_RH, scale, ids, weights)
 
     def call(x_RH: torch.Tensor) -> torch.Tensor:
-        return runner.run(given._replace(hidden_states=x_RH), info).hidden_states
+        given = DeepEPNormalDispatchOutput(x_RH, scale, ids, weights)
+        return runner.run(given, info).hidden_states
 
     want = call(x_RH)
     assert torch.equal(torch.compile(call, backend="eager")(x_RH), want)

@@ -132,6 +132,7 @@ def test_a_part_is_made_on_the_hosts_that_the_problem_tells(
     assert told == "made" or all(answer.startswith("ConfigurationError") for answer in answers)
 
 
+@pytest.mark.cpu  # kernels of the exchange are interpreted
 def test_shared_memory_over_two_hosts_is_refused_by_every_rank_and_leaves_nothing(
     four: RankPool,
 ) -> None:

@@ -13,6 +13,9 @@ import torch
 from modular_kernel.errors import CorruptionError, ShapeError
 from modular_kernel.ops.route import route_ref
 
+# The tool enables the interpreter of its process.
+pytestmark = pytest.mark.cpu
+
 TOOLS = Path(__file__).parents[2] / "tools"
 FAKE = """
 import their_package

@@ -213,18 +213,24 @@ def test_experts_that_have_a_row() -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 64, 400])
 def test_explain_says_what_is_launched(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(_BASE, tokens=tokens, hidden=256, intermediate=384)
-    launched = list[MoEConfig]()
+    launched = list[tuple[MoEConfig, bool]]()
 
     def noting(self: Path, call: PathCall) -> None:
-        launched.append(call.config)
+        experts = kernel.experts
+        assert isinstance(experts, TritonExperts)
+        launched.append((call.config, experts._reads_prepared(call.weights, tokens)))
 
     for path in PATHS:
         monkeypatch.setattr(path, "run", noting)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
-    make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, quantize_weights(plain, problem), routing)
-    text = TritonExperts.tunable(problem).explain(tokens)
-    (config,) = set(launched)
+    kernel = make_kernel(_NO_EP, "TritonExperts", problem)
+    kernel(x_TH, quantize_weights(plain, problem), routing)
+    ((config, prepared),) = set(launched)
+    space = TritonExperts.tunable(problem)
+    if prepared:
+        space = space.for_prepared_weights()
+    text = space.explain(tokens)
     assert f"  path: {config.path}\n" in text
     for index, launch in enumerate((config.gemm1, config.gemm2), 1):
         assert f"  GEMM {index}: {launch}" in text

@@ -17,7 +17,7 @@ from experts.triton.paths import BY_NAME
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.quantize import quantize_values
-from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.cases.handpicked import handpicked_cases
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
@@ -26,11 +26,16 @@ from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
 PAIRS = local_pairs(this_machine())
+# A GPU runs more.
+INTERPRETING = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
+INTERPRETED_PAIRS = local_pairs(INTERPRETING)
 PROBLEM = Problem(4, 64, 64, 8, 2, torch.float32)
 
 
 def test_all_schemes_and_parts_that_run_here_are_judged() -> None:
-    assert len({experts for _, experts in PAIRS}) == 5
+    here, anywhere = ({experts for _, experts in pairs} for pairs in (PAIRS, INTERPRETED_PAIRS))
+    assert len(anywhere) == 5
+    assert anywhere <= here
     assert len(SCHEME_NAMES) == 22
 
 
@@ -82,12 +87,11 @@ def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
         assert set(nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+@pytest.mark.parametrize("pair", INTERPRETED_PAIRS, ids=" x ".join)
 def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
-    machine = this_machine()
-    cases = [case for case in handpicked_cases(*pair, machine) if case.variation.nan]
+    cases = [case for case in handpicked_cases(*pair, INTERPRETING) if case.variation.nan]
     supported_problems = {
-        q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), machine).ok
+        q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), INTERPRETING).ok
     }
     assert supported_problems <= {case.problem.quant for case in cases}
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
+from fused_samples import moved
 
 import modular_kernel as mk
 from experts.triton.configs.select import override_config
@@ -118,8 +120,8 @@ def test_kernels_know_every_code_with_every_scale(
     routing = Routing(torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.int32))
     device = Device("NVIDIA H200")
     with override_config(BY_NAME[path].default_config(problem, 16, device) if path else None):
-        kernel = mk.make_kernel(*pair, problem, machine=this_machine(device="cpu"))
-        got = kernel(x, weights, routing)
+        kernel = mk.make_kernel(*pair, problem, machine=this_machine())
+        got = kernel(x.to(DEVICE), moved(weights, DEVICE), moved(routing, DEVICE)).cpu()
     want = (values.float() * torch.tensor(G)).clamp(min=0).square().T.to(dtype)
     assert torch.equal(bits(got), bits(want))
 

@@ -7,7 +7,8 @@ import pytest
 from test_compose import SMALL, ended
 
 
-def test_the_verb_refuses(
+@pytest.mark.cpu
+def test_the_verb_finds_nothing_to_capture_on_a_cpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
@@ -15,6 +16,12 @@ def test_the_verb_refuses(
     code, out, _ = ended(capsys, *SMALL, "--graph", "--json")
     assert code == 1
     assert json.loads(out)["ok"] is False
+
+
+def test_the_verb_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     code, _, err = ended(capsys, *SMALL, "--replicated")
     assert code == 2
     assert "--world-size" in err

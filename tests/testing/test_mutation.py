@@ -57,6 +57,7 @@ def mutate(*words: str) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.cpu  # mutants run in forked processes
 @pytest.mark.share(4)
 @pytest.mark.slow
 def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path) -> None:
@@ -255,6 +256,7 @@ def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
     assert "No score yet" not in page
 
 
+@pytest.mark.cpu
 def test_bits_see_what_only_spaced_rows_show() -> None:
     """A proof of equivalence meets the layouts that the cases meet."""
     path = ROOT / "modular_kernel/ops/live_rows.py"

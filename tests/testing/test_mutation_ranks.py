@@ -118,6 +118,7 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
 
 
 @pytest.mark.share(3)
+@pytest.mark.cpu  # kernels of some parts are interpreted
 @pytest.mark.parametrize(
     ("part", "file", "old", "new", "found"),
     [

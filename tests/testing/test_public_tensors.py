@@ -1,10 +1,12 @@
 """Every public function that takes tensors refuses what a kernel's call refuses."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from devices import DEVICE
 from public_calls import Call, public_callables, replaced, steps_of, takes_tensors
 from public_recipes import EXEMPT, RECIPES
 from torch.autograd import forward_ad
@@ -25,8 +27,20 @@ def test_every_public_function_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_good_call_is_one(name: str) -> None:
+    call = RECIPES[name]()
+    # These launch kernels wherever they are called: they have no reference in torch.
+    if name.startswith("experts.compat."):
+        call = _moved(call)
     with torch.no_grad():
-        RECIPES[name]()()
+        call()
+
+
+def _moved(call: Call) -> Call:
+    """Return the call with its tensors on DEVICE."""
+    arguments = call.arguments
+    for path, tensor in call.tensors().items():
+        arguments = replaced(arguments, steps_of(path), tensor.to(DEVICE))
+    return replace(call, arguments=arguments)
 
 
 def _freed(call: Call, path: str, tensor: torch.Tensor) -> None:

@@ -99,6 +99,7 @@ def test_killed_on_four_ranks(
     assert survivors(pairing, mutant, rank_pool(4), proven) == []
 
 
+@pytest.mark.cpu  # its kernels are interpreted
 def test_what_nobody_reads_is_neither_killed_nor_a_survivor(
     rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:

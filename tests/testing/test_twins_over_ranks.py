@@ -1,5 +1,6 @@
 """Over ranks a row rounds as that rank does which computes it, by the rows that came there."""
 
+import pytest
 import torch
 
 from modular_kernel.catalog import this_machine
@@ -22,6 +23,7 @@ PROBLEM = Problem(
 )
 
 
+@pytest.mark.cpu  # ranks on a CPU interpret the kernels
 def test_a_rank_rounds_by_the_rows_that_came_and_not_by_those_that_it_passed() -> None:
     case = RankCase("TorchAll2AllPrepareAndFinalize", "TritonExperts", PROBLEM, tokens=(3, 1))
     with RankPool(2) as pool:

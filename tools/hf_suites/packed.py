@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import modular_kernel as mk
 from hf_suites.outcomes import Case, Outcome, reason
+from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints import Matrix, format_of, merge
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.errors import IncompatibleError, InputError
@@ -179,7 +180,10 @@ def _same_layer(
         save_file(tensors, Path(folder, "model.safetensors"))
         loaded_experts = mk.load_experts(folder, layer=0, dtype=torch.float32)
         kernel = mk.make_kernel(
-            "MoEPrepareAndFinalizeNoEP", "TorchExperts", loaded_experts.problem(tokens=5)
+            "MoEPrepareAndFinalizeNoEP",
+            "TorchExperts",
+            loaded_experts.problem(tokens=5),
+            machine=this_machine(device="cpu"),
         )
         ours = kernel(x, loaded_experts.weights, routing)
     expected = _layer([packed.expected for packed in matrices], x.double(), routing)

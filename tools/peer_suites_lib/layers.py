@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.catalog import make_kernel
+from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.quant.quantized_weights import LARGEST, STORAGE, quantize_weights, weight_specs
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import Problem
@@ -214,7 +214,7 @@ class LayerCheck:
         limit: float,
     ) -> CaseOutcome:  # fmt: skip
         try:
-            kernel = make_kernel(*pair, inputs.problem)
+            kernel = make_kernel(*pair, inputs.problem, machine=this_machine(device="cpu"))
             our_output = kernel(inputs.x, inputs.weights, inputs.routing)
         except Refusal as error:
             return refusal_outcome(error)
