@@ -33,13 +33,14 @@ BUILT_IN: tuple[type[Path], ...] = (
     DequantizedPath,
     GroupedW4Path,
 )
+BUILT_IN_NAMES = tuple(path.name for path in BUILT_IN)
 BASE = BUILT_IN[0]
 
 
 @cache
 def external_paths() -> ExternalPaths:
     """Return the paths of other packages; entry points are read once per process."""
-    return load_external_paths([path.name for path in BUILT_IN])
+    return load_external_paths(BUILT_IN_NAMES)
 
 
 @cache

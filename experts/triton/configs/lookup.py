@@ -32,6 +32,7 @@ from experts.triton.configs.files import (
 from experts.triton.configs.heuristics import (
     ConfigSteps,
     heuristics,
+    overlay_path,
     replace_foreign_configs,
     require_config,
     with_prepared,
@@ -58,7 +59,7 @@ from experts.triton.launch_config import (
     violations,
 )
 from experts.triton.path import UNBOUNDED_TOKENS
-from experts.triton.paths import BASE, BY_NAME
+from experts.triton.paths import BASE, BUILT_IN, BUILT_IN_NAMES, BY_NAME, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import printable
@@ -106,8 +107,13 @@ class Source:
             defaults = heuristics(problem, device, paths, prepared=prepared)
             steps = steps.within(paths, defaults)
         if self.origin == NEAREST:
+            own = [name for name in BUILT_IN_NAMES if name in paths]
             steps = split_at_breakpoints(steps, problem, device)
-            steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, paths), problem)
+            steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, own), problem)
+            # No file tuned them, so they come before borrowed launches as before heuristics.
+            for path in PATHS[len(BUILT_IN) :]:
+                if path.name in paths and path.serves(problem, device):
+                    steps = overlay_path(steps, path, problem, device)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
         return steps
@@ -162,9 +168,8 @@ class ConfigLookup:
         if not tuned_layers:
             steps = heuristics(problem, self.device)
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
-        borrowed = borrow_configs(
-            tuned_layers, problem, self.device, heuristics(problem, self.device)
-        )
+        defaults = heuristics(problem, self.device, BUILT_IN_NAMES)
+        borrowed = borrow_configs(tuned_layers, problem, self.device, defaults)
         lenders = tuple(entry.origin for entry in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
