@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
+
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
@@ -94,6 +96,13 @@ class MutationOptions:
         return int(self.mutants)
 
 
+def require_no_gpu() -> None:
+    """Raise ConfigurationError where torch sees a GPU: mutants run in forked processes."""
+    if torch.cuda.is_available():
+        need = "CUDA_VISIBLE_DEVICES= in the environment: CUDA does not survive a fork"
+        raise ConfigurationError("--mutate", got="a GPU", need=need)
+
+
 def run_mutation(
     options: MutationOptions,
     pairs: Sequence[tuple[str, str]],
@@ -117,6 +126,8 @@ def run_mutation(
     count, parts = options.count(), options.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
+    if count:
+        require_no_gpu()
     execution: MutationBackend = OneProcess()
     if host.pool is not None:
         execution = OverRanks(host.pool.world_size, host.pool.ranks_per_host)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from third_party import install, tutorial_parts
 
 from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.cli.mutate import require_no_gpu
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
@@ -268,3 +270,11 @@ def test_bits_see_what_only_spaced_rows_show() -> None:
     case = Case(*pair, replace(BASE, quant="fp8_w8a8_channel"))
     covered = CaseCoverage(case, 1.0, "", {str(path): frozenset({line})})
     assert compare_bits([mutant], Coverage({}, (covered,)), 3).differing is not None
+
+
+def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match="--mutate: got a GPU, need CUDA_VISIBLE_DEVICES="):
+        require_no_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_no_gpu()
