@@ -162,7 +162,24 @@ def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> No
 def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) -> None:
     kinds, quantization = MIXED["AWQ and bf16"]
     write(tmp_path, kinds, quantization, attention={0: "awq"})
-    message = r"layers.0.self_attn.o_proj.qweight: got qweight of int32"
+    message = (
+        r"layers.0.self_attn.o_proj.qweight: got qweight of int32, "
+        "need an unquantized weight, as its quantization_config says"
+    )
+    with pytest.raises(WeightsError, match=message):
+        loaded(tmp_path)
+
+
+def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
+    kinds = {0: "awq"}
+    write(tmp_path, kinds, AWQ, attention={0: "awq"})
+    path = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(path).items() if "o_proj.scales" not in name}
+    save_file(tensors, path, {"format": "pt"})
+    message = (
+        r"o_proj.qweight: got qweight of int32 and no scales, "
+        r"need a weight of int4\S+ \(awq\), as its quantization_config says"
+    )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
 

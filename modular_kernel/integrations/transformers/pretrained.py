@@ -307,8 +307,9 @@ def _quantized(
         has_scale = any(scale in keys for scale in scales)
         if weight.name != last or not has_scale:
             got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
-            got += "" if has_scale else f" and no {' or '.join(scales)}"
-            need = f"a weight of {format}, as its quantization_config says"
+            got += f" and no {' or '.join(scales)}" if scales and not has_scale else ""
+            need = "an unquantized weight" if format == UNQUANTIZED else f"a weight of {format}"
+            need += ", as its quantization_config says"
             raise WeightsError(files.qualified_name(name), got=got, need=need)
         yield base, format, keys
 
