@@ -12,7 +12,7 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from mixed_samples import MIXED
+from mixed_samples import MIXED, fuse_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_samples import OURS
@@ -139,6 +139,14 @@ def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
 def test_each_layer_runs_in_its_own_format(name: str, tmp_path: Path) -> None:
     kinds, quantization = MIXED[name]
     check(write(tmp_path, kinds, quantization), kinds)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("AWQ and bf16", 0), ("fp8, excluded layers", 1)])
+def test_unquantized_experts_may_be_in_one_tensor(name: str, fused: int, tmp_path: Path) -> None:
+    kinds, quantization = MIXED[name]
+    written = write(tmp_path, kinds, quantization)
+    fuse_experts(tmp_path, fused)
+    check(written, kinds)
 
 
 def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> None:
