@@ -285,10 +285,10 @@ def check_packed(packed: torch.Tensor, what: str) -> None:
 def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torch.Tensor:
     """Return the permutation that sorts columns by group, stable, (..., depth) int32.
 
-    g_idx: (..., depth), the group of each column. Raises WeightsError unless each group has `group`
-    columns (the last may have fewer).
+    g_idx: (..., depth) int32 or int64, the group of each column. Raises WeightsError unless each
+    group has `group` columns (the last may have fewer).
     """
-    check_tensor(what, g_idx)
+    _check_indices(g_idx, what)
     expected = torch.arange(depth, device=g_idx.device) // group
     order = g_idx.argsort(dim=-1, stable=True)
     complete = tuple(g_idx.shape[-1:]) == (depth,)
@@ -307,11 +307,17 @@ def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
 
 
 def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
-    """Raise WeightsError unless the columns are in group order."""
+    """Raise WeightsError unless the columns are in group order, DtypeError for no integers."""
     if g_idx is None:
         return
-    check_tensor(what, g_idx)
+    _check_indices(g_idx, what)
     check_group_index(g_idx, (0, depth), group, what)
+
+
+def _check_indices(g_idx: torch.Tensor, what: str) -> None:
+    check_tensor(what, g_idx)
+    if g_idx.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(what, got=dtype_name(g_idx.dtype), need="int32 or int64")
 
 
 def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int, what: str) -> None:

@@ -71,6 +71,23 @@ class CheckpointInfo:
                 return plain
         return source
 
+    def common_layer(self) -> int:
+        """Return the lowest of the model's own layers, if all of them have one format.
+
+        Raises ConfigurationError if they differ, or if the experts of a layer do.
+        """
+        own = [layer for layer in sorted(self.layers) if not self.is_extra(layer)]
+        by_format = dict[str, list[int]]()
+        for layer in own or sorted(self.layers):
+            by_format.setdefault(str(self.source(layer).format), []).append(layer)
+        if len(by_format) > 1:
+            texts = [f"{layers_text(layers)} {name}" for name, layers in by_format.items()]
+            got = f"None, and several formats ({'; '.join(texts[:4])})"
+            raise ConfigurationError(
+                f"checkpoint {self.files.path}: layer", got=got, need="the layer's number"
+            )
+        return next(iter(by_format.values()))[0]
+
     def is_extra(self, layer: int) -> bool:
         """Return whether a layer follows the model's own, for multi-token prediction (MTP)."""
         count = num_layers(*self.config)
@@ -261,17 +278,16 @@ def layer_config(
 ) -> LayerConfig:
     """Read the configuration of one layer from the config.json and the headers of the files.
 
-    layer: None means layer 0 of files; of a config.json alone, any layer with experts. A folder
-    without tensors, or a config.json alone, is sufficient. The rows of w1 then have the order of
-    the model's own files, and the scheme is the one in the config.json. Raises the errors of
-    `load_experts` for what is read, and ConfigurationError if `layer` is None and layers have
-    several schemes.
+    layer: None means any layer with experts. A folder without tensors, or a config.json alone, is
+    sufficient. The rows of w1 then have the order of the model's own files, and the scheme is the
+    one in the config.json. Raises the errors of `load_experts` for what is read, and
+    ConfigurationError if `layer` is None and layers have several schemes.
     """
     checkpoint_path = local_path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)
-            source = info.source(layer or 0)
+            source = info.source(info.common_layer() if layer is None else layer)
             fields, format = info.problem_fields(source, tp, dtype=dtype), source.format
             (path, config), config_fields = info.config, info.config_fields
     else:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.optional_imports import OWN_PACKAGES
@@ -149,16 +150,22 @@ def render(kind: str, name: str) -> dict[Path, str]:
 
 
 def write(files: dict[Path, str], folder: Path) -> None:
-    """Write the files below `folder`, which must not exist; nothing is written if it does."""
+    """Write the files below `folder`, which must not exist.
+
+    Raises ConfigurationError if it does, or if a file cannot be written; the folder then has none.
+    """
     if folder.exists() or folder.is_symlink():
         need = "a folder that does not exist yet"
         raise ConfigurationError("folder of the package", got=str(folder), need=need)
     try:
-        for path, text in files.items():
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("x", encoding="utf-8") as file:
-                file.write(text)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            complete = Path(temporary, folder.name)
+            for path, text in files.items():
+                target = complete / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8")
+            complete.rename(folder)
     except OSError as error:
         need = "a place where files can be written"
         raise ConfigurationError("folder of the package", got=str(error), need=need) from error

@@ -241,8 +241,8 @@ class FusedMoE(ExpertParameters):
         """Create the layer that a checkpoint describes, without its weights; `load` reads them.
 
         checkpoint: a config.json, or a folder that has one. Tensors are not needed.
-        layer: number of the layer, which becomes layer_id. None sets no layer_id, and describes
-            layer 0 of files, or any layer of a config.json alone. Layers may have several schemes.
+        layer: number of the layer, which becomes layer_id. None sets no layer_id, and requires
+            that all layers with experts have one scheme.
         quantize: a scheme for unquantized files. Pass the same one to `load`.
         options: other arguments of the constructor. `router` or `top_k` replaces the checkpoint's
             router. params_dtype defaults to the checkpoint's dtype, else to bfloat16.

@@ -108,9 +108,10 @@ def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
         raise ConfigurationError("routing", got=type(routing).__name__, need=need)
     check_tensor("topk_weights", weights)
     check_tensor("topk_ids", ids)
-    if weights.dim() < 2 or weights.shape != ids.shape:
+    if weights.dim() < 2 or weights.shape != ids.shape or not weights.shape[-1]:
         got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
-        raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (..., K)")
+        need = "one shape, (..., K) with K of 1 or more"
+        raise ShapeError("topk_weights and topk_ids", got=got, need=need)
     check_lead("topk_weights and topk_ids", ids, lead, "K")
     if weights.dtype in (torch.bfloat16, torch.float16):
         weights = weights.float()

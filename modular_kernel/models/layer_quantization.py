@@ -80,7 +80,7 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
     quantization = ModuleQuantization(str(path), given)
     layers = layers_with_experts(path, config)
     layout, experts = quantized_layout(config), quantization.experts_to_try(fields["experts"])
-    # Without the number of layers, those that entries name, and one that stands for all others.
+    # Without the number of layers, numbers that stand for all.
     numbers = quantization.layers_to_try(layers)
     if len(numbers) * len(experts) > _MAX_MODULES:
         got = f"{len(numbers)} layers of {fields['experts']} experts, told apart by number"

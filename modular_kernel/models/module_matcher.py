@@ -4,8 +4,8 @@ A config.json is untrusted, and a regular expression in it may take exponential 
 all entries of a list become one automaton, which reads a name once. Its deterministic states are
 built on demand, so that the names of a model's experts share almost all of them.
 
-Syntax: literals, `.`, `\\d`, `\\w`, character classes, groups, `|`, `* + ? {m,n}`, `^` and `$`.
-Lookaround, backreferences and flags are refused.
+Syntax: literals, `.`, `\\d`, `\\w`, character classes, groups, `|`, `* + ? {m,n}`, `^` and `$`,
+with the meaning that they have in `re`. Lookaround, backreferences and flags are refused.
 """
 
 import re
@@ -19,8 +19,6 @@ _MAX_STATES_OF_ENTRY = 1 << 13
 _MAX_REPEAT = 64  # upper bound in {m,n}
 _MAX_NESTING = 20
 _MAX_NODES = 1 << 15  # deterministic states that are kept
-_DIGITS = "0123456789"
-_WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _REPEAT = re.compile(r"\{(\d{1,3})(,?)(\d{0,3})\}", re.ASCII)
 _REGEX_CHARACTERS = frozenset("\\^$()|+{}")
 
@@ -54,11 +52,36 @@ def entry_of(text: str) -> Entry:
     return Entry(text, "module regex" if _REGEX_CHARACTERS & set(text) else "modules")
 
 
+@dataclass(frozen=True, slots=True)
+class _Characters:
+    """A set of characters: those of `text`, of the ranges (first, last), and of `\\d` and `\\w`.
+
+    negated: all others instead.
+    """
+
+    text: str = ""
+    ranges: tuple[tuple[str, str], ...] = ()
+    digits: bool = False
+    words: bool = False
+    negated: bool = False
+
+    def __contains__(self, character: str) -> bool:
+        found = character in self.text
+        found |= any(first <= character <= last for first, last in self.ranges)
+        found |= self.digits and character.isdecimal()
+        found |= self.words and (character.isalnum() or character == "_")
+        return found != self.negated
+
+
+_ANY = _Characters(negated=True)
+_ANY_OF_LINE = _Characters("\n", negated=True)  # `.` of a regular expression
+
+
 @dataclass(slots=True)
 class _State:
-    """A state of the automaton. edges: (characters or None for any, target)."""
+    """A state of the automaton. edges: (characters, target)."""
 
-    edges: list[tuple[str | None, int]] = field(default_factory=list)
+    edges: list[tuple[_Characters, int]] = field(default_factory=list)
     free: list[int] = field(default_factory=list)  # transitions without a character
     at_start: list[int] = field(default_factory=list)
     at_end: list[int] = field(default_factory=list)
@@ -92,7 +115,7 @@ class ModuleMatcher:
         # Entries that may start at any part of a name share these two states.
         anywhere, at_part = self._new(), self._new()
         self._states[start].free += [anywhere, at_part]
-        self._states[anywhere].edges += [(None, anywhere), (".", at_part)]
+        self._states[anywhere].edges += [(_ANY, anywhere), (_Characters("."), at_part)]
         for number, entry in enumerate(entries):
             if len(entry.text) > MAX_LENGTH:
                 raise PatternError(f"at most {MAX_LENGTH} characters")
@@ -157,7 +180,7 @@ class ModuleMatcher:
             target
             for state in states
             for characters, target in self._states[state].edges
-            if characters is None or character in characters
+            if character in characters
         ]
         return self._closure(targets)
 
@@ -202,7 +225,7 @@ class _Builder:
     def __init__(self, matcher: ModuleMatcher, text: str) -> None:
         self.matcher, self.text, self.position = matcher, text, 0
 
-    def edge(self, source: int, characters: str | None) -> int:
+    def edge(self, source: int, characters: _Characters) -> int:
         """Add a state that is reached from `source` by one character."""
         target = self.matcher._new()
         self.matcher._states[source].edges.append((characters, target))
@@ -212,34 +235,49 @@ class _Builder:
         """Add a transition without a character."""
         self.matcher._states[source].free.append(target)
 
-    def character_class(self, negation: str) -> str | None:
-        """Parse a class after its "[". negation: the character that negates it."""
-        close = self.text.find("]", self.position + 1)
-        if close < 0:
+    def character_class(self, negation: str, *, escapes: bool) -> _Characters:
+        """Parse a class after its "[". A "]" that comes first is one of its characters.
+
+        negation: the character that negates it. escapes: a backslash is not one of its characters.
+        """
+        negated = self._next() == negation
+        self.position += negated
+        begin, classes = self.position, []
+        while self.position == begin or self._next() != "]":
+            first = self._of_class(escapes=escapes)
+            if self._next() != "-" or self.text[self.position + 1 : self.position + 2] in ("", "]"):
+                classes.append(first)
+                continue
+            self.position += 1
+            last = self._of_class(escapes=escapes)
+            if not first.text or not last.text or first.text > last.text:
+                raise PatternError("ranges of characters in order")
+            classes.append(_Characters(ranges=((first.text, last.text),)))
+        self.position += 1
+        return _Characters(
+            text="".join(each.text for each in classes),
+            ranges=tuple(one for each in classes for one in each.ranges),
+            digits=any(each.digits for each in classes),
+            words=any(each.words for each in classes),
+            negated=negated,
+        )
+
+    def _next(self) -> str:
+        """Return the next character, or "" at the end."""
+        return self.text[self.position : self.position + 1]
+
+    def _of_class(self, *, escapes: bool) -> _Characters:
+        """Parse one character of a class, or an escape."""
+        character = self._next()
+        self.position += 1
+        if not character:
             raise PatternError("a class with its ]")
-        body, self.position = self.text[self.position : close], close + 1
-        negated = body.startswith(negation)
-        body = body.removeprefix(negation)
-        characters, index = "", 0
-        while index < len(body):
-            first = body[index]
-            if first == "[":
-                raise PatternError("classes without [")
-            if first == "\\":
-                index += 1
-                characters += _escaped(body[index : index + 1])
-            elif body[index + 1 : index + 2] == "-" and index + 2 < len(body):
-                last = body[index + 2]
-                if not "\0" < first <= last < "\x7f":
-                    raise PatternError("ranges of ASCII characters in order")
-                characters += "".join(map(chr, range(ord(first), ord(last) + 1)))
-                index += 2
-            else:
-                characters += first
-            index += 1
-        if not negated:
-            return characters
-        return "".join(chr(code) for code in range(1, 127) if chr(code) not in characters)
+        if character == "[":
+            raise PatternError("classes without [")
+        if character == "\\" and escapes:
+            self.position += 1
+            return _escaped(self.text[self.position - 1 : self.position])
+        return _Characters(character)
 
 
 class _Glob(_Builder):
@@ -256,15 +294,15 @@ class _Glob(_Builder):
             if character == "*":
                 source = self._loop(source)
             elif character == "[":
-                source = self.edge(source, self.character_class("!"))
+                source = self.edge(source, self.character_class("!", escapes=False))
             else:
-                source = self.edge(source, None if character == "?" else character)
+                source = self.edge(source, _ANY if character == "?" else _Characters(character))
         return source
 
     def _loop(self, source: int) -> int:
         state = self.matcher._new()
         self.free(source, state)
-        self.matcher._states[state].edges.append((None, state))
+        self.matcher._states[state].edges.append((_ANY, state))
         return state
 
 
@@ -299,6 +337,8 @@ class _Regex(_Builder):
         end = self._atom(atom, nesting)
         after = self.position
         low, high = self._quantifier()
+        if self.text[begin] in "^$" and self.position != after:
+            raise PatternError("no quantifier after ^ or $")
         rest, ends = self.position, [end]
         if low == 0:
             ends.append(source)
@@ -331,7 +371,7 @@ class _Regex(_Builder):
             low = int(match[1])
             bounds = low, low if not match[2] else int(match[3]) if match[3] else None
             most = low if bounds[1] is None else bounds[1]
-            if not low <= most <= _MAX_REPEAT or most == 0:
+            if not low <= most <= _MAX_REPEAT or bounds[1] == 0:
                 raise PatternError(f"repetitions {{m,n}} up to {_MAX_REPEAT}")
         else:
             return 1, 1
@@ -348,7 +388,7 @@ class _Regex(_Builder):
         if character == "(":
             return self._group(source, nesting)
         if character == "[":
-            return self.edge(source, self.character_class("^"))
+            return self.edge(source, self.character_class("^", escapes=True))
         if character in "^$":
             target = self.matcher._new()
             state = self.matcher._states[source]
@@ -359,7 +399,7 @@ class _Regex(_Builder):
             return self.edge(source, _escaped(self.text[self.position - 1 : self.position]))
         if character in "*+?{}])":
             raise PatternError(f"no {character} here")
-        return self.edge(source, None if character == "." else character)
+        return self.edge(source, _ANY_OF_LINE if character == "." else _Characters(character))
 
     def _group(self, source: int, nesting: int) -> int:
         if self.text[self.position : self.position + 1] == "?":
@@ -373,10 +413,10 @@ class _Regex(_Builder):
         return end
 
 
-def _escaped(character: str) -> str:
+def _escaped(character: str) -> _Characters:
     """Return the characters that a backslash and `character` stand for."""
     if character in ("d", "w"):
-        return _DIGITS if character == "d" else _WORD
+        return _Characters(digits=character == "d", words=character == "w")
     if not character or character.isalnum():
         raise PatternError(r"no escapes but \d, \w and those of punctuation")
-    return character
+    return _Characters(character)

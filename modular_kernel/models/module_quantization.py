@@ -37,6 +37,7 @@ _LAYER_NAME = re.compile(
 )
 # The module of Mixtral's and MiniMax's experts in files, and in transformers since 5.0.
 _OLD_BLOCK, _NEW_BLOCK = ".block_sparse_moe.", ".mlp."
+_FEW_LAYERS = 100  # layers up to this number are tried if the config.json has no number
 _UNQUANTIZED_BITS = 16  # auto-round lists modules with this many bits, which are not quantized
 _LINEAR_CLASSES = ("Linear", "LinearBase")  # names of classes, to which experts belong
 # Digits in an entry that cannot match the number of an expert: of a layer, or after a letter.
@@ -160,16 +161,15 @@ class ModuleQuantization:
         return self._cached(number, lambda: self._overridden(number))
 
     def layers_to_try(self, layers: Sequence[int] | None) -> Sequence[int]:
-        """Return numbers of layers that stand for all, as `experts_to_try` does for experts.
+        """Return the numbers of layers to try: all of `layers`, if they are known.
 
-        layers: numbers of the model's layers, or None if they are unknown.
+        layers: numbers of the model's layers. For None, numbers that stand for all.
         """
         if layers is not None:
-            return layers if self._named_numbers else layers[:1]
-        unnamed = next(
-            n for n in range(len(self._named_numbers) + 1) if n not in self._named_numbers
-        )
-        return sorted({unnamed, *self._named_numbers})
+            return layers
+        # Without numbers in entries, only the length of a layer's number can tell it apart.
+        known = range(_FEW_LAYERS + 1) if self._named_numbers else (0, 10, 100)
+        return sorted({*known, *self._named_numbers})
 
     def experts_to_try(self, experts: int) -> Sequence[int]:
         """Return numbers of experts that stand for all: those that no entry tells apart are alike.

@@ -296,8 +296,10 @@ def quantize_weights(
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and with any strides. Biases,
     expert_map and, for a static scheme, a1_scale and a2_scale are passed through. scale_dtype:
     dtype of the scales, if the scheme allows it. Results are bitwise reproducible. Besides the
-    result, memory for float32 copies of a few experts is needed. Raises the InputError of a weight
-    that cannot be read (see `modular_kernel.utils.tensor_checks`) or does not match.
+    result, memory for float32 copies of a few experts is needed. A NaN or an infinity makes all
+    weights that share its scale NaN or infinite. Raises the InputError of a weight that cannot be
+    read (see `modular_kernel.utils.tensor_checks`) or does not match, and ConfigurationError if a
+    scale is infinite in float16.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
@@ -337,6 +339,9 @@ def quantize_weights(
         else:
             quantize = partial(quantize_rows, scheme=scheme, scale_dtype=scale_dtype)
         fields |= zip(field_names, _quantize_in_chunks(w_eNK, quantize), strict=True)
+        if scale_dtype is torch.float16 and bool(fields[f"{name}_scale"].isinf().any()):  # type: ignore[union-attr]
+            need = f"another dtype: scales of {name} exceed 65504"
+            raise ConfigurationError("scale_dtype", got="float16", need=need)
     quantized = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantized(quantized, problem, weights.w1.device)
     return quantized
@@ -412,13 +417,14 @@ def _quantize_mxfp4(
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Quantize with the smallest power-of-two scale s such that no value exceeds 7 s.
 
-    Values below 7 round to 6, as they would if 8 were the next code; ties go to the even code.
+    Values below 7 round to 6, as they would if 8 were the next code; ties go to the even code. The
+    scale of a group with a NaN or an infinity is NaN (255), because no code is.
     """
     maximum, minimum = extremes(w_eNK, scheme)
     ratio = (torch.maximum(maximum, -minimum) / maximum.new_tensor(7.0)).clamp(min=MIN_SCALE)
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    scale = (exponent + 127).clamp(1, 254).to(torch.uint8)
+    scale = (exponent + 127).clamp(1, 254).masked_fill(~ratio.isfinite(), 255).to(torch.uint8)
     scaled = w_eNK / expand_scales(from_e8m0(scale), scheme, *w_eNK.shape[1:])
     packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
     return repacking.repack(packed) if scheme.repacked else packed, scale, None

@@ -199,6 +199,9 @@ def test_order_of_columns() -> None:
         from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.flip(0))
     with pytest.raises(WeightsError, match="g_idx"):
         from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order[:32])
+    for dtype in (torch.float8_e4m3fn, torch.float32, torch.bool):
+        with pytest.raises(DtypeError, match=r"g_idx: got .*, need int32 or int64"):
+            from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.to(dtype))
 
 
 def test_bad_checkpoints() -> None:

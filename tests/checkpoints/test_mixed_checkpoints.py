@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixed_samples import EXPERTS, MIXED, write_mixed
+from mixed_samples import EXPERTS, MIXED, fuse_experts, write_mixed
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
@@ -85,6 +85,49 @@ def test_a_config_json_alone_has_the_schemes_of_its_files(name: str, tmp_path: P
         ConfigurationError, match=r"layer: got None, and several schemes \(layers? 0"
     ):
         FusedMoE.from_config(tmp_path / "config.json", top_k=2)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_no_layer_stands_for_others_that_differ(name: str, tmp_path: Path) -> None:
+    """Neither the first one of files, nor that of a config.json."""
+    kinds, quantization = MIXED[name]
+    write_mixed(tmp_path, kinds, quantization)
+    with pytest.raises(ConfigurationError, match=r"layer: got None, and several formats \(layer"):
+        FusedMoE.from_config(tmp_path, top_k=2)
+
+
+def test_any_layer_of_files_stands_for_others_that_are_alike(tmp_path: Path) -> None:
+    """Layer 0 has no experts, and the layer for multi-token prediction is unquantized."""
+    write_mixed(tmp_path, {1: "awq", 2: "awq", 3: "bf16"}, AWQ, num_layers=3)
+    module = FusedMoE.from_config(tmp_path, top_k=2)
+    assert str(QuantScheme.parse(module.problem.quant)) == CHECKPOINT_FORMATS["awq"].scheme
+    module.load(tmp_path, 2)
+    with pytest.raises(ConfigurationError, match="quant of the checkpoint: got none"):
+        module.load(tmp_path, 3)
+
+
+FUSED = [("AWQ and bf16", 0), ("fp8, excluded layers", 1)]
+
+
+@pytest.mark.parametrize(("name", "fused"), FUSED)
+def test_unquantized_experts_in_one_tensor_beside_quantized_modules(
+    name: str, fused: int, tmp_path: Path
+) -> None:
+    """transformers stores unquantized experts so; each layer has its own layout."""
+    kinds, quantization = MIXED[name]
+    samples = write_mixed(tmp_path, kinds, quantization)
+    fuse_experts(tmp_path, fused)
+    for layer, kind in kinds.items():
+        bound = CHECKPOINT_FORMATS[kind].bound
+        loaded = mk.load_experts(tmp_path, layer)
+        assert relative_error(samples[layer], call_of(loaded)) <= bound
+        module = FusedMoE.from_config(tmp_path, layer, top_k=2, experts="TorchExperts")
+        module.load(tmp_path)
+        error = relative_error(
+            samples[layer],
+            lambda x, r, module=module: module(x, (r.topk_weights_TK, r.topk_ids_TK)),
+        )
+        assert error <= bound
 
 
 def test_the_other_format_of_a_layer_is_noticed(tmp_path: Path) -> None:

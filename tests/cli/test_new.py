@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_blocks import blocks_of
@@ -101,6 +102,28 @@ def test_it_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [path.name for path in (tmp_path / "mine_too").iterdir()] == ["keep"]
     assert run_mk(capsys, "new", "experts", "mine", "--out", str(tmp_path / "new")).code == 0
     assert (tmp_path / "new/mine/pyproject.toml").is_file()
+
+
+def test_a_failed_write_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full after two files."""
+    written = list[Path]()
+    plain = Path.open
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if tmp_path in path.parents and (args or kwargs.get("mode", "r"))[0] in "xw":
+            written.append(path)
+            if len(written) > 2:
+                raise OSError(28, "No space left on device")
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    code, _, errors = run_mk(capsys, "new", "experts", "mine", "--out", str(tmp_path / "new"))
+    assert code == 2
+    assert "No space left on device" in errors
+    assert len(written) == 3
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -348,6 +348,17 @@ def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
     assert bool((inputs.x_TH == 0).all(1).any()) is (values == "zero_rows")
 
 
+@pytest.mark.parametrize("experts", [1, 2, 5])
+def test_router_weights_of_an_expert_never_cancel(experts: int) -> None:
+    """All of a token's pairs may have one expert, where E is smaller than K."""
+    problem = replace(MANY, experts=experts, top_k=16)
+    routing = made(problem, "duplicates", variation=InputVariation(values="signed")).routing
+    for expert in range(experts):
+        weights = routing.topk_weights_TK[routing.topk_ids_TK == expert]
+        sign = -1.0 if expert % 3 == 1 else 1.0
+        assert set(weights.sign().tolist()) == {sign, 0.0}
+
+
 def test_a_manner_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="layout"):
         InputVariation("folded")

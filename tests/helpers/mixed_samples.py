@@ -1,10 +1,12 @@
 """Tiny checkpoints whose layers are quantized differently, with exact results for each layer."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, save, write
@@ -102,3 +104,19 @@ def write_mixed(
     (folder / "config.json").write_text(json.dumps(config))
     save(folder, tensors)
     return found
+
+
+def fuse_experts(folder: Path, layer: int) -> None:
+    """Store the unquantized experts of a layer as transformers does: gate_up_proj and down_proj."""
+    path, block = folder / "model.safetensors", EXPERTS.format(layer)
+    tensors = load_file(path)
+    parts: dict[str, list[torch.Tensor]] = {}
+    for part in ("gate", "up", "down"):
+        names = [
+            name for name in tensors if re.fullmatch(rf"{block}\.\d+\.{part}_proj\.weight", name)
+        ]
+        names.sort(key=lambda name: int(name.split(".")[-3]))
+        parts[part] = [tensors.pop(name) for name in names]
+    gate, up, down = (torch.stack(parts[part]) for part in ("gate", "up", "down"))
+    tensors |= {f"{block}.gate_up_proj": torch.cat([gate, up], 1), f"{block}.down_proj": down}
+    save_file(tensors, path, {"format": "pt"})

@@ -12,7 +12,7 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from mixed_samples import MIXED
+from mixed_samples import MIXED, fuse_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_samples import DEVICE, OURS
@@ -142,6 +142,14 @@ def test_each_layer_runs_in_its_own_format(name: str, tmp_path: Path) -> None:
     check(write(tmp_path, kinds, quantization), kinds)
 
 
+@pytest.mark.parametrize(("name", "fused"), [("AWQ and bf16", 0), ("fp8, excluded layers", 1)])
+def test_unquantized_experts_may_be_in_one_tensor(name: str, fused: int, tmp_path: Path) -> None:
+    kinds, quantization = MIXED[name]
+    written = write(tmp_path, kinds, quantization)
+    fuse_experts(tmp_path, fused)
+    check(written, kinds)
+
+
 def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> None:
     kinds, quantization = MIXED["compressed-tensors, two groups"]
     attention = {0: "compressed fp8 channel", 2: "compressed int4"}
@@ -163,7 +171,24 @@ def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> No
 def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) -> None:
     kinds, quantization = MIXED["AWQ and bf16"]
     write(tmp_path, kinds, quantization, attention={0: "awq"})
-    message = r"layers.0.self_attn.o_proj.qweight: got qweight of int32"
+    message = (
+        r"layers.0.self_attn.o_proj.qweight: got qweight of int32, "
+        "need an unquantized weight, as its quantization_config says"
+    )
+    with pytest.raises(WeightsError, match=message):
+        loaded(tmp_path)
+
+
+def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
+    kinds = {0: "awq"}
+    write(tmp_path, kinds, AWQ, attention={0: "awq"})
+    path = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(path).items() if "o_proj.scales" not in name}
+    save_file(tensors, path, {"format": "pt"})
+    message = (
+        r"o_proj.qweight: got qweight of int32 and no scales, "
+        r"need a weight of int4\S+ \(awq\), as its quantization_config says"
+    )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
 

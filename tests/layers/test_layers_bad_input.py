@@ -97,6 +97,7 @@ def test_bad_calls() -> None:
         (given, (x_TH, (weights, None)), {}, DtypeError, "topk_ids: got NoneType, need a tensor"),
         (given, (x_TH, (weights, ids[:, :2])), {}, ShapeError, r"got \(7, 3\) and \(7, 2\)"),
         (given, (x_TH, (weights[:, :2], ids[:, :2])), {}, ShapeError, "topk_weights: got"),
+        (given, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
         (given, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
         (given, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
          "token_ids: got a tensor, need None without a router"),

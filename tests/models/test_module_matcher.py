@@ -2,8 +2,12 @@
 
 import re
 import time
+import warnings
+from fnmatch import fnmatchcase
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
 
@@ -53,6 +57,80 @@ def test_regexes_match_as_re_does(pattern: str) -> None:
         assert matched(Entry(pattern, "regex"), name) == expected, name
         expected = any(re.search(pattern, module) for module in containing)
         assert matched(Entry(pattern, "search"), name) == expected, name
+
+
+CLASSES = (
+    "[]a]", "[^]a]", "[]]", "[^]]", "[]-a]", "[a-]", "[-a]", "[^-a]", "[^^]", "[a^]",
+    r"[\]a]", r"[a\]]", r"[^\]]", r"[\\]", r"[\^a]", r"[\-a]", r"[a\-z]", r"[\.-z]", r"[+-\]]",
+    r"[\w-]", r"[\w.-]", r"[-\w]", r"[^\w]", r"[\d_]", r"[^\d]", "[^0-9]", "[0-9-]", "[a-c0-2]",
+    "[é]", "[à-ü]", "[^à-ü]", r"\w", r"\d", ".", "[.]", "[$]", "[(|)]", "[*+?{}]",
+)  # fmt: skip
+# What a class may tell apart, in ASCII and beyond: é is a letter, ٣ a digit.
+CHARACTERS = [*map(chr, range(128)), "é", "ü", "٣", "\u2013"]
+
+
+@pytest.mark.parametrize("text", CLASSES)
+def test_classes_hold_the_characters_that_they_hold_in_re(text: str) -> None:
+    for character in CHARACTERS:
+        expected = re.fullmatch(text, character) is not None
+        found = matched(Entry(f"<{text}>", "regex"), f"<{character}>")
+        assert found == expected, character
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "[^]", "[", "[a", r"[\]", "[b-a]", r"[\w-z]", r"[a-\d]", r"[\d-\w]", "[a[b]", "^*"],
+)
+def test_classes_that_re_refuses_are_refused(text: str) -> None:
+    with pytest.raises(PatternError):
+        ModuleMatcher([Entry(text, "regex")])
+
+
+@pytest.mark.parametrize(
+    "text", ["[]a]", "[!]a]", "[!a]", "[a-]", "[!-a]", "[^a]", "[0-9]", "[!0-9]", "[a!]", r"[\]"]
+)
+def test_classes_of_wildcards_match_as_fnmatch_does(text: str) -> None:
+    for character in CHARACTERS:
+        expected = fnmatchcase(character, text)
+        assert matched(Entry(f"<{text}>", "modules"), f"<{character}>") == expected, character
+
+
+# Pieces of patterns: of a class without its brackets, and of what stands outside.
+_IN_CLASS = st.text("abz059._-^]\\wdé$", min_size=1, max_size=6)
+_ATOMS = st.one_of(
+    _IN_CLASS.map(lambda body: f"[{body}]"),
+    st.sampled_from(["a", "b", "z", "0", "5", "_", "-", "é", ".", r"\.", r"\w", r"\d", r"\]"]),
+)
+_QUANTIFIERS = st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{1,2}", "{0,}", "*?"])
+_SEQUENCES = st.lists(st.tuples(_ATOMS, _QUANTIFIERS).map("".join), min_size=1, max_size=4)
+_REGEXES = st.one_of(
+    _SEQUENCES.map("".join),
+    st.tuples(_SEQUENCES, _SEQUENCES).map(lambda two: f"({'|'.join(map(''.join, two))})"),
+    st.tuples(_SEQUENCES, _SEQUENCES).map(lambda two: f"^(?:{''.join(two[0])})*{''.join(two[1])}$"),
+)
+# What `re` accepts and the module refuses, as its docstring says.
+_REFUSED = "no escapes|no []{}*+?)] here|one quantifier|classes without \\["
+
+
+@settings(max_examples=600, deadline=None)
+@given(_REGEXES, st.lists(st.text("abz059_-^]\\wdé$", max_size=6), min_size=4, max_size=12))
+def test_generated_regexes_match_as_re_does(pattern: str, names: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # `--` in a class, for example
+        try:
+            compiled = re.compile(pattern)
+        except re.error:
+            compiled = None
+    try:
+        matchers = [ModuleMatcher([Entry(pattern, kind)]) for kind in ("regex", "search")]
+    except PatternError as error:
+        if compiled is not None and not re.search(_REFUSED, str(error)):
+            pytest.fail(f"refused, but not by re: {error}")
+        return
+    assert compiled is not None, "refused by re"
+    for name in names:
+        found = [matcher.first([name]) is not None for matcher in matchers]
+        assert found == [bool(compiled.match(name)), bool(compiled.search(name))], name
 
 
 EXPERT = "model.layers.3.mlp.experts.17.gate_proj"

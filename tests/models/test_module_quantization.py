@@ -533,6 +533,26 @@ def test_experts_that_entries_tell_apart_are_all_tried() -> None:
         assert all(a < b for a, b in pairwise(tried))
 
 
+# Entries without a layer's number, which tell layers apart all the same.
+BY_LENGTH = (r"re:.*layers\.\d\.mlp.*", "model.layers.?.mlp", r"re:.*layers\.[^a-z]\..*")
+
+
+@pytest.mark.parametrize("text", BY_LENGTH)
+def test_layers_are_told_apart_by_the_length_of_their_numbers(tmp_path: Path, text: str) -> None:
+    quantization = AWQ | {"modules_to_not_convert": [text]}
+    path = written(tmp_path, qwen(12) | {"quantization_config": quantization})
+    found = {scheme.layers: scheme.scheme for scheme in layers_of_file(path)[1]}
+    assert found == {tuple(range(10)): "none", (10, 11): ZERO}
+
+
+@pytest.mark.parametrize("text", [*BY_LENGTH, r"re:.*layers\.(?:[1-3][0-9])\..*"])
+def test_layers_that_differ_are_noticed_without_their_number(tmp_path: Path, text: str) -> None:
+    quantization = AWQ | {"modules_to_not_convert": [text]}
+    config = without(qwen(), "num_hidden_layers") | {"quantization_config": quantization}
+    with pytest.raises(ConfigurationError, match=r"layers that differ .* no num_hidden_layers"):
+        layers_of_file(written(tmp_path, config))
+
+
 def test_modelopts_own_file_describes_a_plain_config(tmp_path: Path) -> None:
     path = written(tmp_path, deepseek())
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.5*"]}

@@ -24,6 +24,7 @@ from modular_kernel.quant.quantized_weights import (
     SCHEMES,
     check_weights_quantized,
     dequantize,
+    dequantized_weights,
     quantize_weights,
     weight_specs,
 )
@@ -111,6 +112,35 @@ def test_quantize_weights_refuses() -> None:
         quantize_weights(replace(plain, w1=plain.w1.to(FP8)), problem)
     with pytest.raises(WeightsError, match="a1_scale: got None, need"):
         quantize_weights(plain, problem_of("fp8_w8a8_tensor:static=true"))
+
+
+# Row 5 of expert 1 in w1 begins with the value.
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@each_scheme
+def test_what_is_no_number_is_none_when_it_is_quantized(text: str, value: float) -> None:
+    """Nor are those that share its scale; all others are as without it."""
+    problem = problem_of(text)
+    plain = plain_weights(problem)
+    expected = dequantized_weights(quantize_weights(plain, problem), "w1", problem)
+    w1 = plain.w1.clone()
+    w1[1, 5, 0] = value
+    got = dequantized_weights(quantize_weights(replace(plain, w1=w1), problem), "w1", problem)
+    finite = got.isfinite()
+    assert not bool(finite[1, 5, 0])
+    assert bool(finite[0].all())
+    assert bool(finite[2].all())
+    assert torch.equal(got[finite], expected[finite])
+
+
+def test_scales_that_float16_does_not_hold_are_refused() -> None:
+    problem = problem_of("int4_w4a16_group:group=16")
+    plain = plain_weights(problem)
+    large = replace(plain, w2=1e6 * plain.w2)
+    assert quantize_weights(large, problem)
+    assert quantize_weights(large, problem, scale_dtype=torch.bfloat16)
+    assert quantize_weights(plain, problem, scale_dtype=torch.float16)
+    with pytest.raises(ConfigurationError, match=r"scale_dtype: got float16, need .* w2 exceed"):
+        quantize_weights(large, problem, scale_dtype=torch.float16)
 
 
 def test_strided_weights_are_accepted() -> None:

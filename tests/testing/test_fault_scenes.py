@@ -20,6 +20,7 @@ from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.cases.scenario_names import SCENARIOS, supported_scenarios
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import build_kernel, faults, prove_ranks
+from modular_kernel.testing.verify.problem_scenarios import PROBLEM_CHANGES
 
 CPU = this_machine(device="cpu")
 pytestmark = pytest.mark.cpu
@@ -47,6 +48,21 @@ WELL = [
 @pytest.mark.parametrize(("part", "fault"), WELL)
 def test_ranks_are_told_what_they_must_be(pool: RankPool, part: str, fault: str) -> None:
     assert prove_ranks(case_of(part, fault), pool, checks=(faults,)).failures == ()
+
+
+# These parts refuse the other combine.
+CHANGES = tuple(changes for changes in PROBLEM_CHANGES if "combine" not in changes)
+
+
+@pytest.mark.parametrize("part", [BY_HOSTS, SYMMETRIC, REPLICATED])
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))
+def test_a_change_that_changes_nothing_is_left_out(
+    pool: RankPool, part: str, changes: dict[str, Any]
+) -> None:
+    """In calls, and where ranks share memory and compare problems at construction."""
+    case = case_of(part, "misunderstood")
+    case = replace(case, problem=replace(case.problem, **changes))  # so rank 1 cannot change it
+    assert prove_ranks(case, pool, checks=(faults,)).failures == ()
 
 
 def counts_layers_by_two(case: Case, machine: Machine, poison: bool, group: object) -> Any:

@@ -14,11 +14,13 @@ those of transformers, with their routers, names and dispatch.
 import copy
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -30,6 +32,10 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from modular_kernel.checkpoints.checkpoint_files import (
+    INDEX_SUFFIX,
+    absent_files_error,
+)
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fusing import merge
 from modular_kernel.checkpoints.inspection import (
@@ -46,7 +52,13 @@ from modular_kernel.checkpoints.loading import (
 from modular_kernel.checkpoints.matrix_layout import FLOATS
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED
 from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
-from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
+from modular_kernel.errors import (
+    ConfigurationError,
+    InputError,
+    ShapeError,
+    UnsupportedError,
+    WeightsError,
+)
 from modular_kernel.integrations.transformers.activations import unsupported_error
 from modular_kernel.integrations.transformers.modules import (
     FIELDS,
@@ -69,7 +81,17 @@ from modular_kernel.utils.progress import logged
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
 _WEIGHT_NAMES = ("weight", "weight_packed", "qweight")  # of modules that are not experts
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+# Errors of transformers for files and options that it refuses.
+_TRANSFORMERS_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    StrictDataclassError,
+)
 # Options that distribute a model over processes or devices, each with other tensors.
 _DISTRIBUTED_OPTIONS = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
 
@@ -96,10 +118,11 @@ def from_pretrained(
     kwargs: further arguments of from_pretrained; `revision`, `token`, `cache_dir` and
         `local_files_only` for the hub.
 
-    Supports the formats of `load_experts`. Raises ConfigurationError for an unknown format or name;
-    UnsupportedError for a model that is distributed over processes, or has experts that
-    transformers does not dispatch; WeightsError and ShapeError for missing or misshapen tensors,
-    for which transformers would only warn and use random values; and every error of `load_experts`.
+    Supports the formats of `load_experts`. Raises ConfigurationError for an unknown format or name,
+    and for a config.json or options that transformers refuses; UnsupportedError for a model that is
+    distributed over processes, or has experts that transformers does not dispatch; WeightsError and
+    ShapeError for missing files, and for missing or misshapen tensors, for which transformers would
+    only warn and use random values; and every error of `load_experts`.
     """
     registration(experts_implementation)
     scheme = scheme_to_quantize(quantize)
@@ -110,6 +133,8 @@ def from_pretrained(
     target_device = None if device is None else parse_device(device)
     kwargs["experts_implementation"] = experts_implementation
     if quantization is None and scheme is None:
+        _check_dtype(config if dtype in ("auto", None) else dtype)
+        _check_files(folder, kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         model, info = _load_checked(
             auto_class, folder, folder, config=config, dtype=dtype, **kwargs
@@ -138,6 +163,7 @@ def from_pretrained(
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     config.quantization_config = our_config
+    generation_config = _generation_config_of(folder)
     with open_tensors(Path(folder)) as files:
         info = read_checkpoint_info(files)
         for layer in info.layers:
@@ -145,8 +171,8 @@ def from_pretrained(
         state_dict = _other_tensors(files, info, layer_dtype, _num_layers(config))
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _load_checked(_class_of(auto_class, config), folder, None, **kwargs)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if generation_config is not None:
+        model.generation_config = generation_config
     return model if target_device is None else model.to(target_device)
 
 
@@ -173,7 +199,74 @@ def _config_of(folder: Path, given: Any) -> Any:
     if not isinstance(quantization, dict | None):
         what, got = f"model {folder}/config.json: quantization_config", str(quantization)[:80]
         raise ConfigurationError(what, got=got, need="an object")
-    return AutoConfig.from_pretrained(folder)
+    if quantization == {}:
+        need = "an object with quant_method, or none"
+        raise ConfigurationError(
+            f"model {folder}/config.json: quantization_config", got="{}", need=need
+        )
+    with _transformers_errors(f"model {folder}/config.json"):
+        return AutoConfig.from_pretrained(folder)
+
+
+def _generation_config_of(folder: Path) -> GenerationConfig | None:
+    """Return the folder's generation config, or None if it has none."""
+    if not (folder / "generation_config.json").exists():
+        return None
+    with _transformers_errors(f"model {folder}/generation_config.json"):
+        return GenerationConfig.from_pretrained(folder)
+
+
+@contextmanager
+def _transformers_errors(what: str) -> Iterator[None]:
+    """Convert the errors that transformers raises for a file or option to ConfigurationError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except _TRANSFORMERS_ERRORS as error:
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigurationError(what, got=got, need="what transformers accepts") from error
+
+
+def _check_dtype(source: Any) -> None:
+    """Check a dtype that is left to transformers. source: the dtype, or a config that may have one.
+
+    Raises ConfigurationError unless it is None, a dict of dtypes by module, or a floating dtype of
+    16 bits or more.
+    """
+    given = source if isinstance(source, str | torch.dtype) else getattr(source, "dtype", None)
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if (dtype is None and given is None) or isinstance(dtype, dict):
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        need = "a floating dtype of 16 bits or more"
+        raise ConfigurationError("dtype", got=str(given)[:80], need=need)
+
+
+def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
+    """Check the safetensors that transformers reads as an unquantized model.
+
+    options: of from_pretrained; some select other files, which are not checked. Raises WeightsError
+    for an invalid index, a file that it lists and the folder does not have, and a quantized weight,
+    whose codes transformers would load as values.
+    """
+    selects = options.get("variant") or options.get("subfolder")
+    names = ("model.safetensors", f"model{INDEX_SUFFIX}")
+    has_files = any((folder / name).is_file() for name in names)
+    if selects or options.get("use_safetensors") is False or not has_files:
+        return
+    with open_tensors(folder) as files:
+        paths = set(files.files.values())
+        if not all(path.exists() for path in paths):
+            raise absent_files_error(folder, paths)
+        for name in sorted(files.names):
+            if name.rpartition(".")[2] not in (*_WEIGHT_NAMES, *_EXPERT_PARAMETERS):
+                continue
+            dtype = files.shape_and_dtype(name)[1]
+            if dtype not in (*FLOATS, torch.float64):
+                got = f"{dtype_name(dtype)}, and no quantization_config"
+                need = "an unquantized weight, or the quantization_config of its format"
+                raise WeightsError(files.qualified_name(name), got=got, need=need)
 
 
 def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
@@ -185,9 +278,12 @@ def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> t
     any_shape = {"ignore_mismatched_sizes": True}
     try:
         model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
-    except (RuntimeError, SafetensorError) as error:
-        raise_header_error(folder, error)
+    except InputError:
         raise
+    except (RuntimeError, SafetensorError, *_TRANSFORMERS_ERRORS) as error:
+        raise_header_error(folder, error)
+        with _transformers_errors(str(folder)):
+            raise
     if not kwargs.get("ignore_mismatched_sizes"):
         for key, got, need in sorted(info["mismatched_keys"]):
             raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
@@ -307,8 +403,9 @@ def _quantized(
         has_scale = any(scale in keys for scale in scales)
         if weight.name != last or not has_scale:
             got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
-            got += "" if has_scale else f" and no {' or '.join(scales)}"
-            need = f"a weight of {format}, as its quantization_config says"
+            got += f" and no {' or '.join(scales)}" if scales and not has_scale else ""
+            need = "an unquantized weight" if format == UNQUANTIZED else f"a weight of {format}"
+            need += ", as its quantization_config says"
             raise WeightsError(files.qualified_name(name), got=got, need=need)
         yield base, format, keys
 

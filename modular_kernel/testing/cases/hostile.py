@@ -107,14 +107,18 @@ def unsupported_reason(problem: Problem, values: str) -> str | None:
 def hostile_routing(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None, values: str
 ) -> Routing:
-    """Return the routing with the router weights named by `values`."""
+    """Return the routing with the router weights named by `values`.
+
+    All pairs of an expert have the same sign. If its weights canceled, the sum over top-k would be
+    far smaller than its terms, and the order of summation would decide the error.
+    """
     if values != "signed":
         return routing
     weights_TK = routing.topk_weights_TK.clone()
     flat = weights_TK.view(-1)
-    flat[1::3] *= -1
-    flat[5::7] = 0
     ids = routing.topk_ids_TK.view(-1)
+    flat[ids % 3 == 1] *= -1
+    flat[5::7] = 0
     unused = (ids < 0) | (ids >= problem.experts)
     if expert_map is not None:
         unused |= expert_map[ids.clamp(0, problem.experts - 1)] < 0

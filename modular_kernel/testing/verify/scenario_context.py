@@ -100,9 +100,14 @@ class ScenarioContext:
     def other_problems(
         self, candidates: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
-        """Return the supported changes, each with the tensors of a call of the changed layer."""
-        supported = []
+        """Return the supported changes, each with the tensors of a call of the changed layer.
+
+        A change to what the problem has already is left out.
+        """
+        supported, problem = [], self.case.problem
         for changes in candidates:
+            if replace(problem, **changes) == problem:
+                continue
             sample = self.changed_sample(changes)
             if sample is not None:
                 i = sample.inputs

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,7 +118,9 @@ with vllm_process():
 
 def test_switched_off_vllm_is_untouched() -> None:
     """It selects the same class before and after the plugin was called."""
-    environment = child_environment(interpreted=False) | {"MK_VLLM": "0"}
+    # The child finds the helpers, which pytest put on the path, and this checkout.
+    variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = child_environment(interpreted=False) | variables
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -1,0 +1,135 @@
+"""Files that transformers cannot read, or would misread: a typed error that names them."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from safetensors.torch import load_file, save_file
+from test_transformers_quantized import write
+
+from modular_kernel.errors import InputError
+from modular_kernel.integrations.transformers import from_pretrained, register
+
+Change = Callable[[Path], Any]
+HEAD = "lm_head.weight"
+
+
+def config(**changes: Any) -> Change:
+    """Change keys of the config.json; ... drops one."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        content = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+    return change
+
+
+def text(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def index(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """Split the file in two. change: changes the map of the index, or returns the index's text."""
+
+    def split(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        files = {name: f"part{number % 2}.safetensors" for number, name in enumerate(tensors)}
+        for file in sorted(set(files.values())):
+            part = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+            save_file(part, folder / file, {"format": "pt"})
+        result = change(files)
+        content = (
+            result if isinstance(result, str) else json.dumps({"metadata": {}, "weight_map": files})
+        )
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return split
+
+
+def without_a_file(folder: Path) -> None:
+    index(lambda files: None)(folder)
+    (folder / "part1.safetensors").unlink()
+
+
+def as_dtype(name: str, dtype: torch.dtype) -> Change:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensors[name].to(dtype)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+BOTH = ("bf16", "awq")
+# What is changed, in files of which formats, and the message.
+BAD: dict[str, tuple[tuple[str, ...], Change, str]] = {
+    "no config.json": (
+        BOTH, lambda folder: (folder / "config.json").unlink(), "config.json: got ValueError"),
+    "an empty config.json": (BOTH, text("config.json", ""), "config.json: got OSError"),
+    "a model_type of nothing": (BOTH, config(model_type="nothing"), "config.json: got ValueError"),
+    "no model_type": (BOTH, config(model_type=...), "config.json: got ValueError"),
+    "a size that is text": (BOTH, config(hidden_size="x"), "hidden_size' expected int, got str"),
+    "an unknown dtype": (BOTH, config(torch_dtype=..., dtype="x"), "config.json: got Attribute"),
+    "a dtype of integers": (("bf16",), config(torch_dtype=..., dtype="int8"),
+                            "dtype: got torch.int8, need a floating dtype of 16 bits or more"),
+    "a dtype of 8 bits": (("bf16",), config(torch_dtype=..., dtype="float8_e4m3fn"),
+                          "dtype: got torch.float8_e4m3fn, need a floating dtype"),
+    "an unknown activation": (BOTH, config(hidden_act="x"), "'?x'?"),
+    "an empty quantization_config": (
+        BOTH, config(quantization_config={}), "got {}, need an object with quant_method"),
+    "a generation config of a list": (
+        BOTH, text("generation_config.json", "[]"), "got TypeError: 'list' object"),
+    "a generation config of no value": (
+        BOTH, text("generation_config.json", '{"max_new_tokens": -3}'), "must be greater than 0"),
+    "a file less": (BOTH, without_a_file, "no part1.safetensors, of 2 files that the index lists"),
+    "an index that is no JSON": (BOTH, index(lambda files: "{"), "index.json: got no JSON"),
+    "an index without files": (BOTH, index(lambda files: "{}"), "index.json: got no weight_map"),
+    "an index of numbers": (
+        BOTH, index(lambda files: files.update({HEAD: 5})), "lm_head.weight in '5', need a file"),
+    "an index that leads out": (
+        BOTH, index(lambda files: files.update({HEAD: "../x.safetensors"})), "in '../x.safeten"),
+    "an index to a file that is not there": (
+        BOTH, index(lambda files: files.update({HEAD: "x.safetensors"})), "no x.safetensors, of 3"),
+    "no file": (("bf16",), lambda folder: (folder / "model.safetensors").unlink(),
+                "got OSError: Error no file named model.safetensors"),
+    "float8 of no format": (
+        ("bf16",), as_dtype(HEAD, torch.float8_e4m3fn),
+        "lm_head.weight: got float8_e4m3fn, and no quantization_config, need an unquantized"),
+    "integers of no format": (
+        ("bf16",), as_dtype(EXPERT, torch.int8), "w1.weight: got int8, and no quantization_config"),
+}  # fmt: skip
+CASES = [(name, kind) for name, (kinds, _, _) in BAD.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_what_cannot_be_read_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", kind)
+    _, change, match = BAD[name]
+    change(tmp_path)
+    with pytest.raises(InputError, match=match):
+        from_pretrained(tmp_path, experts_implementation=register())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "int32", "nothing"])
+def test_a_dtype_that_no_model_has_is_refused(dtype: Any, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "bf16")
+    with pytest.raises(InputError, match=r"dtype: got .*, need a floating dtype of 16 bits"):
+        from_pretrained(tmp_path, experts_implementation=register(), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_model_in_several_files_is_loaded(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", kind)
+    index(lambda files: None)(tmp_path)
+    assert from_pretrained(tmp_path, experts_implementation=register())

@@ -1,0 +1,43 @@
+"""The check of the newest triton lets known regressions pass, and nothing else."""
+
+from typing import Any
+
+import pytest
+from newest_violations import errors
+
+SPILL = "240 bytes of stack per thread: registers are spilled"
+
+
+def entry(*violations: str, **changes: Any) -> dict[str, Any]:
+    record = {"kernel": "gemv_gate_up_kernel", "num_warps": 2}
+    config = {"TOP_K": 8, "QUANT": "group"} | changes.pop("config", {})
+    return {"record": record | changes | {"config": config}, "violations": list(violations)}
+
+
+def compiled(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"kernels": list(entries), "left_out": []}
+
+
+@pytest.mark.parametrize("top_k", [1, 8, 9, 32])
+def test_the_known_spill_passes_for_any_k(top_k: int) -> None:
+    """It depends on the number of warps."""
+    assert errors(compiled(entry(SPILL, config={"TOP_K": top_k}))) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_warps": 4}, {"config": {"QUANT": "token"}}, {"kernel": "gemv_down_kernel"}]
+)
+def test_another_violation_is_an_error(changes: dict[str, Any]) -> None:
+    assert errors(compiled(entry(SPILL), entry(SPILL, **changes))) == [SPILL]
+
+
+def test_a_regression_that_is_gone_is_an_error() -> None:
+    (message,) = errors(compiled(entry()))
+    assert message.startswith("no longer broken, remove it here and in docs/versions.md")
+
+
+def test_kernels_that_were_not_compiled_are_an_error() -> None:
+    left_out = [{"kernel": "a", "reason": ""}, {"kernel": "b", "reason": "of another GPU"}]
+    result = {"kernels": [entry(SPILL)], "left_out": left_out}
+    assert errors(result) == ["no case launches a"]
+    assert errors(compiled())[0] == "no kernel was compiled"
