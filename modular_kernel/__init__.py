@@ -1,7 +1,7 @@
-"""Composable fused Mixture-of-Experts layers from interchangeable, verified parts.
+"""Fused Mixture-of-Experts layers, composed of interchangeable and verified parts.
 
-Public names are imported on first use, so that `mk --help` does not import torch. Once transformers
-is imported, it has the experts implementation "modular_kernel".
+Public names are imported on first use, so that `mk --help` does not import torch. If transformers
+is installed, the experts implementation "modular_kernel" is registered with it.
 """
 
 from importlib import import_module

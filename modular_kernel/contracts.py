@@ -165,7 +165,7 @@ class PartDeclarations:
 
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
-        """Return lines describing which implementation calls of `problem` use, if there is one."""
+        """Return lines that describe which implementation each call of `problem` uses, if any."""
         return ()
 
     @classmethod
@@ -291,14 +291,14 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def refuse(self, error: Exception) -> None:  # a no-op in single-rank parts
         """Notify the other ranks, without waiting, that this rank refuses its call with `error`.
 
-        Nothing of the call was exchanged. The other ranks raise CommunicationError, and all ranks
-        stay usable.
+        Called before the call has exchanged anything. The other ranks raise CommunicationError, and
+        all ranks stay usable.
         """
 
     def abandon(self, error: Exception) -> None:  # a no-op in single-rank parts
-        """Shut down and let the other ranks know: a started call cannot finish because of `error`.
+        """Shut down, and notify the other ranks that a started call failed with `error`.
 
-        Not for a CommunicationError, which all ranks detect.
+        Not called for a CommunicationError, which all ranks detect.
         """
 
     def check(self) -> None:  # a no-op in parts that raise synchronously
@@ -414,7 +414,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         """Return the name of the path that a call with these tensors takes; "" for a single path.
 
         x_TH: (T, H) tokens of one call, or of one chunk of it. A part with several paths calls
-        `path_log.entered` on each; `mk test` compares the paths its cases enter with the reachable
+        `path_log.log_path` on each; `mk test` compares the paths its cases enter with the reachable
         ones.
         """
         return ""

@@ -97,7 +97,7 @@ class Execution:
         self._logged_invalid_ids = False
         self.call_counters = CallCounters()
         self._delayed_invalid_ids = DelayedValue()
-        self.label = ""  # of the only layer that uses the kernel, for warnings
+        self.label = ""  # name of the layer, if only one uses this kernel; for warnings
         self.auto_prepare = auto_prepare
         self._layout_key = prepared.layout_key(type(experts), self.problem)
         self.known_weights = recording.CheckedWeightsCache(
@@ -264,7 +264,7 @@ class Execution:
         return self.experts.takes_unquantized(part.dispatch_shape(tokens))
 
     def poison_output(self, out: torch.Tensor | None, fill: Fill) -> None:
-        """Fill the output of a call, in poison mode; an inplace problem's output, x, is kept."""
+        """In poison mode, fill the output of a call; not if the problem is inplace (it is x)."""
         if out is not None and not self.problem.inplace:
             poison_tensor(out, fill)
 
@@ -326,7 +326,7 @@ class Execution:
                 if pending.out is None:
                     return part.combined(output, handle=handle, reduce=reduce)
                 part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
-            # Like torch operations that write to a tensor.
+            # Kernels wrote to it without torch's knowledge; autograd and caches compare versions.
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
         except Exception as error:
@@ -369,7 +369,7 @@ class Pending:
     workspace: Workspace
     out: torch.Tensor | None
     tokens: int
-    # Empty once finished: of two threads that pop, one fails.
+    # Popped by `finish`. pop is atomic, so a second call, even in another thread, raises.
     _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
     @modes.untraced

@@ -38,12 +38,14 @@ __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
 class FusedMoEModularKernel(Execution):
     """A fused MoE layer composed of two compatible parts.
 
-    machine: where it will run; None detects this machine. checked: read ids on every call and raise
-    RoutingError for an invalid one (synchronizes); otherwise such pairs are skipped and counted in
-    `invalid_ids`. poison: before each call fill workspaces and output with NaN and other values in
-    rotation, and check red zones after it (for tests; synchronizes). auto_prepare: derive what the
-    experts precompute from weights (see `prepare_weights`) when they are first used, if memory
-    allows; None does so on GPUs only.
+    machine: the machine it will run on; None detects this one.
+    checked: read the ids in every call and raise RoutingError for an invalid one (synchronizes).
+        Otherwise pairs with an invalid id are skipped and counted in `invalid_ids`.
+    poison: for tests. Fill workspaces and output before each call, with NaN and other values in
+        rotation, and check red zones after it (synchronizes).
+    auto_prepare: call `prepare_weights` on the first use of weights, if memory allows. None does so
+        on GPUs only.
+
     Raises IncompatibleError with every reason if the pairing is refused.
     """
 
@@ -131,8 +133,8 @@ class FusedMoEModularKernel(Execution):
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.
 
-        device: the device of x; None is the current device of the kernel's type. Calls of more than
-        2,048 tokens reserve nothing: each allocates its own workspace.
+        device: the device of x; None means the current device of the kernel's type. Nothing is
+        reserved for more than 2,048 tokens, because such calls allocate their own workspace.
         """
         expect("tokens", tokens, Count)
         device = available_device(self.machine.device if device is None else device)
@@ -203,30 +205,32 @@ class FusedMoEModularKernel(Execution):
     def counters(self) -> dict[str, object]:
         """Return numbers for monitoring, without synchronizing with the device.
 
-        calls, tokens: of all calls so far. replayed_calls: those that repeated recorded launches.
-        recorded_calls: first calls of a signature, which recorded them. fallback_calls: all others,
-        by the reason why nothing was replayed. plans: plans made, also those behind direct calls.
-        invalid_ids: see the property; on a GPU as of an earlier call of `counters`.
-        workspace_bytes: held between calls by this process, shared by its kernels.
+        calls, tokens: totals over all calls.
+        replayed_calls: calls that replayed recorded launches.
+        recorded_calls: first calls of a signature, whose launches were recorded.
+        fallback_calls: all other calls, by the reason why they were neither.
+        plans: number of plans made, including those behind direct calls.
+        invalid_ids: see the property. On a GPU, the value is that of an earlier call of `counters`.
+        workspace_bytes: bytes that this process holds between calls, shared by its kernels.
 
-        A call that is captured in a CUDA graph counts once, and its replays do not count.
+        A call that is captured in a CUDA graph counts once; replays of the graph do not count.
         `modular_kernel.utils.prometheus` formats the numbers.
         """
         return {**super().counters(), "workspace_bytes": sum(held_bytes().values())}
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return `weights` with the tensors that these experts derive from them added.
+        """Return `weights` plus the tensors that these experts would otherwise derive in each call.
 
-        Calls are then faster than deriving them anew each time. `TritonExperts` uses this for 4-bit
-        weights on sm_90; the derived tensors take additional memory: 1.06 (mxfp4), 1.12, or 1.25
-        (groups that do not divide into 64s) times the bytes of w1 and w2. Other experts return the
-        weights unchanged.
+        `TritonExperts` derives a second layout of 4-bit weights on sm_90. It takes additional
+        memory: the bytes of w1 and w2 times 1.06 for mxfp4, 1.12 for other formats, or 1.25 for
+        group sizes that are not multiples of 64. Other experts return the weights unchanged.
 
-        Prepare again after writing to weights: a call raises WeightsError after a write to the
-        weights or to a derived tensor. Writes that torch does not track (to `.data`, to inference
-        tensors, and by kernels launched outside torch) are not detected. Copies, and weights
-        prepared for an activation with another row order, are refused too. Raises the same
-        InputErrors as a call does for its weights.
+        Prepare again after writing to weights. A call raises WeightsError if the weights or a
+        derived tensor were written since, if the prepared weights are a copy, or if they were
+        prepared for an activation with another row order. Writes that torch does not track (to
+        `.data`, to inference tensors, or by kernels launched outside torch) are not detected.
+
+        Raises the same InputErrors as a call does for its weights.
         """
         expect("weights", weights, ExpertWeights)
         check_weight_tensors(weights)

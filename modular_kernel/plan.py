@@ -121,12 +121,12 @@ class BoundCalls(ABC):
         bound: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
-        """Return whether a recording may be replayed, by conditions outside the signature.
+        """Return whether conditions outside the signature allow to replay a recording.
 
-        It may not if memory was freed, if the output overlaps an input, or if stages are profiled
-        or launches watched.
+        They do not if memory was freed, if the output overlaps an input, or while stages are
+        profiled or a profiler's launch hooks are active.
 
-        tensors: x, those of the routing, and the output unless it is x.
+        tensors: x, the tensors of the routing, and the output unless it is x.
         """
         if 0 in pointers:
             return False
@@ -197,7 +197,8 @@ class BoundCalls(ABC):
     ) -> torch.Tensor:
         """Run a checked call through the parts' host code; record the first of its signature.
 
-        weights: those that the call reads, possibly prepared. named: the caller passed `out`.
+        weights: the weights that the call reads, possibly prepared. named: whether the caller
+        passed `out`.
         """
         kernel, tokens = self.kernel, x_TH.shape[0]
         self._poison(out)
@@ -247,13 +248,16 @@ class BoundCalls(ABC):
 class Plan(BoundCalls):
     """A kernel with everything bound: calls allocate nothing and can be captured in a CUDA graph.
 
-    Calls of one plan share its buffers. Threads take turns on the host; their launches must be on
-    one stream or must not overlap (otherwise make two plans). The returned tensor is
-    `out` if given, x if the problem is inplace, and a new tensor if a part allocates its output;
-    otherwise it is a buffer of the plan, one per thread, valid until that thread's next call.
+    Calls of one plan share its buffers. A lock serializes the host code of several threads, but not
+    their launches: use one stream, launches that do not overlap, or one plan per thread.
+
+    A call returns `out` if given, x if the problem is inplace, and a new tensor if a part allocates
+    its output. Otherwise it returns a buffer of the plan, one per thread, which is valid until that
+    thread's next call.
+
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
-    replaced. If both parts are replayable, their host decisions are made in the first call of each
-    signature (different shapes, for example, give another signature) and later calls repeat its
+    replaced. If both parts are replayable, their host code runs only in the first call of each
+    signature (shapes, strides, dtypes and alignment of all tensors); later calls replay its
     launches.
     """
 
@@ -277,7 +281,7 @@ class Plan(BoundCalls):
         return Plan, (self.kernel, self.problem)
 
     def after_fork(self) -> None:
-        """In a forked child, end a call of a lost thread; bar all calls with a GPU or group."""
+        """In a forked child, reset the lock; calls raise if they use a GPU or a process group."""
         on_gpu = self._device.type == "cuda"
         if on_gpu or self.problem.parallel.world_size > 1:
             resource = "a CUDA context" if on_gpu else "a process group"
@@ -312,7 +316,7 @@ class Plan(BoundCalls):
             with torch.cuda.device(index):
                 return self(x_TH, weights, routing, out=out)
         with self._turn:
-            if self._busy:  # set by this thread: other threads wait for the lock
+            if self._busy:  # set by this thread, because other threads wait for the lock
                 need = "a call of another plan, or a call after that one has ended"
                 raise StateError("a plan", got="a call within its own call", need=need)
             self._busy = True
@@ -354,7 +358,10 @@ class Plan(BoundCalls):
 
 
 class _Outputs(threading.local):
-    """The calling thread's output. whole: the full capacity; rows: views of it by x's shape."""
+    """The output buffer of the calling thread.
+
+    whole: the buffer at full capacity. rows: views of it, by the shape of x.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         with modes.outside_inference_mode():
@@ -386,8 +393,8 @@ def _current_stream(index: int | None) -> int:
 
 
 MIN_CAPACITY = 16
-# At 1024 tokens Qwen3-30B's layer takes 0.35 ms on an H200; a call without a plan takes 0.3 to 1.1
-# ms on its host.
+# Larger calls are not limited by the host: at 1024 tokens, Qwen3-30B's layer takes 0.35 ms on an
+# H200, and the host code of a call without a plan 0.3 to 1.1 ms.
 MAX_PLANNED_TOKENS = 2048
 _MAX_PLANS = 128  # per kernel
 _MAX_STREAMS = 8  # streams whose memory is kept
@@ -405,8 +412,8 @@ class StreamMemory:
     """Workspace memory shared by the calls on one CUDA stream, or on the CPU by all calls.
 
     lock: held while the host issues a call, so that launches of two calls do not interleave.
-    busy: a call is being issued. A thread that holds the lock and finds busy set is inside that
-    call.
+    busy: whether a call is being issued. A thread that holds the lock while busy is set has been
+    called from within that call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -439,13 +446,13 @@ class StreamMemory:
         return memory
 
     def after_fork(self) -> None:
-        """In a forked child, end the unfinished call of a lost thread."""
+        """In a forked child, reset the lock and the state of a call by a thread that is gone."""
         if not forks.reset_lock(self.lock):
             self.busy = False
             self.release()
 
     def release(self) -> None:
-        """Free the memory. Hold the lock, or make sure that no other thread is in a call."""
+        """Free the memory. The caller must hold the lock, or no other thread may be in a call."""
         for user in tuple(self._users):
             user.release()
         self._users.clear()
@@ -618,13 +625,13 @@ class _CallPlan(BoundCalls):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call; None if its workspace is in use by a call that is still being issued.
+        """Run a call. Returns None if another call that is still being issued uses the workspace.
 
-        On a GPU that is only a call that this one is made from; calls of other threads wait. On a
-        CPU it is any other call, because calls of several threads run in parallel there.
+        On a GPU, that is only a call that encloses this one; calls of other threads are waited for.
+        On a CPU, it is any other call, because calls of several threads run in parallel there.
         """
         memory, lock = self._memory, self._memory.lock
-        if lock._is_owned():  # this call is made from within another one
+        if lock._is_owned():  # called from within another call
             return None
         acquired = False
         try:
@@ -636,8 +643,8 @@ class _CallPlan(BoundCalls):
                 return None
             return self._call(x_TH, weights, routing, out)
         finally:
-            # Without another call before the release: an interrupt, which may come as any call
-            # returns, must not leave the lock held.
+            # Do not call anything before the release: a KeyboardInterrupt can arrive whenever a
+            # call returns, and must not leave the lock held.
             if acquired:
                 memory.busy = False
             try:  # noqa: SIM105 (suppress is another call)
@@ -646,7 +653,7 @@ class _CallPlan(BoundCalls):
                 pass
 
     def bind_unless_busy(self) -> None:
-        """Reserve the memory now, unless this thread is in a call that uses it."""
+        """Reserve the memory now, unless the calling thread is in a call that uses it."""
         with self._memory.lock:
             if not self._memory.busy and not self._bound:
                 self._bind()

@@ -1,8 +1,7 @@
 """Status of process-wide settings that affect users, each with a reason.
 
-`mk doctor` and `mk profile` show every state. Each state that has a reason is also logged once
-(logger modular_kernel.process_status), as a warning if something requested or expected does not
-hold.
+`mk doctor` and `mk profile` show all of them. A status with a reason is also logged once (logger
+modular_kernel.process_status), as a warning if something requested or expected is not the case.
 """
 
 import logging
@@ -21,10 +20,10 @@ _LOGGED: set["ProcessState"] = set()
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One setting.
+    """The status of one setting.
 
-    word: its status, such as "on". why: the reason if the status is not the best one, else "".
-    loud: log it as a warning.
+    word: the status, such as "on". why: the reason, if it is not the best one; else "". loud:
+    whether to log it as a warning.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Registries of staged backends (pre-permute, core, post-permute) and of fused operations.
+"""Registries of runner backends: stages (pre-permute, core, post-permute) and fused operations.
 
     @register_core("toy")
     class ToyCore(MoeRunnerCore[ToyState]): ...
@@ -9,8 +9,8 @@
 
 `experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
 stages. A package provides that part like any other; nothing else needs to be registered. A fused
-operation replaces the three stages by one. It names the staged part that it replaces (`unfused`),
-and tests verify that both give equal results.
+operation computes the three stages at once. It names the staged part that it replaces (`unfused`),
+and the test harness verifies that the results of both are equal.
 """
 
 from abc import ABC, abstractmethod
@@ -64,7 +64,7 @@ class RunnerCall(Generic[S]):
 
 
 class RunnerInput(ABC):
-    """Input of a backend's core, made by its pre-permute."""
+    """Input of a backend's core; the result of its pre-permute."""
 
     @property
     @abstractmethod

@@ -121,7 +121,10 @@ def _read_int(name: str, start: int, end: int | None) -> int:
 
 
 def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path | None:
-    """Return the folder in `variable`, else this package's one in the user's; None if unset."""
+    """Return the folder that `variable` names, else this package's subfolder of the user folder.
+
+    Returns None if there is no user folder either.
+    """
     if os.environ.get(variable):
         return Path(os.environ[variable])
     if os.environ.get(xdg_variable):

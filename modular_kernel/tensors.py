@@ -25,9 +25,9 @@ from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 class Routing:
     """Routing of the caller's own tokens.
 
-    topk_weights_TK: (T, K) float32.  topk_ids_TK: (T, K) int32 or int64, global expert ids, -1 to
-    skip. A token may name an expert twice; both pairs count. The weight of a pair that is skipped
-    on this rank (-1, an id out of range, or an expert of another rank) is not read and may be NaN.
+    topk_weights_TK: (T, K) float32. topk_ids_TK: (T, K) int32 or int64, global expert ids; -1 skips
+    the pair. A token may select an expert twice; both pairs count. The weight of a pair that this
+    rank skips (-1, an id out of range, or an expert of another rank) is not read and may be NaN.
     adapters_T: (T,) int32 adapter slot of each token, -1 for none. "none" if no token of the call
     has an adapter; the call then runs like a layer without adapters. None only if the problem has
     no adapters.
@@ -81,20 +81,21 @@ class ExpertWeights:
     *_scale, *_zero_point: see `modular_kernel.quant.quantized_weights.weight_specs`; None if
         unquantized. An a1_scale or a2_scale that is not positive, or has no finite inverse, raises
         WeightsError in checked mode.
-    w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies. Other
-        values read 0, and raise WeightsError in checked mode. Each column must occur once;
-        `load_experts` ensures it, and permutes w1's rows to match w2's columns.
-    *_global_scale: of nvfp4, one per matrix: (e, 2) for gate and up, (e, 1) otherwise.
-    lora_*: L adapters, in the problem's dtype whatever the scheme; None without adapters.
+    w1_order: (e, H) int32, for act-order schemes: the column of x that each column of w1
+        multiplies. Each column must occur once. Values out of range read 0 for x, and raise
+        WeightsError in checked mode. `load_experts` returns a valid order, and permutes the rows of
+        w1 to match the columns of w2.
+    *_global_scale: for nvfp4, one scale per matrix: (e, 2) for gate and up, (e, 1) otherwise.
+    lora_*: L adapters, in the problem's dtype for every scheme; None without adapters.
         lora_a13: (L, e, 2R, H), R rows of gate, then R rows of up; (L, e, R, H) if gate and up
             share them or there is no gate. lora_b13: (L, e, N, R), rows ordered as in w1.
         lora_a2: (L, e, R, I). lora_b2: (L, e, H, R). e is 1 in lora_a13 and lora_b2 if the experts
             share them. An adapter's scaling is folded into its B. Beyond its rank, A and B are
             zero; all values are finite. Strides are free except that the last dimension is
             contiguous.
-    *_tiles, *_tile_scales: int32, copies of 4-bit w1 and w2 in the order in which some GEMMs read
-        them (experts.triton.grouped_w4.layout), from `kernel.prepare_weights`. None: each call
-        derives them anew.
+    *_tiles, *_tile_scales: int32, copies of 4-bit w1 and w2 in the layout that some GEMMs read
+        (experts.triton.grouped_w4.layout), from `kernel.prepare_weights`. None if they are derived
+        in each call.
     """
 
     w1: torch.Tensor

@@ -1,8 +1,8 @@
 """Workspaces: the declared buffers of a call, as named views of one allocation.
 
-Parts never allocate. A named buffer keeps its bytes for the whole call, unless another buffer is
-declared `over` it: both then share memory, and the contents of the first are lost once the second
-is taken.
+Parts do not allocate memory themselves. A buffer keeps its contents for the whole call, unless
+another buffer is declared `over` it. Both then share memory, and the contents of the first are lost
+when the second is taken.
 """
 
 import math
@@ -183,8 +183,8 @@ class Workspace:
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the first elements of buffer `name` as a contiguous tensor of `shape`.
 
-        Raises ConfigurationError if the buffer does not exist or is too small: the call would then
-        differ from what it was planned for.
+        Raises ConfigurationError if the buffer does not exist or is too small, which means that the
+        call does not match the declared sizes.
         """
         numel = math.prod(shape)
         buffer = self._buffers.get(name)

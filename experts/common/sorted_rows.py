@@ -40,10 +40,10 @@ _TILE_M = 128  # arbitrary: `sort_pairs` also lists tiles, but libraries schedul
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Rows of the (token, expert) pairs.
+    """Assignment of (token, expert) pairs to expert-sorted rows.
 
     row_of_pair_TK: (T, K) int32, -1 where a pair is skipped. ends: (e,) int32, one past the last
-    row of each expert. used: (1,) int32, one past the last row in use; later rows
+    row of each expert. used: (1,) int32, one past the last row in use; the contents of later rows
     are undefined.
     """
 
@@ -55,9 +55,7 @@ class RowOrder:
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     """Base of parts whose last step gathers, weights and sums the rows of each token.
 
-    The order of rows is up to the subclass.
-
-    requires: the common requirements; each part adds those of its GEMMs.
+    Subclasses choose the order of rows, and extend `requires` by the limits of their GEMMs.
     """
 
     requires = ExpertsRequirements(
@@ -105,10 +103,10 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 class SortedRowsExperts(SummedRowsExperts):
     """Base of parts that call a library's grouped GEMM on expert-sorted rows.
 
-    Pairs of other ranks' experts have no row.
+    Pairs whose expert is on another rank get no row.
 
-    library_allocates_output: the library allocates its results; it does not use the workspace.
-    scales_along_rows: the scales of the rows, (R, groups), are column-major: stride(0) is 1.
+    library_allocates_output: whether the library allocates its results outside the workspace.
+    scales_along_rows: whether the library takes row scales (R, groups) column-major, stride(0) = 1.
     """
 
     library_allocates_output: ClassVar[bool] = False
@@ -130,7 +128,7 @@ class SortedRowsExperts(SummedRowsExperts):
         """
 
     def max_rows(self, pairs: int) -> int:
-        """Return the largest number of rows that `pairs` pairs can take."""
+        """Return the maximum number of rows for `pairs` pairs, including padding."""
         return pairs
 
     def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
@@ -151,9 +149,9 @@ class SortedRowsExperts(SummedRowsExperts):
         return {}
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether this part quantizes tokens itself, while it permutes them.
+        """Return whether the permute step of this part also quantizes the tokens.
 
-        It does if scales are static, or if each depends on a single token.
+        It does if scales are static, or if each scale depends on a single token.
         """
         scheme = self.problem.scheme
         per_token = scheme.static or scheme.activation_granularity != "tensor"
@@ -224,9 +222,9 @@ class SortedRowsExperts(SummedRowsExperts):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy each token to the rows of its pairs, and its scales with it.
+        """Copy each token and its scales to the rows of its pairs; quantize if not done yet.
 
-        A single scale for all tokens is returned unchanged.
+        Returns (rows, scales). A per-tensor scale is returned unchanged.
         """
         scheme, row_of_pair_TK = self.problem.scheme, order.row_of_pair_TK
         x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))

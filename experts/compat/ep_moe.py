@@ -8,13 +8,13 @@
     grouped_gemm_triton(down_input, w2, down_output, ...)
     post_reorder(down_output, out, src2dst, topk_ids, topk_weights, start, end)
 
-Every rank has all tokens and the experts from start_expert_id to end_expert_id, both inclusive. It
-writes its partial sum to `out`; an all-reduce over ranks gives the layer's output. Buffers have
-T * K rows for the pairs of all ranks, and each rank reads and writes only the rows of its experts.
-GroupedGemmExperts does the same with rows for its own pairs only.
+Every rank has all tokens, and the experts start_expert_id to end_expert_id (inclusive). It writes
+its partial sum to `out`; an all-reduce over ranks gives the layer's output. Buffers have T * K rows
+for the pairs of all ranks, but each rank reads and writes only the rows of its own experts.
+GroupedGemmExperts computes the same with rows for local pairs only.
 
-Shapes, dtypes and strides are checked. The values of ids are not, because that would synchronize
-with the device.
+Shapes, dtypes and strides are checked. The values of ids are not checked, because reading them
+would synchronize with the device.
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ def pre_reorder(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[its expert], for local pairs.
+    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[expert of p], for local pairs.
 
     hidden_states: (T, H); gateup_input: (T * K, H), contiguous. Rows of other ranks' pairs are not
     written. a1_scales: (local experts,) float32; None means 1. Float8 values saturate.
@@ -134,7 +134,7 @@ def silu_and_mul(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """down_input[r] = silu(gate) * up / w2_input_scale[its expert], for rows of local experts.
+    """down_input[r] = silu(gate) * up / w2_input_scale[expert of r], for rows of local experts.
 
     gateup_output: (R, 2I), gate values first; down_input: (R, I); both contiguous. Other rows are
     not written. w2_input_scale: (local experts,) float32; None means 1. Computed in float32 and
@@ -303,7 +303,7 @@ def _row_scales(
     seg_indptr: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """Return scales of the rows of a, (R, 1) or (R, groups), after checking scale_a and scale_b."""
+    """Check scale_a and scale_b; return one scale per row of `a`, (R, 1), or per group (R, G)."""
     rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
     segments = seg_indptr.numel() - 1
     need_a: tuple[int, ...] = (segments,)
@@ -332,7 +332,7 @@ def _row_scales(
 def _segment_tiles(
     seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
 ) -> torch.Tensor:
-    """Split the segments into tiles of at most block_m rows, laid out as in `ops.sort.Sorted`."""
+    """Split segments into tiles of at most block_m rows, laid out as in `ops.sort.SortedPairs`."""
     segments, device = weight_indices.numel(), seg_indptr.device
     starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
     counts = (ends - starts + block_m - 1) // block_m

@@ -1,4 +1,4 @@
-"""aligned_rows: expert-sorted rows, with each expert's first row at a multiple of the tile."""
+"""aligned_rows: sort pairs by expert and start each expert's rows at a multiple of the tile."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 def max_aligned_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return the maximum number of rows of `pairs` pairs, each expert padded to whole tiles."""
+    """Return an upper bound on the rows of `pairs` pairs when each expert is padded to tiles."""
     tiles = min(pairs, experts + pairs // tile)
     return tiles * tile
 
@@ -30,10 +30,11 @@ def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferS
 def aligned_rows(
     routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each pair, -1 if it is skipped, and the end of each expert's rows.
+    """Assign a row to each (token, expert) pair. Returns (rows, ends).
 
-    rows: (T, K) int32; pairs of one expert keep their order. ends: (e,) int32; expert i begins at
-    ends[i - 1] rounded up to `tile`. On a GPU this takes three launches: count, scan, place.
+    rows: (T, K) int32, the row of each pair, -1 if the pair is skipped; the sort is stable. ends:
+    (e,) int32, one past the last row of each expert. Expert i starts at ends[i - 1] rounded up to a
+    multiple of `tile`. On a GPU this launches three kernels: count, scan, place.
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = aligned_specs(tokens, top_k, num_local)

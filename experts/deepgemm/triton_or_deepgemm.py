@@ -1,4 +1,7 @@
-"""Experts that use Triton for few rows per expert and DeepGEMM for many, chosen by sizes alone."""
+"""Experts that use Triton for few rows per expert and DeepGEMM for many.
+
+The choice depends on sizes only, never on the routing, so it needs no synchronization.
+"""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,7 +32,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
-# Mean rows per expert from which DeepGEMM is used. With fewer, most of a tile is padding. On one
+# Minimum mean rows per expert for DeepGEMM. With fewer rows, most of a tile is padding. On one
 # H200, DeepGEMM became faster than other Triton kernels at about this size.
 MIN_ROWS = 128
 MIN_BATCHED_ROWS = 64  # DeepGEMM's smallest masked tile
@@ -44,7 +47,7 @@ def deepgemm_supports(problem: Problem) -> bool:
 
 
 def min_tokens(problem: Problem, rows: int) -> int:
-    """Return the smallest number of tokens that gives an expert `rows` rows on average."""
+    """Return the smallest number of tokens with a mean of at least `rows` rows per expert."""
     return -(-rows * problem.experts // problem.top_k)
 
 
@@ -53,8 +56,8 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     triton_part: ClassVar[type[PermuteExpertsUnpermute]]
     deepgemm_part: ClassVar[type[PermuteExpertsUnpermute]]
-    min_rows: ClassVar[int]  # mean rows per expert from which DeepGEMM is used
-    # Text of `explained`; {least} is the size from which DeepGEMM is used.
+    min_rows: ClassVar[int]  # minimum mean rows per expert for DeepGEMM
+    # Templates for `explained`; {least} is the smallest size that uses DeepGEMM.
     few: ClassVar[str] = "calls of fewer than {least} tokens"
     many: ClassVar[str] = "calls of {least} tokens or more"
     if_many: ClassVar[str] = ""
@@ -91,23 +94,23 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         return self._triton.finalize_weight_and_reduce_impl()
 
     def _part(self, size: int) -> PermuteExpertsUnpermute:
-        """Return the part for `size`: tokens of a call, or the capacity of an expert in a batch."""
+        """Return the part to use. size: tokens of a call, or C for batched experts."""
         is_large = size >= min_tokens(self.problem, self.min_rows)
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
     def _take_output(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
-        """Return buffers for both parts if the call may use DeepGEMM, else for Triton alone."""
+        """Return the buffers of both parts if the call may use DeepGEMM, else those of Triton."""
         few, part = self._triton.workspace_shapes(shape), self._part(size)
-        # A plan may receive fewer tokens than it has room for, and then use Triton.
+        # A plan may be called with fewer tokens than it was made for, and then uses Triton.
         return few if part is self._triton else _merge_shapes(few, part.workspace_shapes(shape))
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
-    """DeepGemmExperts from 128 rows per expert on; TritonExperts for fewer.
+    """DeepGemmExperts for a mean of at least 128 rows per expert; TritonExperts otherwise.
 
-    Calls whose weights are not row-major and 16-byte aligned use TritonExperts too. If DeepGEMM is
-    possible by size, the workspace has room for both parts, and tokens are dispatched unquantized.
-    If the call then uses TritonExperts and that needs quantized tokens, they are quantized here.
+    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If the size
+    allows DeepGEMM, the workspace has room for both parts, and tokens are dispatched unquantized.
+    If such a call uses TritonExperts on a path that needs quantized tokens, `apply` quantizes them.
     """
 
     triton_part = TritonExperts
@@ -160,7 +163,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
     def _quantize(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
-        """Quantize the tokens as `prepare` would have done."""
+        """Quantize the tokens the way `prepare` does."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
         out = take_quantized(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
         with stages.stage(stages.QUANTIZE_INPUT):
@@ -169,10 +172,10 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
 
 class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
-    """BatchedDeepGemmExperts from 64 rows per expert on; BatchedTritonExperts for fewer.
+    """BatchedDeepGemmExperts for a large capacity; BatchedTritonExperts for a small one.
 
-    The number of rows is the capacity of an expert, which a plan fixes. It is a multiple of 128 for
-    both parts.
+    The threshold of the capacity C, which a plan fixes, is the number of tokens that gives 64 rows
+    per expert on average. C is a multiple of 128 for both parts.
     """
 
     triton_part = BatchedTritonExperts
@@ -194,7 +197,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
         return self._take_output(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # The capacity of an expert decides, and it cannot be derived from the tokens.
+        # The capacity decides which part runs, and it cannot be derived from x_TH.
         return self._triton.roundings(x_TH, weights) if self._deepgemm is None else None
 
     def apply(
@@ -211,10 +214,10 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
 
 def _merge_shapes(few: WorkspaceShapes, many: WorkspaceShapes) -> WorkspaceShapes:
-    """Return buffers for a call of either part; their outputs are the same.
+    """Return buffers that are large enough for either part. Both parts have the same output.
 
-    A buffer that both parts have may alias only the buffers that it aliases in both, because one
-    part may still read what the other no longer needs.
+    A buffer that both parts have may alias only what it aliases in both, because one part may still
+    read memory that the other part no longer needs.
     """
     merged = {**few.buffers(), **many.buffers()}
     for name, spec in few.buffers().items():

@@ -9,7 +9,10 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 
 
 class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
-    """An experts part on the Triton GEMMs, for any scheme. `requires` is for contiguous tokens."""
+    """Base of experts parts that run the Triton GEMMs; supports every quantization scheme.
+
+    `requires` describes a part over contiguous tokens. Subclasses with another format override it.
+    """
 
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,

@@ -1,4 +1,4 @@
-"""TritonExperts: contiguous tokens, computed by the path that the launch configuration names."""
+"""TritonExperts: experts over contiguous tokens. The launch configuration selects a code path."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -38,11 +38,11 @@ _ORIGIN = "modular-kernel (experts.triton.paths)"
 
 
 class TritonExperts(TritonExpertsBase):
-    """Experts over contiguous tokens, including the router weights and the sum over top-k.
+    """Experts over contiguous tokens; applies the router weights and the sum over top-k itself.
 
-    The configuration of a call names its path (experts.triton.paths). If top-k is kept, GEMM 2
-    writes the output directly, with zeros for skipped pairs. There are no floating-point atomics,
-    so results are bitwise reproducible.
+    The launch configuration of a call names its path (experts.triton.paths). If the output keeps
+    the top-k dimension, GEMM 2 writes it directly, with zeros for skipped pairs. No kernel uses
+    floating-point atomics, so results are bitwise reproducible.
     """
 
     replayable = True
@@ -76,7 +76,10 @@ class TritonExperts(TritonExpertsBase):
         return on_device(Device.of(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether every path of calls up to `shape` quantizes, for any weight strides."""
+        """Return whether every path that a call up to `shape` can take quantizes its input.
+
+        The path also depends on the strides of the weights, so all possibilities are considered.
+        """
         assert isinstance(shape, ContiguousShape)
         if not self.problem.scheme.quantizes_activations:
             return False
@@ -90,7 +93,8 @@ class TritonExperts(TritonExpertsBase):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Return buffers large enough for any call of at most shape.tokens tokens.
 
-        Fewer tokens can need a larger buffer, because they use other paths and smaller blocks.
+        All smaller calls are considered, because a call with fewer tokens can need a larger buffer:
+        it may take another path or use smaller blocks.
         """
         assert isinstance(shape, ContiguousShape)
         kinds = self._call_groups(shape.tokens)
@@ -108,7 +112,7 @@ class TritonExperts(TritonExpertsBase):
         return (*calls, *calls_without_adapters)
 
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
-        """Return the largest call for each (path, block_m), over every possible tensor layout."""
+        """Return the maximum tokens of a call for each (path, block_m), over all tensor layouts."""
         result: dict[tuple[str, int], int] = {}
         for paths in self._path_sets:
             kinds = buffer_kinds_up_to(self.problem, tokens, paths, prepared=prepared)
@@ -163,7 +167,8 @@ class TritonExperts(TritonExpertsBase):
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether a call uses the prepared weights.
 
-        It does under an override or a file tuned with them; otherwise if every path gains.
+        It does if the configuration is overridden or comes from a file tuned with prepared weights;
+        otherwise if every path is faster with them.
         """
         if weights.w1_tiles is None or len(self._prepared_options) == 1:
             return False
@@ -183,9 +188,10 @@ class TritonExperts(TritonExpertsBase):
 
 @dataclass(frozen=True)
 class _CallGroup:
-    """Calls with the same buffers: at most max_tokens tokens, in blocks of block_m rows.
+    """A set of calls that need the same buffers.
 
-    prepared: the calls use prepared weights, which are not part of the workspace.
+    max_tokens: maximum tokens of a call. block_m: rows of a block. prepared: whether the calls use
+    prepared weights, which are not part of the workspace.
     """
 
     path: Path
@@ -199,13 +205,16 @@ class _CallGroup:
 
 
 def supported_paths(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the paths that support `problem` on this device, or on `on_device`'s."""
+    """Return the names of the paths that support `problem` on the current device.
+
+    Inside `on_device`, that is the device passed to it.
+    """
     device = current_lookup().device
     return tuple(path.name for path in PATHS if path.serves(problem, device))
 
 
 def _possible_path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return every set of paths that can remain after some reject the tensors of a call."""
+    """Return every subset of paths that can remain after some reject the tensors of a call."""
     selective = [name for name in paths if BY_NAME[name].refuses]
     rejected = (
         rejected_paths

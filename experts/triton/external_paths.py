@@ -1,10 +1,10 @@
-"""Paths of TritonExperts from other packages: entry points, their validation, and what failed.
+"""Loads and validates paths of TritonExperts that other packages provide.
 
 A package offers a tuple of `Path` subclasses in the entry-point group modular_kernel.triton_paths:
 
     entry_points={"modular_kernel.triton_paths": ["mine = my_package:PATHS"]}
 
-A failing entry point or class is recorded and logged once, and the others still load.
+An entry point or class that fails is recorded and logged once; the others still load.
 """
 
 import inspect
@@ -27,7 +27,7 @@ _MAX_ORIGIN_CHARS = 200
 
 @dataclass(frozen=True)
 class ExternalPath:
-    """A path class of another package, and the entry point that offers it."""
+    """A path class of another package. origin: distribution and entry point that provide it."""
 
     path: type[Path]
     origin: str
@@ -35,7 +35,10 @@ class ExternalPath:
 
 @dataclass(frozen=True)
 class BrokenPath:
-    """An entry point, or one class of it, that cannot be used. name: of the entry or the path."""
+    """An entry point, or one of its classes, that cannot be used.
+
+    name: name of the entry point or of the path.
+    """
 
     name: str
     origin: str
@@ -44,17 +47,17 @@ class BrokenPath:
 
 @dataclass(frozen=True)
 class ExternalPaths:
-    """The usable paths of other packages, ordered by entry point, and those that failed."""
+    """The external paths that can be used, ordered by entry point, and those that cannot."""
 
     usable: tuple[ExternalPath, ...] = ()
     broken: tuple[BrokenPath, ...] = ()
 
 
 def load_external_paths(taken: Collection[str]) -> ExternalPaths:
-    """Load the paths of all installed packages. taken: names that they may not have.
+    """Load the paths of all installed packages.
 
-    Of several paths with the same name none is usable, so that the order of installation does not
-    decide which one runs.
+    taken: names of built-in paths, which external paths may not use. If several paths have the same
+    name, none of them is used, so that the result does not depend on the order of installation.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
@@ -88,7 +91,7 @@ def _load(entry: EntryPoint, origin: str) -> object:
 
 
 def _checked(value: object) -> Iterator[type[Path]]:
-    """Yield the classes of an entry point; ConfigurationError if one is no complete path."""
+    """Yield the classes of an entry point; raise ConfigurationError for an incomplete path."""
     if not isinstance(value, tuple) or not all(isinstance(cls, type) for cls in value):
         raise ConfigurationError("entry point", got=repr(value)[:200], need="a tuple of classes")
     for cls in value:

@@ -1,4 +1,4 @@
-"""Options that describe a machine, with the same meaning in every verb that has them."""
+"""Options that describe a machine, shared by all commands that take them."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """The machine that a verb judges: this one, or a described one."""
+    """The machine to judge pairings for: this one, or one described by --machine."""
 
     machine: Annotated[
         str | None,
@@ -34,7 +34,7 @@ class MachineOptions:
     ] = None
 
     def cluster(self) -> "Cluster | None":
-        """Return the machine of --machine; None if it is not given."""
+        """Return the machine that --machine describes; None without --machine."""
         if self.machine is None:
             return None
         from modular_kernel.perf_model.machines import parse_machine
@@ -47,7 +47,10 @@ class MachineOptions:
         arch: str | None = None,
         device: Literal["cuda", "cpu"] | None = None,
     ) -> "Machine":
-        """Return the machine of `cluster`, of the other options, or this one."""
+        """Return the machine of `cluster`, else that of --arch and --device, else this machine.
+
+        Raises ConfigurationError if --machine is combined with --arch or --device.
+        """
         if cluster is not None:
             for name, value in (("--arch", arch), ("--device", device)):
                 if value is not None:
@@ -64,9 +67,10 @@ class MachineOptions:
     def package_set(
         self, cluster: "Cluster | None" = None, *, described: bool = True
     ) -> frozenset[str] | None:
-        """Return the packages of the machine; None means those that are installed here.
+        """Return the packages of the machine; None means the packages installed here.
 
-        described: the machine is not this one. Raises ConfigurationError for an unknown package.
+        described: whether the machine is described by options instead of detected. Raises
+        ConfigurationError for an unknown package.
         """
         from modular_kernel.catalog import load_catalog, packages_of
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
@@ -81,9 +85,10 @@ class MachineOptions:
 
 
 def on_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:
-    """Return the options with the ranks of a described machine: its GPUs, or --world-size of them.
+    """Return the options with world_size and ranks_per_host taken from a described machine.
 
-    Raises ConfigurationError if --world-size or --ranks-per-host contradict the machine.
+    The world size is --world-size, else the number of GPUs. Raises ConfigurationError if
+    --world-size or --ranks-per-host contradicts the machine.
     """
     if cluster is None:
         return options

@@ -17,13 +17,13 @@ _UNGATED_FORMS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class MoeRunnerConfig:
-    """Settings of a layer beside its tensors, with the fields and defaults of SGLang 0.5.23.
+    """Settings of a layer other than its tensors, with the fields and defaults of SGLang 0.5.23.
 
     num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if given,
         the tensors must have these sizes.
     layer_id: name of the layer. layer: its module. Both have no effect.
-    num_fused_shared_experts: number of experts that are shared ones, which the given routing
-        assigns to every token. Not supported with logits. None means 0.
+    num_fused_shared_experts: number of shared experts among the experts; the given routing assigns
+        them to every token. Not supported with logits. None means 0.
     params_dtype: if given, the dtype that unquantized weights must have.
     routing_method_type: how the router selects experts. It has no effect on a given routing, and
         is not supported with logits.
@@ -140,11 +140,11 @@ class MoeRunnerConfig:
 
 
 class Quantization(TypedDict, total=False):
-    """Flags (at most one use_*) and tensors beside w1 and w2, under vLLM's and SGLang's names.
+    """Quantization flags (at most one use_*) and tensors, under the names of vLLM and SGLang.
 
-    block_shape: [bn, bk] of w8a8, or [0, g] for groups of g. per_channel_quant: one scale per row.
-    Channel scales may be (E, N, 1), a static activation scale (). Scales with one or two dimensions
-    may have any strides. Otherwise as in `ExpertWeights`.
+    block_shape: [bn, bk] for w8a8, or [0, g] for groups of g. per_channel_quant: one scale per row.
+    Shapes are as in `ExpertWeights`; channel scales may also be (E, N, 1), and a static activation
+    scale (). Scales with one or two dimensions may have any strides.
     """
 
     use_fp8_w8a8: bool

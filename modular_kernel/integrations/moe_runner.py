@@ -1,11 +1,11 @@
-"""MoeRunner: a layer's experts for engines with their own dispatcher, selected by backend name.
+"""MoeRunner: runs a layer's experts for an engine that has its own token dispatcher.
 
     runner = MoeRunner("triton", MoeRunnerConfig(num_experts=8, top_k=2, inplace=False))
     combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
 
-A call runs an experts part: the fused operation if there is one, else the stages. Every argument is
-either passed on to the Problem, or refused by name. torch.compile and torch.export trace a call of
-the standard format as `torch.ops.modular_kernel.experts`; for other formats the graph breaks.
+The backend name selects an experts part: a fused operation if there is one, else its stages. An
+argument that is not supported raises an error that names it. torch.compile and torch.export trace a
+call in the standard format as `torch.ops.modular_kernel.experts`; other formats break the graph.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -165,19 +165,20 @@ _INFO_FIELDS = tuple(field.name for field in fields(MoeQuantInfo))
 
 
 class MoeRunner:
-    """The experts of a backend: one of BACKENDS, of registered stages, or an experts part by name.
+    """Runs the experts of a backend.
 
-    config: sizes in it must match the tensors. `inplace` overwrites hidden_states if they are
-        tokens or rows of the problem's dtype.
-    fused: False uses the stages, which are the bitwise reference of a fused operation. Raises
-        UnsupportedError if there are none. None means True; with
-        SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 in the environment it means the stages, if there are any.
-    padding: weights have additional columns after H and I, which are not read.
-    quant: name of a scheme. If no part of the backend has it, the constructor raises
-        UnsupportedError. If the config has all sizes, a backend that does not support the layer
-        raises IncompatibleError there, too, instead of in a call.
-    dtype: of the results for quantized rows.
-    fast_act, aiter: not supported; the parts make these decisions.
+    backend: a name in BACKENDS, the name of registered stages, or the name of an experts part.
+    config: its sizes must match the tensors. With `inplace`, hidden_states are overwritten if they
+        have the problem's dtype.
+    fused: False uses the stages, with which the result of a fused operation is compared bitwise;
+        raises UnsupportedError if there are none. None means True, or False if
+        SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 is set and there are stages.
+    padding: whether weights have additional columns after H and I, which are not read.
+    quant: name of a scheme. The constructor raises UnsupportedError if no part of the backend
+        supports it, and, if the config has all sizes, IncompatibleError if the backend does not
+        support the layer. Without it, calls raise these errors.
+    dtype: dtype of the results for quantized rows.
+    fast_act, aiter: not supported, because the parts make these decisions.
     """
 
     def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
@@ -214,7 +215,7 @@ class MoeRunner:
             self._check_quant(self.quant)
 
     def _check_quant(self, quant: str) -> None:
-        """Raise an error if no part supports the scheme, with the config's layer if it is known."""
+        """Raise an error if no part supports the scheme, for the config's layer if it is known."""
         if None not in self._sizes():
             verdicts = self.verdicts(quant).values()
             refused = [verdict for verdict in verdicts if not verdict.ok]
@@ -291,7 +292,7 @@ class MoeRunner:
         return {f: check(prepare[FORMATS[f]], part, problem) for f, part in self._parts.items()}
 
     def explain(self, quant: str = "none", tokens: int = 1) -> str:
-        """Return a text with the part of each dispatch format, and why it can or cannot run."""
+        """Describe the part of each dispatch format, and why it can or cannot run."""
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.get_fused_func(A2A[format], self.runner_backend)

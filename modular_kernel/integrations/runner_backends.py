@@ -1,4 +1,4 @@
-"""Backend names of MoeRunner, their experts parts by dispatch format, and SGLang's switches."""
+"""Experts parts by backend name and dispatch format, and options from SGLang's environment."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ from modular_kernel.spec.problem import ActivationFormat
 from modular_kernel.utils.argument_checks import expect
 
 _STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
-# Backend, named as in SGLang if it exists there -> part of each activation format. Registered
-# stages add others.
+# Backend (SGLang's name if it exists there) -> experts part by activation format. Registered stages
+# add further backends.
 BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "triton": {_STANDARD: "TritonExperts", _BATCHED: "BatchedTritonExperts"},
     "triton_kernel": {_STANDARD: "TritonKernelsExperts"},

@@ -1,6 +1,6 @@
-"""Checks of an external dispatcher's tensors.
+"""Checks of tensors from an external dispatcher.
 
-Kernels use these values to compute addresses, so wrong ones would read invalid memory.
+Kernels compute addresses from them, so invalid values would cause out-of-bounds reads.
 """
 
 import torch
@@ -19,10 +19,12 @@ _IDS = (torch.int32, torch.int64)
 
 
 def check_dispatched(given: DispatchOutput) -> None:
-    """Check the tensors of a dispatch output; for the standard format only its rows.
+    """Check the tensors of a dispatch output.
 
-    On a CPU row counts are also checked by value; on a GPU that would synchronize. Raises
-    DtypeError, ShapeError, DeviceError, LayoutError or RoutingError.
+    In the standard format, only hidden_states and expert-sorted routing data are checked here; the
+    call itself checks the rest. The values of row counts are checked on a CPU only, because reading
+    them on a GPU would synchronize. Raises DtypeError, ShapeError, DeviceError, LayoutError or
+    RoutingError.
     """
     x = given.hidden_states
     check_tensor("hidden_states", x)
@@ -41,7 +43,7 @@ def check_dispatched(given: DispatchOutput) -> None:
 
 
 def _check_sorted(topk_output: object) -> None:
-    """Check the tensors of a routing that is sorted by expert. Others are checked in the call."""
+    """Check the tensors of expert-sorted routing; the call checks other kinds of routing."""
     if isinstance(topk_output, TritonKernelTopKOutput):
         expect("routing_data", topk_output.routing_data, RoutingData)
         expect("gather_indx", topk_output.gather_indx, Permutation)
@@ -53,7 +55,10 @@ def _check_sorted(topk_output: object) -> None:
 
 
 def _check_pairs(ids: object, weights: object, x: torch.Tensor, rows: int | None) -> None:
-    """Check ids and weights (R, K). rows: R, or None if they do not belong to the rows of x."""
+    """Check ids and weights (R, K).
+
+    rows: the required R; None if ids are per token, not per row of x.
+    """
     ids, weights = _beside("topk_ids", ids, x), _beside("topk_weights", weights, x)
     _check_dims("topk_ids", ids, "(T, K)" if rows is None else "(R, K)")
     if ids.dtype not in _IDS:

@@ -1,6 +1,6 @@
-"""Execution of an experts part on rows from an external dispatcher, quantized or by expert.
+"""Runs an experts part on rows from an external dispatcher.
 
-ReceivedRows and ReceivedBatches represent that dispatcher in compatibility checks; they do not run.
+ReceivedRows and ReceivedBatches stand for the dispatcher in compatibility checks and never run.
 """
 
 from functools import lru_cache

@@ -1,7 +1,7 @@
-"""Dispatch outputs, which a token dispatcher passes to `MoeRunner`, and combine inputs.
+"""Inputs of `MoeRunner`, which a token dispatcher produces, and its outputs (combine inputs).
 
-A format defines the layout of rows: "standard" is (T, H) tokens with their routing; "deepep_normal"
-received rows with local ids; "deepep_ll" received rows by expert, with counts. The result has the
+There are three formats: "standard" is (T, H) tokens with their routing; "deepep_normal" is received
+rows with local ids; "deepep_ll" is received rows grouped by expert, with counts. The output has the
 format of the input.
 """
 
@@ -46,11 +46,11 @@ class DeepEPNormalDispatchOutput(NamedTuple):
 
 
 class DeepEPLLDispatchOutput(NamedTuple):
-    """Rows by expert, (e, C, H), of which the first masked_m[i] of expert i are tokens.
+    """Rows grouped by expert, (e, C, H).
 
     hidden_states_scale: None for unquantized rows, else as `BatchedTokens.scale`. topk_ids,
-    topk_weights: (T, K) of the tokens of this rank, passed on to the combiner. masked_m: (e,)
-    int32. expected_m: not used.
+    topk_weights: (T, K) routing of this rank's tokens, passed on to the combiner. masked_m: (e,)
+    int32, number of valid rows of each expert. expected_m: not used.
     """
 
     hidden_states: torch.Tensor

@@ -1,9 +1,9 @@
-"""Block and tensor types of the interpreter, with the properties of each shape cached.
+"""Faster block and tensor types for the interpreter: the properties of each shape are cached.
 
-Each interpreted operation creates its result and the result's type, and upstream formats the same
-few shapes into names and constants every time, which took more than a third of a kernel's time.
-Here that is done once per shape. `modular_kernel.interpreter.patch` installs these functions in
-place of upstream's.
+Every interpreted operation creates a tensor and its type. Upstream Triton formats the shape into a
+name and constants each time, which took more than a third of a kernel's time although few distinct
+shapes occur. Here it happens once per shape. `modular_kernel.interpreter.patch` replaces upstream's
+functions with these.
 """
 
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ def _sizes(values: Iterable[TritonObject]) -> tuple[int, ...] | None:
 
 @cache
 def _shape_of_block(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
-    """Return shape, element count and name of triton's block of `sizes`, or raise its error."""
+    """Return shape, numel and name of Triton's block type of `sizes`; raise Triton's error."""
     block = tl.block_type.__new__(tl.block_type)
     _block_init(block, tl.float32, list(sizes))
     return block.shape, block.numel, str(block.shape)
@@ -65,7 +65,7 @@ def _shape_of_block(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
 
 @cache
 def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObject]:
-    """Return shape and element count of tensors, which triton keeps as constants."""
+    """Return shape and numel of a tensor of `sizes`, as the constants that Triton keeps."""
     kind = tl.float32
     if sizes:
         kind = tl.block_type.__new__(tl.block_type)
@@ -76,7 +76,7 @@ def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObjec
 
 
 def shape_of_scalars() -> tuple[TritonObject, TritonObject]:
-    """Return shape and element count of scalar tensors."""
+    """Return shape and numel of scalar tensors."""
     return _shape_of_tensors(())
 
 

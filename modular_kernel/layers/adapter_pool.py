@@ -44,7 +44,7 @@ def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str
         yield
     except RuntimeError as error:
         message = str(error).splitlines()[0]
-        # OutOfMemoryError is for devices only; the host's allocator raises RuntimeError.
+        # Only devices raise OutOfMemoryError; the CPU allocator raises RuntimeError.
         if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(message):
             raise
         need = f"{needed} bytes on {device}"
@@ -181,7 +181,7 @@ class AdapterPool:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free an adapter's slot and zero it: tokens that still use it get no adapter.
+        """Free the slot of an adapter and zero it, so that tokens still using it get no adapter.
 
         Raises StateError for a name that is not loaded, or during stream capture.
         """
@@ -200,7 +200,7 @@ class AdapterPool:
 
     @torch.no_grad()
     def _zero_dirty_slots(self) -> None:
-        """Zero the unclean slots, except those that are in use."""
+        """Zero free slots that an interrupted load or evict may have left nonzero."""
         self._dirty_slots.difference_update(self._slots.values())
         for slot in tuple(self._dirty_slots):
             for tensor in self._tensors.values():
@@ -257,7 +257,7 @@ class AdapterPool:
         return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
 
     def _split_gate_up(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reshape an adapter's tensor like its slot: A has a dimension for gate and up."""
+        """Reshape an adapter's tensor like its slot, where A has a separate gate/up dimension."""
         if "_a" not in name:
             return tensor
         halves = self._shapes(1)[name][1]

@@ -31,18 +31,18 @@ class EPMoE(FusedMoE):
     num_experts must be a multiple of their number.
 
     renormalize: scale the K weights of a token to sum to 1.
-    use_grouped_topk: select among the topk_group best of num_expert_group groups. Without
-        correction_bias scores are softmax and a group is ranked by its best expert; with
-        correction_bias (E,) scores are sigmoid and a group is ranked by its two best.
+    use_grouped_topk: select experts from the best topk_group of num_expert_group groups. Without
+        correction_bias, scores are softmax, and a group is ranked by its best expert. With
+        correction_bias (E,), scores are sigmoid, and a group is ranked by the sum of its two best.
     quant_config: as for FusedMoE; or an object with an `activation_scheme` of "dynamic" or
         "static", which means float8 with one scale per expert, or per block if it has a
         `weight_block_size`.
     experts: the experts part. GroupedGemmExperts needs Triton.
 
-    Attributes for engines, beside those of the arguments: use_fp8_w8a8; activation_scheme,
-    "dynamic", "static" or None; quant_method, whose `process_weights_after_loading(layer)` an
-    engine calls after it has loaded weights, or None for schemes other than float8 with one scale
-    per expert or per block.
+    Attributes for engines, in addition to the arguments: use_fp8_w8a8; activation_scheme
+    ("dynamic", "static" or None); quant_method, whose `process_weights_after_loading(layer)` the
+    engine calls after it has loaded weights. quant_method is None for schemes other than float8
+    with one scale per expert or per block.
 
     Raises ConfigurationError for a combination that these rules do not allow.
     """

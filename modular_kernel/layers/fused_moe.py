@@ -110,14 +110,13 @@ class FusedMoE(ExpertParameters):
     selection_bias: (E + zero experts,), required where a RouterSpec has a selection bias.
     shared_experts: module applied to x (T, H); its output is added. With an asynchronous
         prepare/finalize part it runs between dispatch and combine.
-    shared_partial: True if shared_experts returns this rank's term of a sum over ranks, as the
-        experts do. False if every rank returns the whole output, which is then added once.
+    shared_partial: True if shared_experts returns a partial sum of this rank, as the experts do.
+        False if it returns the complete output on every rank, which is then added once.
     parallel: this rank's position and its process groups.
-    reduce_results: all-reduce the output over the ranks that hold terms of it. Otherwise a rank
-        returns its own term.
-    prepare_finalize: None exchanges no tokens: every EP rank gets all of them. A prepare/finalize
-        part that spans ranks exchanges at most max_tokens per rank over ep_group, and its output is
-        complete over EP.
+    reduce_results: all-reduce the partial sums over ranks. If False, a rank returns its own.
+    prepare_finalize: a prepare/finalize part that exchanges at most max_tokens per rank over
+        ep_group; its output is complete over EP. None exchanges no tokens, and every EP rank must
+        be called with all of them.
     placement: the experts of each EP rank. None assigns them in contiguous blocks.
     experts: None selects TritonExperts on a GPU.
 
@@ -355,7 +354,7 @@ class FusedMoE(ExpertParameters):
         return local_experts.index(expert_id) if expert_id in local_experts else -1
 
     def describe(self) -> str:
-        """Return a text about this rank's share, all experts' slots, and the parts that run."""
+        """Describe this rank's share, the slots of all experts, and the parts that run."""
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
         local_experts = len(self.placement.slots[ep_rank])
         share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
@@ -403,7 +402,7 @@ class FusedMoE(ExpertParameters):
         call = (self.computed, hidden_states, routing)
         if self.shared_experts is None:
             return modes.run_outside_function_modes(self.forward_with, *call, token_ids=token_ids)
-        # They are the caller's code, which may rely on a mode such as a default device.
+        # Shared experts are the caller's code and may rely on a mode such as a default device.
         return self.forward_with(*call, token_ids=token_ids)
 
     def forward_with(
@@ -451,11 +450,10 @@ class FusedMoE(ExpertParameters):
             _plan_cache.warm_up(self._pairing(device), problem, device)
 
     def prepare_weights(self) -> None:
-        """Precompute what the experts derive from the weights; call it after loading.
+        """Prepare the weights (FusedMoEModularKernel.prepare_weights). Call it after loading.
 
-        See FusedMoEModularKernel.prepare_weights. Calls on a GPU do this on their own, with weaker
-        checks. If a parameter is replaced, the prepared tensors are dropped. Raises StateError as
-        `weights` does.
+        On a GPU, the first call prepares weights by default, but checks less. If a parameter is
+        replaced, the prepared tensors are dropped. Raises StateError as `weights` does.
         """
         weights, kernel = self.plain_weights(), self._own_kernel
         device = weights.w2.device
@@ -590,7 +588,7 @@ class FusedMoE(ExpertParameters):
         return y_TH, None if shared is None else shared(x_TH)
 
     def _adds_once(self) -> bool:
-        """Return whether this rank adds a term that every rank has, given that ranks are summed."""
+        """Return whether this rank adds a term that all ranks have, so that the sum has it once."""
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
 
     def _pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:

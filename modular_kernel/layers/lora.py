@@ -1,4 +1,4 @@
-"""LoRA adapters of FusedMoE: a manager of adapter slots in all layers, and a layer that uses them.
+"""LoRA for FusedMoE: LoRAManager loads adapters for all layers; FusedMoEWithLoRA applies them.
 
     manager = LoRAManager(layer.problem, "adapters=8,rank=16", [layer.layer_id], device)
     manager.load("mine", {3: MoELoRALayer(load_adapter("adapter/", 3, manager.problem))})
@@ -6,9 +6,9 @@
     info = manager.prepare_moe_lora_batch(ForwardBatch(("mine", None), seg_indptr), 3)
     y_TH = adapted(x_TH, router_logits, moe_lora_info=info)
 
-The two modes compute different functions. "merged", the default, applies LoRA inside the experts,
-as it is trained. "parallel_delta" adds a separate branch beside the experts
-(`modular_kernel.ops.moe_lora`).
+The two modes compute different functions. "merged", the default, applies LoRA to the projections
+inside the experts, as PEFT trains it. "parallel_delta" adds a separate branch in parallel with the
+experts (`modular_kernel.ops.moe_lora`).
 """
 
 import math
@@ -106,11 +106,14 @@ class ForwardBatch:
 class LoRAManager:
     """Named adapters, each in the same slot of every layer's pool.
 
-    problem: of one layer, as `FusedMoE.problem`; all layers must be equal. lora: slots and rank, as
-    in Problem.lora. layers: ids of one or more layers. mode: what a layer computes;
-    "parallel_delta" has one A for gate and up, and requires a13=shared, activation silu, and rows
-    of w1 that are not interleaved. Raises ConfigurationError for other arguments, and the
-    DeviceError and CapacityError of `AdapterPool`.
+    problem: the problem of the layers, such as `FusedMoE.problem`; all layers have the same.
+    lora: number of slots and rank, as in Problem.lora.
+    layers: ids of one or more layers.
+    mode: "merged" or "parallel_delta". The latter has one A for gate and up, and requires
+        a13=shared, activation silu, and rows of w1 that are not interleaved.
+
+    Raises ConfigurationError for other arguments, and the DeviceError and CapacityError of
+    `AdapterPool`.
 
     Threads may load, evict and prepare batches concurrently; a lock serializes them.
     """
@@ -366,11 +369,12 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: its layer_id is in manager.pools, its problem equals the manager's apart from lora
-    and tokens, and its prepare/finalize part does not span ranks. If experts are sharded, the
-    adapters' contribution, like the experts' output, is this rank's partial sum. In mode
-    "parallel_delta" the branch is weighted like the experts' output, by the routing and the scaling
-    factor.
+    base_layer: its layer_id must be in manager.pools, its problem must equal the manager's except
+    for lora and tokens, and its prepare/finalize part must not span ranks.
+
+    If experts are sharded, the adapters' contribution is part of this rank's partial sum. In mode
+    "parallel_delta", the branch is weighted by the routing and routed_scaling_factor, as the
+    experts' output is.
     """
 
     def __init__(self, base_layer: FusedMoE, manager: LoRAManager) -> None:

@@ -1,4 +1,4 @@
-"""LayerParallel, the position and process groups of a rank in a layer; and the all-reduce."""
+"""LayerParallel: the EP and TP position of a rank and its process groups; and the all-reduce."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,10 @@ GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
 class LayerParallel:
     """Expert and tensor parallelism: EP ranks hold different experts, TP ranks slices along I.
 
-    ep, tp: (rank, number of ranks), by default (0, 1). ep_group, tp_group: the process groups of
-    these ranks, from which ep and tp can be derived; None if the caller sums what the ranks return.
-    group: of all EP x TP ranks, so that a sum over both is a single all-reduce.
+    ep, tp: (rank, number of ranks), by default those of the groups, else (0, 1).
+    ep_group, tp_group: process groups of the EP and TP ranks; None if the caller reduces the
+        outputs of the ranks.
+    group: process group of all EP x TP ranks, so that a sum over both takes a single all-reduce.
     """
 
     ep: RankPosition = (0, 1)

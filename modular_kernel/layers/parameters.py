@@ -1,4 +1,4 @@
-"""The parameters of a layer's experts: their specs, loading, moves and casts, and kernels' view."""
+"""ExpertParameters: the parameters of a layer's experts, with loading, moves and casts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,9 +45,10 @@ _READY = "modular_kernel_ready"  # key in the metadata of a state_dict
 class ExpertParameters(nn.Module):
     """One rank's share of a layer's experts, as the parameters that PARAMETERS lists.
 
-    problem: of this rank. placement: the experts of each EP rank. device: of the parameters; floats
-    are NaN until they are loaded. loader: of the checkpoint's format. If that is quantized, the
-    parameters have the checkpoint's layout until `process_weights_after_loading`.
+    problem: the problem of this rank. placement: the experts of each EP rank. device: device of the
+    parameters; floats are NaN until they are loaded. loader: loader of the checkpoint's format. For
+    a quantized format, the parameters have the checkpoint's layout until
+    `process_weights_after_loading`.
 
     Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): the quantized tensors of a scheme
     (codes, scales, zero points, orders) are moved but never cast. Unquantized weights and biases
@@ -106,8 +107,9 @@ class ExpertParameters(nn.Module):
     ) -> None:
         """Copy this rank's share of one tensor of a checkpoint, as `ExpertLoader` does.
 
-        Every parameter also has it as an attribute. Raises UnsupportedError if the layer was
-        created with the name of a scheme instead of a checkpoint's quantization_config.
+        Every parameter also has this method as its attribute `weight_loader`. Raises
+        UnsupportedError if the layer was created with the name of a scheme instead of a
+        checkpoint's quantization_config.
         """
         self._checkpoint_loader("weight_loader").weight_loader(
             param, loaded_weight, weight_name, shard_id, expert_id
@@ -115,7 +117,7 @@ class ExpertParameters(nn.Module):
 
     @modes.outside_inference_mode()
     def process_weights_after_loading(self) -> None:
-        """Replace what `weight_loader` has loaded by the tensors that kernels take.
+        """Convert the tensors that `weight_loader` has loaded to the layout of the kernels.
 
         Raises WeightsError, and changes nothing, if a tensor of this rank is missing.
         """
@@ -174,8 +176,8 @@ class ExpertParameters(nn.Module):
     def mark_loaded(self) -> None:
         """Skip the check for unloaded parameters.
 
-        Not needed if all parameters were written. It is for weights that really contain NaN in the
-        first or last value of an expert, which the check cannot distinguish from a new layer.
+        Needed only for weights that are meant to contain NaN in the first or last value of an
+        expert, which the check cannot distinguish from parameters that were not loaded.
         """
         self._unloaded = False
 
@@ -213,7 +215,7 @@ class ExpertParameters(nn.Module):
             self._unloaded = not state_is_loaded(names, state_dict, prefix)
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
-        """Use the state's tensors as weights if they have the kernels' layout, else leave them."""
+        """Use the state's tensors as weights if they have the layout of the kernels."""
         device, tensors = next(self.parameters()).device, {}
         for field, spec in self.specs().items():
             tensor = state_dict.get(prefix + PARAMETERS[field])
@@ -229,7 +231,7 @@ class ExpertParameters(nn.Module):
             self.set_weights(ExpertWeights(**copies))
 
     def _make_room(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give 16-bit scales the dtype of the state's: the current one might not represent them."""
+        """Change 16-bit scales to the dtype of the state's, so that loading does not round them."""
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
             current = getattr(self, name)
@@ -294,12 +296,12 @@ class ExpertParameters(nn.Module):
             self._layer_text = ""
 
     def plain_weights(self) -> ExpertWeights:
-        """Drop what was prepared of the weights, and return `weights` without it."""
+        """Drop prepared tensors, and return `weights` without them."""
         self.keep_prepared(prepared.without_prepared(self.weights()))
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
-        """Let `weights` return these: the same parameters with what was prepared of them."""
+        """Make `weights` return these: the same parameters, with prepared tensors."""
         assert self._bound is not None
         self._bound = self._bound[0], weights
 

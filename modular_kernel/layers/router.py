@@ -1,4 +1,4 @@
-"""Router, a gate with a RouterSpec, and `select_experts`, the selection from given logits.
+"""`Router`, a linear gate that selects experts, and `select_experts`, which starts from logits.
 
 router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
 weights, ids, logits = router(x_TH)
@@ -34,10 +34,10 @@ def select_experts(
     token_ids: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> StandardTopKOutput:
-    """Select experts as `route` does, and return (weights, ids, logits) as a StandardTopKOutput.
+    """Select K experts per token with `route`; return (weights, ids, logits).
 
-    router_logits: (T, E). Other arguments: see `route`. Raises ConfigurationError for a spec with
-    zero experts.
+    router_logits: (T, E). See `route` for the other arguments. Raises ConfigurationError if the
+    spec has zero experts, whose weight a StandardTopKOutput cannot hold.
     """
     expect("router", spec, RouterSpec)
     if spec.zero_experts:
@@ -49,12 +49,14 @@ def select_experts(
 
 
 class Router(nn.Module):
-    """A linear gate from x (T, H) to logits, and the selection of K experts per token by `spec`.
+    """A linear gate from x (T, H) to logits, followed by the selection of K experts per token.
 
-    The parameters are weight (E + zero experts, H); bias, if requested; e_score_correction_bias,
-    float32, if the spec has a selection bias; and the buffer tid2eid (vocabulary, K) int64, if the
-    spec has a table. dtype: of the gate; x is cast to it. Until they are loaded floats are NaN and
-    the table is -1.
+    Parameters: weight (E + zero experts, H); bias, if `bias`; e_score_correction_bias, float32, if
+    the spec has a selection bias. Buffer: tid2eid (vocabulary, K) int64, if the spec has a table.
+    Before they are loaded, parameters are NaN and the table is -1; a call then raises StateError.
+
+    dtype: dtype of the gate; x is cast to it. vocabulary: number of token ids, required for a spec
+    with a table.
     """
 
     weight: nn.Parameter
@@ -106,7 +108,7 @@ class Router(nn.Module):
         self._unloaded = True  # until the first call has checked
 
     def mark_loaded(self) -> None:
-        """Skip the check for unloaded parameters, for a gate that really contains NaN."""
+        """Skip the check for unloaded parameters, for a gate that is meant to contain NaN."""
         self._unloaded = False
 
     def extra_repr(self) -> str:
@@ -114,7 +116,7 @@ class Router(nn.Module):
         return f"{self.spec}, num_experts={self.num_experts}"
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return logits (T, E + zero experts) in the gate's dtype, also under autocast."""
+        """Return logits (T, E + zero experts) in the gate's dtype; autocast does not change it."""
         check_tensor("x of the router", x_TH)
         if not x_TH.is_floating_point():
             raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")
@@ -130,7 +132,7 @@ class Router(nn.Module):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
-        """Return the tensors that `route` takes beside the logits."""
+        """Return the tensors that `route` takes in addition to the logits."""
         unloaded = (
             tuple(self._loaded_tensors().values()) if self._unloaded and is_compiling() else ()
         )
@@ -177,7 +179,7 @@ class Router(nn.Module):
         *,
         ids_dtype: torch.dtype = torch.int32,
     ) -> Routed:
-        """Return the routing of x, with the weight of the zero experts."""
+        """Return the routing of x (T, H), including the weight of zero experts."""
         return route(
             self.logits(x_TH),
             self.spec,

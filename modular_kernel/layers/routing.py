@@ -19,9 +19,10 @@ def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
 def check_selection_bias(
     selection_bias: torch.Tensor | None, router: Router | RouterSpec | None, experts: int
 ) -> None:
-    """Check that a bias (E + zero experts,) is given if and only if a RouterSpec has one.
+    """Check that a selection bias is given if and only if a RouterSpec requires one.
 
-    Raises ConfigurationError for a missing or extra bias, ShapeError for another shape.
+    selection_bias: (E + zero experts,). Raises ConfigurationError for a missing or unexpected bias,
+    ShapeError for a wrong shape.
     """
     required = isinstance(router, RouterSpec) and router.selection_bias
     if (selection_bias is not None) != required:
@@ -36,16 +37,16 @@ def check_selection_bias(
 
 
 def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> None:
-    """Raise ConfigurationError if a checkpoint's router selects or weights unlike the layer's.
+    """Raise ConfigurationError if the checkpoint's router routes differently from the layer's.
 
-    checkpoint_spec: None if its router is not known; then nothing is compared.
+    checkpoint_spec: None if the checkpoint's router is unknown; nothing is compared then.
     """
     if checkpoint_spec is None:
         return
     names = router_differences(checkpoint_spec, layer_spec)
     if names:
         if "groups" in names and "topk_groups" not in names:
-            names = (*names, "topk_groups")  # only both together define the candidates
+            names = (*names, "topk_groups")  # the two together define the candidates
         got, need = (
             ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
             for spec in (checkpoint_spec, layer_spec)
@@ -54,9 +55,10 @@ def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> 
 
 
 def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
-    """Return K, taken from the router if there is one, and check it against the number of experts.
+    """Return K: the router's if there is a router, else `top_k`.
 
-    Raises ConfigurationError for a K or a router that does not match.
+    Raises ConfigurationError if K exceeds the number of experts, or if `top_k`, the router and the
+    layer do not match.
     """
     spec = spec_of(router)
     if spec is None:
@@ -78,8 +80,8 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
 def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
     """Return logits (..., E) as (T, E).
 
-    lead: the dimensions of x before H. Raises ConfigurationError unless `routing` is a tensor,
-    ShapeError for another shape.
+    lead: the leading dimensions of x, all but H. Raises ConfigurationError unless `routing` is a
+    tensor, ShapeError for a wrong shape.
     """
     if not isinstance(routing, torch.Tensor):
         need = "the router's logits (..., E)"
@@ -96,8 +98,8 @@ def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torc
 def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
     """Return a caller's routing as contiguous (T, K) tensors; 16-bit weights become float32.
 
-    lead: the dimensions of x before H. The routing has the same ones, or T alone. Raises
-    ConfigurationError for an unknown type, ShapeError for shapes that do not match.
+    lead: the leading dimensions of x, all but H. The routing has the same leading dimensions, or
+    only T. Raises ConfigurationError for an unknown type, ShapeError for mismatched shapes.
     """
     if isinstance(routing, Routing):
         weights, ids = routing.topk_weights_TK, routing.topk_ids_TK

@@ -1,17 +1,19 @@
-"""Minimum bytes and flops of the adapters' products, by rank and number of pairs.
+"""Minimum bytes and flops of the LoRA adapters of a call, for the roofline.
 
-Tokens are distributed evenly over the L slots. An expert with n pairs reads the matrices of
+Tokens are assumed to be distributed evenly over the L adapter slots. An expert with n pairs then
+reads the matrices of
 
     L (1 - (1 - 1/L)^n)
 
-slots, the expected number of distinct ones. Each of these has r H + R I values in A and N R + H R
-in B, which are read once; matrices that experts share are read once per slot in use; u = A x and A
-h can stay on chip. r is 2 R, or R if gate and up share one A, or without a gate. The flops are
+slots, the expected number of distinct ones. Per slot, the A matrices have r H + R I values and the
+B matrices N R + H R. Each is read once; matrices that all experts share are read once per slot in
+use. The products A x and A h can stay on chip and are not counted. R is the rank; r is 2 R, or R if
+the gate and up projections share one A or if there is no gate. With P pairs, the flops are
 
     layer       2 P (N H + I H)
     adapters    2 P (r H + N R + R I + H R)
 
-which is a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
+so adapters add a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from modular_kernel.spec.problem import Problem
 
 @dataclass(frozen=True)
 class AdapterWork:
-    """The work with one A, or one B, in a call: flops, and bytes of matrices."""
+    """Work of one adapter matrix in a call: flops, and bytes read."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -37,7 +39,7 @@ MATRICES = ("a13", "b13", "a2", "b2")
 
 
 def adapter_bytes(problem: Problem) -> int:
-    """Return the bytes of one slot of a rank's experts; 0 without adapters."""
+    """Return the bytes of one adapter slot for all experts of a rank; 0 without adapters."""
     spec = problem.adapters
     if spec is None:
         return 0
@@ -46,7 +48,10 @@ def adapter_bytes(problem: Problem) -> int:
 
 
 def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, AdapterWork]:
-    """Return the work with each of MATRICES. pairs: computed here. touched: experts with a pair."""
+    """Return the work of each of MATRICES.
+
+    pairs: number of (token, expert) pairs on this rank. touched: number of experts with a pair.
+    """
     spec = problem.adapters
     if spec is None or not pairs:
         return dict.fromkeys(MATRICES, NO_WORK)
@@ -63,7 +68,7 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
 
 
 def total_adapter_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
-    """Return the work with all matrices."""
+    """Return the summed work of all adapter matrices."""
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 

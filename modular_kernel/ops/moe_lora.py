@@ -1,13 +1,13 @@
-"""run_moe_lora: LoRA adapters as a parallel branch, a small MLP in addition to the experts.
+"""run_moe_lora: LoRA adapters as a low-rank MLP in parallel with the experts.
 
     info = MoELoRABatchInfo(weight_indices, lora_ranks, scalings)
     run_moe_lora(x_TH, ids_TK, weights_TK, info, gate_up_a, gate_up_b, down_a, down_b, output)
 
 adds scaling * sum over k of weight[t, k] * down_B down_A (silu(gate) * up), where gate and up are
-gate_up_B gate_up_A x. This is not LoRA as usually trained, where B A belongs to each projection
-inside the experts (`Problem.lora`; `modular_kernel.spec.lora`). The branch has no term that mixes
-with the experts' weights, and adds nothing if one of its projections is zero; a PEFT checkpoint
-served by it has almost no effect. Use it for adapters trained in this form.
+gate_up_B gate_up_A x. This is not the usual LoRA, which adds B A to each projection inside the
+experts (`Problem.lora`; `modular_kernel.spec.lora`). The branch does not interact with the experts'
+weights, and its output is zero if one of its projections is zero. A PEFT checkpoint therefore has
+almost no effect here. Use this operation only for adapters that were trained in this form.
 """
 
 from dataclasses import dataclass
@@ -42,21 +42,25 @@ BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MAX_INT32)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Maximum of pairs times blocks of H for which `auto` fuses. An estimate, not measured: reading the
-# first steps again from cache costs about as much as the extra launches, 5 us each.
+# Maximum of pairs x blocks of H for which "auto" chooses "fused". An estimate, not measured: at
+# this size, repeating the first steps per block costs about as much as three launches of 5 us.
 _MAX_FUSED_PROGRAMS = 512
 
 
 @dataclass(frozen=True, eq=False)
 class MoELoRABatchInfo:
-    """Adapters of a batch, and the adapter of each token.
+    """The adapters of a batch, and the adapter slot of each token.
 
-    weight_indices: (T,) int32 or int64, each token's slot; or, with seg_indptr, (S,), each
-    sequence's. -1, and any other value that is not a slot, means none. lora_ranks: (L,) int32 or
-    int64, or (L, E) if experts differ: the number of rows of A and columns of B to read; 0 for a
-    slot without an adapter. scalings: (L,) float32. seg_indptr: (S + 1,) integers, ascending;
-    sequence s has tokens [seg_indptr[s], seg_indptr[s + 1]). All on one device; values are not read
-    on the host. Raises DtypeError, ShapeError or DeviceError for other tensors.
+    weight_indices: int32 or int64. (T,), the slot of each token, or with seg_indptr (S,), the slot
+        of each sequence. -1 or any other value outside 0..L - 1 means no adapter.
+    lora_ranks: int32 or int64. (L,), or (L, E) if experts differ: the rank of each adapter, 0 for
+        an empty slot. Only that many rows of A and columns of B are read.
+    scalings: (L,) float32.
+    seg_indptr: (S + 1,) int32 or int64, ascending. Sequence s has tokens seg_indptr[s] to
+        seg_indptr[s + 1] - 1.
+
+    All tensors are on one device; their values are not read on the host. Raises DtypeError,
+    ShapeError or DeviceError for tensors that do not match.
     """
 
     weight_indices: torch.Tensor
@@ -88,7 +92,7 @@ class MoELoRABatchInfo:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def slots_of(self, tokens: int) -> torch.Tensor:
-        """Return each token's slot, (T,) int32; ShapeError for another number of tokens."""
+        """Return the slot of each token, (T,) int32; raise ShapeError if T does not match."""
         expect("tokens", tokens, Annotated[int, Between(0, MAX_INT32)])
         self._check_tensors()
         if self.seg_indptr is not None:
@@ -115,17 +119,19 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
 ) -> torch.Tensor:
     """Add the parallel branch of each token's adapter to `output`, in place, and return it.
 
-    hidden_states and output: (T, H), float32, fp16 or bf16. topk_ids: (T, K) int32 or int64, local
-    ids; ids without an expert are skipped. topk_weights: (T, K) float32; those of skipped pairs are
-    not read. Buffers, in the dtype of hidden_states: gate_up_a (L, E, R, H), gate_up_b
-    (L, E, 2I, R) with gate rows first, down_a (L, E, R, I), down_b (L, E, H, R), of any strides but
-    with a contiguous last dimension, R at most 256. Only adapters that pairs use are read. Rows of
-    tokens without an adapter or expert keep their bits.
+    hidden_states, output: (T, H) float32, float16 or bfloat16. Rows of tokens without an adapter or
+        expert are not changed.
+    topk_ids: (T, K) int32 or int64, local ids. Pairs with an id outside 0..E - 1 are skipped.
+    topk_weights: (T, K) float32; weights of skipped pairs are not read.
+    gate_up_a_buffer (L, E, R, H), gate_up_b_buffer (L, E, 2I, R) with gate rows first,
+        down_a_buffer (L, E, R, I), down_b_buffer (L, E, H, R): dtype of hidden_states, R <= 256,
+        any strides with a contiguous last dimension. Only adapters in use are read.
+    strategy: "staged" launches four kernels over pairs grouped by adapter and expert; "fused"
+        launches one kernel with a program per token and block of H; "auto" chooses with
+        `should_use_fused_kernel`. Without triton, the computation runs in torch.
 
-    strategy: "staged" launches four kernels over pairs grouped by adapter and expert, "fused" one
-    kernel with a program per token and block of H, "auto" chooses by `should_use_fused_kernel`.
-    Without triton, torch is used. Raises an InputError that names the tensor before anything is
-    launched; UnsupportedError for gradients.
+    Raises an InputError that names the tensor before anything is launched, and UnsupportedError if
+    gradients are required.
     """
     expect("strategy", strategy, Strategy)
     expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo)
@@ -147,9 +153,10 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
 def should_use_fused_kernel(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> bool:
-    """Return whether `auto` uses one launch: for few pairs, as each block of H repeats the steps.
+    """Return whether strategy "auto" uses the fused kernel, which it does for few pairs.
 
-    hidden_shape: (T, H). topk_shape: (T, K). An estimate; the crossover was not measured.
+    The fused kernel repeats the first steps for each block of H. hidden_shape: (T, H). topk_shape:
+    (T, K). The threshold is an estimate; the crossover was not measured.
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
@@ -159,7 +166,7 @@ def should_use_fused_kernel(
 def explain_strategy(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> str:
-    """Return the strategy that `auto` uses for a call, and the reason."""
+    """Return the strategy that "auto" chooses for a call, and the reason."""
     _check_sizes(hidden_shape, topk_shape, max_rank)
     pairs = topk_shape[0] * topk_shape[1]
     blocks = -(-hidden_shape[1] // fused_block(max_rank))

@@ -2,8 +2,8 @@
 
     scale = max(amax / L, 2^-33)        q = x * (1 / scale), saturated at L, to nearest even
 
-L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so kernel and torch
-reference agree bit for bit on finite values. A value is q * scale.
+L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so the kernel and the
+torch reference agree bit for bit on finite values. To dequantize, multiply: q * scale.
 """
 
 from dataclasses import dataclass
@@ -31,19 +31,20 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
-_CHUNK = 1024  # columns per program if one scale serves all
-_MAX_PARTIALS = 1024  # programs of a per-tensor maximum; more if there are more experts
-_MAX_PROGRAMS = 8192  # programs over batched rows, mostly empty; more if there are more experts
+_CHUNK = 1024  # columns per program with a per-tensor scale
+_MAX_PARTIALS = 1024  # programs that compute a per-tensor amax; more if there are more experts
+_MAX_PROGRAMS = 8192  # programs over batched rows, most of them padding; more with more experts
 
 
 @dataclass(frozen=True)
 class Quantized:
     """Quantized rows, all contiguous.
 
-    q_RK: (R, K) float8_e4m3fn or int8, output. scale: float32; per token (R, 1), per group of g
-    columns (R, G), G = ceil(K / g), per tensor (1,); an input if the scheme is static, else an
-    output. along_rows: scales of one group are contiguous, (e, G, R / e) for e segments of rows.
-    partials: float32 scratch, only for a dynamic per-tensor scale.
+    q_RK: (R, K) float8_e4m3fn or int8, written by the quantization.
+    scale: float32. Shape (R, 1) per token; (R, G) per group of g columns, G = ceil(K / g); (1,) per
+    tensor. Read if the scheme is static, else written.
+    along_rows: scales are stored with rows contiguous, as (e, G, R / e) for e segments of rows.
+    partials: float32 scratch for a dynamic per-tensor scale, else None.
     """
 
     q_RK: torch.Tensor
@@ -71,9 +72,10 @@ def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[
 def quantize_specs(
     prefix: str, scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1
 ) -> dict[str, BufferSpec]:
-    """Return the workspace buffers of `take_quantized`; monotone in rows and segments.
+    """Return the specs of the buffers that `take_quantized` takes from the workspace.
 
-    segments: the number of experts e for batched rows, else 1.
+    Sizes never decrease with rows or segments. segments: the number of experts e for batched rows,
+    else 1.
     """
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
@@ -106,8 +108,8 @@ def take_quantized(
 ) -> Quantized:
     """Take views of the buffers of `quantize_specs`, for `shape` (rows, columns).
 
-    static_scale: (1,) float32, given exactly if the scheme is static. along_rows: layout of scales
-    per row or group, see `Quantized`.
+    static_scale: (1,) float32, required for a static scheme, None otherwise. along_rows: layout of
+    the scales, see `Quantized`; ignored for a per-tensor scale.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantize_specs(prefix, scheme, *shape, segments=segments)
@@ -127,11 +129,11 @@ def quantize_rows(
     live: Live = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Quantize x_RK (R, K), with contiguous rows, by `scheme` into `out`.
+    """Quantize x_RK (R, K), whose rows are contiguous, by `scheme` into `out`.
 
-    live: rows that hold a token, None for all; the others are not read, and their q and scales are
-    not written. row_weights_R: (R,) float32, multiplies x first, in float32. One launch on a GPU,
-    two for a dynamic per-tensor scale; none for zero rows.
+    live: the rows that hold a token; None means all. Other rows are neither read nor written.
+    row_weights_R: (R,) float32, multiplied into x in float32 before quantization. Launches one
+    kernel on a GPU, two for a dynamic per-tensor scale, none for zero rows.
     """
     check_quantized(x_RK.shape[0], x_RK.shape[1], scheme, out)
     if x_RK.numel() == 0:
@@ -155,10 +157,11 @@ def activation_and_quantize(
     out: Quantized,
     live: Live = None,
 ) -> None:
-    """Run `gated_activation` in x's dtype and `quantize_rows` of the result, in one launch.
+    """Run `gated_activation`, round to x's dtype, and `quantize_rows` the result, in one launch.
 
-    x_RN: (R, N), N twice the columns of `out` if gated. Bitwise equal to the two operations. Not
-    for a dynamic per-tensor scale, which needs all values before the first can be rounded.
+    x_RN: (R, N); N is twice the columns of `out` if the activation is gated. Bitwise equal to the
+    two separate operations. Raises ConfigurationError for a dynamic per-tensor scale, because it
+    depends on all values.
     """
     rows, intermediate = out.q_RK.shape
     if _needs_partials(scheme):
@@ -185,7 +188,7 @@ def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
 
 
 def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: Quantized) -> None:
-    """Raise an InputError unless `out` fits (rows, columns) values."""
+    """Raise an InputError unless `out` has the shapes and dtypes for (rows, columns) values."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
@@ -211,7 +214,7 @@ def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
 
 
 def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[str, object]) -> int:
-    """Write partial maxima; return their number."""
+    """Write the maximum of each program to out.partials; return the number of programs."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
@@ -232,9 +235,10 @@ def _launch_quantize(
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
-    # Only such rows are copied asynchronously and allow 8 programs per multiprocessor.
     from modular_kernel.ops.kernels.quantize import quantize_rows_kernel
 
+    # Only contiguous rows of 16-bit values with 16-byte alignment are copied with cp.async, and
+    # only then do 8 programs fit on an SM.
     streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
     tiles, programs = tile_arguments(scheme, out, live, streams=streams)
     launch(
@@ -252,9 +256,9 @@ def _launch_quantize(
 def tile_arguments(
     scheme: QuantScheme, out: Quantized, live: Live, *, streams: bool = False
 ) -> tuple[dict[str, object], int]:
-    """Return kernel arguments for outputs and tiles, including num_warps, and the program count.
+    """Return (kernel arguments for outputs, tiles and num_warps; number of programs).
 
-    streams: allow streaming of large inputs (`group_tiles`).
+    streams: allow software-pipelined loads of large inputs (`group_tiles`).
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
@@ -303,7 +307,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q (R, K) and scales, as in `Quantized`, of float32 values, all of which count."""
+    """Quantize all rows of float32 values. Returns q (R, K) and scales as in `Quantized`."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape

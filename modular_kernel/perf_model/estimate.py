@@ -1,7 +1,8 @@
-"""Estimated time and memory of a layer over several ranks, for each valid pair.
+"""Estimates the time and memory of a layer over several ranks, for each valid pair.
 
-All estimates of one `size` call are of the same work: problem.tokens tokens of each rank, none of
-them the same. A pair that wants every rank to pass the same tokens gets all of them on each rank.
+All estimates of one `size` call are for the same work: problem.tokens distinct tokens on each rank.
+A pair with replicated input, where every rank passes the same tokens, is estimated with the tokens
+of all ranks on each rank.
 """
 
 from dataclasses import dataclass, replace
@@ -35,9 +36,10 @@ _GIGA = 1e9
 class Estimate:
     """Estimated time of one layer with one pair, in seconds, and the memory of one rank.
 
-    problem: what each rank passes to the layer; world_tokens: different tokens of all ranks.
-    experts: the model's time of the experts, times `factor`. source: of the exchange's parameters.
-    network_rows: rows per token that leave the host in a dispatch. caveat: limits of the exchange.
+    problem: what each rank passes to the layer. world_tokens: distinct tokens summed over ranks.
+    experts: modeled time of the experts, multiplied by `factor`. source: where the parameters of
+    the exchange model come from. network_rows: rows per token that a dispatch sends to other hosts.
+    caveat: a limit of the exchange to report with the estimate, or "".
     """
 
     prepare_finalize: str
@@ -63,17 +65,18 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Different tokens per second through this layer, summed over all ranks."""
+        """Distinct tokens per second through this layer, summed over all ranks."""
         return self.world_tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class SizeResult:
-    """Result of `size`. estimates: fastest first.
+    """Result of `size`.
 
-    too_large: (pairing, reason) of pairs that exceed the machine's memory and are valid otherwise.
-    unestimated: (pairing, reason) of valid pairs without a model or record. refused: the other
-    verdicts. prepares: experts parts of valid pairs that prepare such weights.
+    estimates: fastest first. too_large: (pairing, reason) of pairs that are valid but exceed the
+    machine's memory. unestimated: (pairing, reason) of valid pairs without a model or record.
+    refused: verdicts of all other pairs. prepares: names of experts parts that would use prepared
+    weights; empty unless `prepared`.
     """
 
     problem: Problem
@@ -86,9 +89,9 @@ class SizeResult:
 
 
 def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
-    """Return the layer with its experts in contiguous blocks over `world_size` ranks.
+    """Return the problem with its experts distributed in blocks over `world_size` ranks.
 
-    per_host: ranks of each host. It is ignored unless all hosts have that many.
+    per_host: ranks per host; ignored for a single host or if it does not divide world_size.
     """
     full_hosts = per_host is not None and world_size > per_host and world_size % per_host == 0
     return replace(
@@ -97,7 +100,10 @@ def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -
 
 
 def complete_machines(cluster: Cluster) -> tuple[Machine, ...]:
-    """Return a GPU of the cluster with every package that some part needs: deep_ep 1, and 2."""
+    """Return the cluster's GPU with every optional package: once with deep_ep 1, once with 2.
+
+    The two generations of deep_ep share a module name, so no machine has both.
+    """
     packages = packages_of(load_catalog()) | BASE_PACKAGES
     return cluster.machine(packages), cluster.machine(packages - {OF_DEEP_EP_1})
 
@@ -114,10 +120,10 @@ def size(
 ) -> SizeResult:
     """Estimate every valid pair for problem.tokens tokens on each of its ranks.
 
-    machine: the machine that pairs are judged for; None is the first of `complete_machines`.
-    groups: of group-limited routing. prepared: count the bytes of prepared weights; the time is
-    that without them, see `experts_time`. layers: number of layers whose weights must fit beside
-    each other.
+    machine: the machine to judge pairs for; None uses the first of `complete_machines`. groups:
+    expert groups of group-limited routing. prepared: include the bytes of prepared weights; times
+    are still those without them (`experts_time`). layers: number of layers whose weights must fit
+    in memory together.
     """
     machine = complete_machines(cluster)[0] if machine is None else machine
     request = SizeRequest(
@@ -148,7 +154,7 @@ def size(
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
-    """Return the exchange model of a part, from its attribute `traffic` or from TRAFFIC."""
+    """Return a part's exchange model: its `traffic` attribute, else its entry in TRAFFIC."""
     declared = getattr(load_catalog().prepare_finalize(prepare_finalize), "traffic", None)
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
@@ -170,7 +176,7 @@ class SizeRequest:
         return self.problem.parallel.world_size
 
     def problem_of(self, prepare_finalize: str) -> Problem:
-        """Return what each rank passes: with replicated input, the tokens of all ranks."""
+        """Return the problem of one rank; with replicated input it has the tokens of all ranks."""
         part = load_catalog().prepare_finalize(prepare_finalize)
         if not part.requires.replicated_input:
             return self.problem
@@ -214,10 +220,10 @@ class SizeRequest:
         )
 
     def _factor(self, experts: str) -> Factor | None:
-        """Return the factor of an experts part; None if nothing says how fast it is.
+        """Return measured / modeled time of an experts part; None without a record.
 
-        The records are of one GPU. On another architecture they stand only for parts without a
-        library, whose code is the same there.
+        The records were measured on one GPU. On another architecture they are used only for parts
+        that need no vendor library, because those run the same kernels there.
         """
         packages = load_catalog().experts(experts).requires.packages
         if self.machine.arch != ARCH and not BASE_PACKAGES.issuperset(packages):
@@ -227,7 +233,7 @@ class SizeRequest:
         return factor(experts, problem, rows) or (_MODEL_ALONE if experts == PART else None)
 
     def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
-        """Return the estimate of a pair for which `reason_without_estimate` has none."""
+        """Return the estimate of a pair for which `reason_without_estimate` returns ""."""
         problem, cluster = self.problem_of(prepare_finalize), self.cluster
         traffic = traffic_of(prepare_finalize) or TRAFFIC["MoEPrepareAndFinalizeNoEP"]
         part_factor = self._factor(experts)

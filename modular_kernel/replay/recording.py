@@ -1,10 +1,10 @@
-"""Recording of a planned call's launches, for replay without the parts' host code.
+"""Records the launches of a planned call, so that later calls skip the parts' host code.
 
-A plan's first call of each signature runs the parts' host code inside `recording`. Every launch
-made through `modular_kernel.replay.launch` is recorded, with the inputs that its pointers come
-from. Later calls of the signature substitute their own pointers and launch the same kernels. Calls
-that cannot
-be replayed are detected while recording: a torch operation that is not a view prevents it.
+The first call of each signature in a plan runs the parts' host code inside `recording`. Every
+launch made through `modular_kernel.replay.launch` is recorded, and for each of its pointers the
+input that it points into. Later calls with the same signature substitute their own pointers and
+launch the same kernels. A call that runs a torch operation other than a view cannot be replayed;
+the recorder detects this.
 """
 
 import weakref
@@ -27,12 +27,12 @@ from modular_kernel.utils.tensor_checks import is_dense, span
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
 Replayer = Callable[[Sequence[Any], int], Replay]  # (recorded launches, number of inputs) -> Replay
-Watched = Callable[[], bool]  # whether a profiler watches launches, so that none may bypass it
+Watched = Callable[[], bool]  # whether a profiler's launch hooks are active; replay bypasses hooks
 
-_MAX_LAYOUTS = 1024  # layouts of checked weights to remember: more than a model has layers
+_MAX_LAYOUTS = 1024  # remembered layouts of checked weights: more than the layers of any model
 _MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
-_ALIGNMENT = 16  # bytes: triton specializes kernels on pointers divisible by it
-# Used with map(), in every call: a third faster than a loop.
+_ALIGNMENT = 16  # bytes; triton specializes kernels on pointers divisible by it
+# Used with map() in every call, which takes a third less time than a loop.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
 _version = attrgetter("_version")
@@ -42,10 +42,11 @@ _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", de
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """Launches of calls of one signature.
+    """The recorded launches of one signature.
 
-    kept: memory that they use besides the caller's. count: its only number counts the replays; a
-    plan sets it (modular_kernel.utils.call_counters).
+    kept: tensors that the launches use besides the inputs; referenced to keep them alive. count: a
+    list with one number, the count of replays; a plan replaces it
+    (modular_kernel.utils.call_counters).
     """
 
     replays: tuple[Replay, ...]
@@ -54,7 +55,7 @@ class RecordedCall:
     count: list[int] = field(default_factory=lambda: [0])
 
     def watched(self) -> bool:
-        """Return whether a profiler would miss these launches, which bypass triton's hooks."""
+        """Return whether a profiler is active, which would miss launches that bypass its hooks."""
         for watched in self.watches:  # noqa: SIM110  runs in every call; a generator is slower
             if watched():
                 return True
@@ -67,7 +68,11 @@ class RecordedCall:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the launches of one call with tensors `inputs`, in the order of the pointers."""
+    """Records the launches of one call.
+
+    inputs: the call's tensors, in the order in which `replay` takes their pointers. refused: why
+    the call cannot be replayed, or "".
+    """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,11 +94,14 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def refuse(self, reason: str) -> None:
-        """Mark this call as not replayable; the first reason is kept."""
+        """Mark this call as not replayable. Only the first reason is stored."""
         self.refused = self.refused or reason
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (input, byte offset) of `tensor`; None, and keep it alive, if in no input."""
+        """Return (index of the input, byte offset) of the memory of `tensor`.
+
+        Returns None for memory outside all inputs, and keeps the tensor alive for replays.
+        """
         pointer = tensor.data_ptr()
         for index, (start, stop) in enumerate(self._spans):
             if start <= pointer < stop:
@@ -102,13 +110,13 @@ class Recorder(TorchDispatchMode):
         return None
 
     def note(self, launch: Any, replayer: Replayer, watched: Watched) -> None:
-        """Add a launch. `replayer` makes one Replay of adjacent launches that share it."""
+        """Record a launch. `replayer` combines adjacent launches that share it into one Replay."""
         self._launches.append((replayer, launch))
         if watched not in self._watches:
             self._watches.append(watched)
 
     def recorded(self) -> RecordedCall | None:
-        """Return the recording; None if it was refused."""
+        """Return the recorded call; None if it cannot be replayed."""
         if self.refused:
             return None
         replays = tuple(
@@ -136,7 +144,7 @@ def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
 
 @contextmanager
 def pause_recording() -> Iterator[None]:
-    """Exclude operations inside the block from the recording; they only observe the call."""
+    """Ignore torch operations inside the block, which only observe the call."""
     recorder = _recorder.get()
     if recorder is None:
         yield
@@ -154,10 +162,10 @@ def capturing(device: torch.device) -> bool:
 
 
 def may_keep_buffers(device: torch.device) -> bool:
-    """Return whether memory allocated now belongs to the process, not to a CUDA graph's pool.
+    """Return whether memory allocated now may be kept, because no CUDA graph's pool owns it.
 
     During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
-    the graph's pool, which every replay overwrites.
+    the pool of the graph, and every replay overwrites them.
     """
     return device.type != "cuda" or not (in_graph_trees(device_index(device)) or capturing(device))
 
@@ -186,16 +194,19 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Checked weights: their tensors without duplicates, and what a recording depends on.
+    """Weights that passed the checks, and everything about them that a recording depends on.
 
-    places: pointers, shapes, strides and dtypes at the time of the check. spans: their address
-    ranges. bits: bitwise or of all pointers. signature: number that identifies layout and dtypes.
-    unwritten, versions: tensors that must not be written, because they are prepared or sources of
-    prepared ones, with their version counters; inference tensors have none. sources, storages: of
-    prepared tensors; if a storage is resized to 0, another can have its address. prepared: the
-    weights with tensors that the kernel has prepared by itself, which calls read instead; None if
-    it has not. postponed: it will prepare them in a later call, outside the capture of a CUDA
-    graph.
+    tensors: the distinct tensors of the weights.
+    signature: number that identifies the layouts and dtypes of the tensors.
+    places: pointers, shapes, strides and dtypes at the time of the check.
+    spans: address ranges of the tensors. bits: bitwise OR of all pointers.
+    unwritten, versions: prepared tensors and their sources, which must not be written, and their
+        version counters. Inference tensors have no counter and are not tracked.
+    sources, storages: tensors that the prepared ones were derived from, and their storages. They
+        are compared because a storage resized to 0 may give its address to another.
+    prepared: the weights to use instead, if the kernel prepared them on its own; else None.
+    postponed: whether the kernel will prepare them in a later call, outside of the capture of a
+        CUDA graph.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -214,7 +225,7 @@ class CheckedWeights:
     postponed: bool = False
 
     def holds(self) -> bool:
-        """Return whether all tensors are where they were, and unwritten if tracked."""
+        """Return whether no tensor has moved, and no tracked tensor has been written."""
         if self.versions != [*map(_version, self.unwritten)]:
             return False
         for source, storage in zip(self.sources, self.storages, strict=True):
@@ -223,7 +234,7 @@ class CheckedWeights:
         return self.places == _places(self.tensors)
 
 
-# Weights with prepared tensors, the sources of these, and the prepared tensors.
+# (weights that include the prepared tensors, sources of the prepared tensors, prepared tensors)
 Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -231,27 +242,28 @@ class Preparer(Protocol):
     """Preparation of a kernel's weights on their first use."""
 
     def __call__(self, weights: ExpertWeights) -> Prepared | None:
-        """Prepare checked weights; None to use them as they are."""
+        """Prepare checked weights; return None to use them as they are."""
 
     def is_postponed(self, device: torch.device) -> bool:
-        """Return whether weights that were not prepared now are to be prepared by a later call."""
+        """Return whether a later call shall prepare weights that were not prepared now."""
 
 
 class CheckedWeightsCache:
-    """Weights that a kernel and its plans have checked, so that calls need not check them again.
+    """Cache of the weights that a kernel and its plans have checked.
 
-    Weights are remembered while they are alive, and not kept alive. Another ExpertWeights with the
-    same memory, for example made anew for each call, is not checked again. A copy starts empty.
+    The cache holds weak references, so it does not keep weights alive. An ExpertWeights whose
+    tensors have the same addresses and layouts as checked ones, for example one that is created for
+    each call, is not checked again. A copy (or unpickled cache) starts empty.
 
-    prepare: prepares weights when they are first used; None uses them as they are.
+    prepare: called on the first use of weights; None uses them as they are.
     """
 
     def __init__(self, prepare: Preparer | None = None) -> None:
         self._prepare = prepare
         self._bound: dict[int, CheckedWeights] = {}
-        # Layouts that passed the checks, as addresses and sizes, so that nothing is kept alive.
+        # Layouts that passed the checks. They hold addresses and sizes, so they keep nothing alive.
         self._passed: dict[tuple[Hashable, ...], None] = {}
-        # Signatures as numbers, because a number is faster to hash.
+        # Signatures are numbered, because an int is faster to hash.
         self._signatures: dict[Hashable, int] = {}
         self._next_number = count().__next__  # atomic; the dict's length could be read twice
 
@@ -264,10 +276,10 @@ class CheckedWeightsCache:
         sources: Sequence[torch.Tensor] = (),
         made: Sequence[torch.Tensor] = (),
     ) -> CheckedWeights:
-        """Remember checked weights; prepare them if the kernel does so by itself.
+        """Add checked weights to the cache, and prepare them if the kernel does so on its own.
 
-        made: prepared tensors among them, derived from `sources`. A write to either invalidates the
-        entry.
+        made: tensors of `weights` that were prepared, derived from `sources`. A write to either
+        invalidates the entry.
         """
         if not sources:  # explicitly prepared tensors are identified by object, not by memory
             self._remember(_layout({n: t for n, t in vars(weights).items() if t is not None}))
@@ -310,7 +322,7 @@ class CheckedWeightsCache:
             self._passed[layout] = None
 
     def _bind_alike(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
-        """Bind weights with a layout that passed the checks before; None if there is none."""
+        """Add weights whose layout has passed the checks before; return None if it has not."""
         if type(weights) is not ExpertWeights:
             return None
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
@@ -320,10 +332,10 @@ class CheckedWeightsCache:
         return self.bind(weights)
 
     def bound(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
-        """Return the entry of these weights; None unless it is still valid.
+        """Return the entry of these weights, or None if it is missing or no longer valid.
 
-        It is valid if they were checked with tokens on `device` and have not moved: `.data` may be
-        reassigned, and memory freed.
+        It is valid if the weights were checked with tokens on `device`, and if their tensors still
+        have the same memory; an assignment to `.data` changes it.
         """
         checked = self._bound.get(id(weights))
         if checked is None or checked.weights() is not weights:
@@ -334,10 +346,10 @@ class CheckedWeightsCache:
 
 
 class RecordedCalls:
-    """Recordings of one plan.
+    """The recorded calls of one plan, by signature.
 
-    A recording serves every call of its signature: equal shape, strides, dtype, device and
-    alignment of each tensor. At most 64 are kept; the oldest is dropped first.
+    Calls have the same signature if the shape, strides, dtype, device and 16-byte alignment of each
+    tensor are equal. At most 64 recordings are kept; the oldest is dropped first.
     """
 
     def __init__(self) -> None:
@@ -349,11 +361,11 @@ class RecordedCalls:
         return self._recorded.get(signature)
 
     def wants(self, signature: Hashable) -> bool:
-        """Return whether no call of this signature was recorded or refused."""
+        """Return whether this signature is new: no call of it was recorded or refused."""
         return signature not in self._recorded
 
     def why_refused(self, signature: Hashable) -> str:
-        """Return why calls of this signature were not recorded; "" if they were."""
+        """Return why calls of this signature cannot be replayed; "" if they can."""
         return self._refused.get(signature, "")
 
     def keep(self, signature: Hashable, recorded: RecordedCall | None, refused: str = "") -> None:
@@ -378,9 +390,9 @@ def signature_and_pointers(
 def layout_and_pointers(
     tensors: Sequence[torch.Tensor], others: Sequence[int] = (), bits: int = 0
 ) -> tuple[Hashable, list[int]]:
-    """Return everything about tensors that a recording depends on, and their addresses.
+    """Return (layouts of the tensors, as far as a recording depends on them; their addresses).
 
-    others: addresses that follow those of `tensors`. bits: their bitwise or.
+    others: further addresses, appended to those of `tensors`. bits: their bitwise OR.
     """
     pointers = [*map(_pointer, tensors)]
     for pointer in pointers:
@@ -392,7 +404,11 @@ def layout_and_pointers(
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
-    """Return everything that checks of weights read, by field; None if that is not sufficient."""
+    """Return everything that the checks of weights depend on, by field.
+
+    Returns None if a tensor has no memory of its own that identifies it, such as a subclass or a
+    freed storage.
+    """
     entries: list[Hashable] = []
     for name, tensor in tensors.items():
         if not is_dense(tensor):

@@ -19,7 +19,7 @@ KeyFields = dict[str, str]
 
 
 def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> KeyFields:
-    """Return what a cache file is for. It excludes the number of tokens and the rank."""
+    """Return the fields that identify a cache file: all but the number of tokens and the rank."""
     parallel = problem.parallel
     tokenless = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
     fields = {
@@ -37,8 +37,8 @@ def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bo
 def versions(machine: Machine) -> KeyFields:
     """Return the versions that must match for cached times to be valid.
 
-    tuned: name, size and date of the files in the configuration folder, since `mk tune` changes the
-    launches. threads: of a CPU.
+    tuned: digest of names, sizes and dates of the files in the configuration folder, because
+    `mk tune` changes the launches. threads: number of torch threads, for a CPU.
     """
     fields = {
         "modular-kernel": _version("modular-kernel"),

@@ -19,9 +19,10 @@ _INTERPRETED = "Triton's interpreter is enabled in this process, so times are no
 class Candidates:
     """Every pairing, judged for each requested number of tokens.
 
-    order: the valid pairings, the default first. valid: by number of tokens. refused: with all
-    reasons, at the largest number of tokens. untimeable: pairings that can run here but whose times
-    are not meaningful, with the reason. graph: pairings that can be captured in a CUDA graph.
+    order: the valid pairings, the default first. valid: the valid pairings by number of tokens.
+    refused: verdicts of the refused pairings, at the largest number of tokens. untimeable: pairings
+    that can run here but whose times would be meaningless, with the reason. graph: pairings that
+    can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
@@ -36,8 +37,8 @@ def find_candidates(
 ) -> Candidates:
     """Judge every pairing.
 
-    replicated: with several ranks, all pass the same tokens. Parts for the other kind of input
-    compute another layer and are refused.
+    replicated: whether all ranks pass the same tokens. Parts for the other kind of input would
+    compute a different result and are refused.
     """
     verdicts = {t: _verdicts(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
@@ -69,7 +70,7 @@ def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> lis
 
 
 def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
-    """Return a verdict for each pairing: the first rank's that refuses it, else rank 0's."""
+    """Return a verdict for each pairing: that of the first rank that refuses it, else rank 0's."""
     catalog = load_catalog()
     catalog.require_pairs()
     world = problem.parallel.world_size
@@ -115,5 +116,5 @@ def _uses_triton(pair: Pair) -> bool:
 
 
 def _takes_batched_rows(pair: Pair) -> bool:
-    """Return whether the experts take rows for every expert, which may be empty: a last choice."""
+    """Return whether the experts take batched rows, most of which may be padding: a last choice."""
     return load_catalog().experts(pair[1]).requires.activation_format.value == "batched_experts"

@@ -25,8 +25,8 @@ class Choice:
     """The result of `choose`.
 
     options: the valid pairings, with the shipped record's estimates. buckets: measurements, new or
-    cached. timed_now: token counts that were timed by this call, which took `seconds`.
-    untimed_reason: the reason why candidates were not timed, or "". notes: messages for the user.
+    cached. timed_now: token counts that this call timed, in `seconds` in total. untimed_reason: why
+    candidates were not timed, or "". notes: messages for the user.
     """
 
     problem: Problem

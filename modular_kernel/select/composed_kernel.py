@@ -36,9 +36,9 @@ class KernelRange:
 class ComposedKernel:
     """Kernels by number of tokens, according to `choice`; created by `compose`.
 
-    With several ranks all must run the same pairing, but each has only its own number of tokens. So
-    a call uses the pairing for problem.tokens, unless all ranks pass the same `max_tokens`, the
-    maximum over ranks in this call. With replicated input the numbers are equal anyway.
+    Over several ranks, all must run the same pairing, but each knows only its own number of tokens.
+    A call therefore uses the pairing for problem.tokens, unless all ranks pass `max_tokens`, the
+    maximum number of tokens over ranks in this call. Replicated input needs no `max_tokens`.
     """
 
     def __init__(self, choice: Choice, kernel_ranges: Sequence[KernelRange]) -> None:
@@ -85,7 +85,7 @@ class ComposedKernel:
         return kernel_range.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return the weights with what the experts of all pairings precompute from them.
+        """Return the weights with the prepared tensors of the experts of all pairings.
 
         See FusedMoEModularKernel.prepare_weights.
         """
@@ -117,8 +117,8 @@ class ComposedKernel:
 class ComposedPlan:
     """The plans of all pairings in use.
 
-    A call allocates nothing, and can be captured if theirs can. As with Plan, the returned tensor
-    is overwritten by the next call.
+    A call allocates nothing, and can be captured in a CUDA graph if the pairing in use can. As with
+    Plan, the next call overwrites the returned tensor.
     """
 
     def __init__(self, kernel: ComposedKernel, plans: Sequence[Plan]) -> None:
@@ -150,8 +150,8 @@ class ComposedPlan:
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
         """Call the plan once for each number of tokens, so that later calls compile nothing.
 
-        tokens: None uses numbers of every magnitude that lead to different kernels, specializations
-        or sizes. Returns the number of calls. Collective over ranks.
+        tokens: None uses `warm_tokens`, which covers the kernels, specializations and sizes of
+        every magnitude. Returns the number of calls. Collective over ranks.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -211,8 +211,9 @@ def warm_tokens(max_tokens: int) -> tuple[int, ...]:
 def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
     """Build all kernels of the choice, each for the maximum number of tokens that it runs.
 
-    There is one kernel per pairing, unless the work of a part depends on its problem's tokens
-    instead of the call's (rows in fixed positions): then one per bucket. Collective over ranks.
+    There is one kernel per pairing. If the dispatched shape of a pairing is fixed, its cost depends
+    on problem.tokens instead of the call's tokens, so there is one kernel per bucket. Collective
+    over ranks.
     """
     problem, kernels = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
     managers: dict[str, object] = {}

@@ -1,7 +1,7 @@
-"""Inputs, weights and expected outputs for timing candidates, the same for all of them.
+"""Inputs, weights and expected outputs for timing; the same for all candidates.
 
-Every expert's weights have their own seed, so a rank can create its own experts for the layer and
-any others for the reference, whatever the number of ranks.
+The weights of each expert have their own seed. A rank can therefore create its own experts for the
+layer, and any others for the reference, independently of the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _SEED = 11
 _ROWS_COMPARED = 8  # rows of an output that are compared
 _MIN_VALUES = 512  # minimum values to compare: with fewer, the error of plain torch varies
 _MAX_CHECKED = 8  # maximum calls that are checked
-_FEW_TOKENS = 256  # up to this number calls are short, and more of them are timed
+_FEW_TOKENS = 256  # calls of up to this many tokens are short, so more of them are timed
 _CALLS, _CALLS_MANY_TOKENS = 4, 2
 _EPS = 1e-6
 
@@ -31,12 +31,12 @@ Input = tuple[torch.Tensor, Routing]
 
 
 def without_inplace(problem: Problem) -> Problem:
-    """Return the problem as it is timed: not in place, because inputs are used by many calls."""
+    """Return the problem without `inplace`, because several timed calls share their inputs."""
     return replace(problem, inplace=False)
 
 
 def weight_bytes(problem: Problem) -> float:
-    """Return the bytes of this rank's experts, unquantized and, if applicable, also quantized."""
+    """Return the bytes of this rank's experts: unquantized, plus quantized if there is a scheme."""
     unquantized = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
     if not problem.scheme.quantized:
         return unquantized
@@ -103,8 +103,8 @@ class ExpectedRows:
 class SelectWorkload:
     """The workload of one number of tokens.
 
-    inputs: the inputs of the calls of one run. flush: overwrite the L2 cache before each call,
-    because it could hold data that the previous call has read.
+    inputs: the inputs of the calls of one run. flush: whether to overwrite the L2 cache before each
+    call, so that a call cannot hit lines that its predecessor loaded.
     """
 
     problem: Problem
@@ -155,7 +155,7 @@ def make_workload(
 
 
 def _on_one_rank(problem: Problem) -> Problem:
-    """Return the problem with all experts on one rank, so that every pair counts."""
+    """Return the problem with all experts on one rank, so that no pair is skipped."""
     if problem.parallel.world_size == 1:
         return problem
     single = type(problem.parallel)()
@@ -178,7 +178,7 @@ def _expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:
     row_routing = routing.of(rows)
     ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
     single_rank = _on_one_rank(problem)
-    if single_rank.expert_map:  # pairs of experts on other ranks do not count
+    if single_rank.expert_map:  # pairs of experts on other ranks are skipped
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)
     expert_map[torch.tensor(ids, device=device)] = torch.arange(

@@ -1,4 +1,4 @@
-"""The shipped record: measured times of pairings relative to the default, on known layers.
+"""The shipped record: times of pairings relative to the default, measured on known layers.
 
 prior.json (created by tools/build_prior.py from data/h200-choice*.json) contains
 
@@ -35,7 +35,7 @@ FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
 _NEAREST_CELLS = 3
-# Octaves. Estimates from cells farther away can exclude a pairing, but not select it.
+# Distance in octaves. Estimates from cells farther away can exclude a pairing, but not select it.
 _MAX_DISTANCE = 3.0
 _MAX_BYTES = 1 << 20
 _MAX_CELLS, _MAX_PAIRS = 4096, 64

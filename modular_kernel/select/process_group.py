@@ -1,7 +1,7 @@
 """The processes of a measurement: a single one, or all ranks of a process group in lockstep.
 
-With several ranks every decision (the next candidate, whether time is left, what is too slow) is
-made from data that all ranks have, so that they act alike.
+Over several ranks, every decision (which candidate is next, whether time is left, what is too slow)
+is based on data that all ranks have, so that all ranks decide alike.
 """
 
 from collections.abc import Sequence

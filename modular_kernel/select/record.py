@@ -1,9 +1,10 @@
 """Measurements of pairings, and the rules that select one from them. Pure data and functions.
 
-A bucket is a number of tokens for which a pairing is selected independently. It is the default
-pairing, unless another one was measured to be faster by more than the noise or, if nothing was
-measured, the shipped record is unambiguous. Between two buckets, another pairing than the default
-is used only if both selected it. So no selected pairing is known to be slower than the default.
+A bucket is a number of tokens for which a pairing is selected independently. The default pairing is
+selected, unless another one was measured to be faster by more than the noise, or, if nothing was
+measured, the shipped record is unambiguous. Between two buckets, a pairing other than the default
+is used only if both buckets selected it. No selected pairing is known to be slower than the
+default.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,10 +43,12 @@ class Estimate:
 class TimedOutcome:
     """The result of building and timing one pairing at one number of tokens.
 
-    us: microseconds of a planned call on the slowest rank; None if it failed, for the reason in
-    `why`. ratio: median over rounds of its time divided by the default's in the same round; 1 for
-    the default. noise: uncertainty of that median. rough: so slow that it was timed only once or
-    twice. mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
+    us: time of a planned call on the slowest rank, in microseconds; None if the pairing failed.
+    why: the reason of a failure.
+    ratio: time divided by the default's in the same round, median over rounds; 1 for the default.
+    noise: uncertainty of that median.
+    rough: whether it is so slow that it was timed only once or twice.
+    mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
     """
 
     pair: Pair
@@ -65,10 +68,10 @@ class TimedOutcome:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The measurements at one number of tokens. default: the pairing that ratios refer to.
+    """The measurements at one number of tokens.
 
-    The default is the first valid pairing of the order with correct results; `outcomes` has it, and
-    the failures of those before it.
+    default: the pairing that ratios refer to: the first valid pairing of the order with correct
+    results. `outcomes` includes it, and the failures of the pairings before it.
     """
 
     tokens: int
@@ -122,9 +125,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Options:
-    """The valid pairings, and what is known of them before timing.
+    """The valid pairings, and what is known about them before timing.
 
-    tokens: of the buckets, ascending.
+    tokens: token counts of the buckets, ascending.
     max_tokens: maximum tokens of a call.
     order: all pairings that are valid for some number of tokens, the default first.
     valid: the pairings that are valid at each bucket and at `max_tokens`.
@@ -254,9 +257,9 @@ def default_at(
 
 
 def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
-    """Return the pairing of each range of tokens, from 0 to options.most without a gap.
+    """Return the pairing of each range of tokens, from 0 to options.max_tokens without a gap.
 
-    () if no pairing is valid. The last range ends at the last number of tokens with a valid one.
+    () if no pairing is valid. The last range ends at the largest token count with a valid pairing.
     """
     chosen = picks(options, buckets)
     ranges: list[Segment] = []

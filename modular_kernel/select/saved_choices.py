@@ -1,8 +1,8 @@
 """Serialization of cached choices as JSON, with validation of untrusted files.
 
 A file has the records of one identity (see `cache_keys`), one per set of versions, newest first. It
-contains names of pairings and times, nothing else. Names are looked up among the installed parts
-and judged again, so that a forged file can at worst select a slower valid pairing.
+contains only names of pairings and times. Names are looked up among the installed parts and judged
+again, so the worst that a forged file can do is to select a slower valid pairing.
 """
 
 import json

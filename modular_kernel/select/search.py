@@ -1,4 +1,4 @@
-"""Timing of the candidates of a choice, in order of tokens and within a budget."""
+"""Times the candidates of a choice within a budget, in ascending order of token counts."""
 
 import gc
 import logging
@@ -31,9 +31,9 @@ BucketCallback = Callable[[Bucket], object]
 class SearchResult:
     """The result of a search.
 
-    buckets: with outcomes, ascending. timed_now: token counts that were timed in this search, which
-    took `seconds`. untimed_reason: the reason why candidates were not timed, or "". notes: messages
-    for the user.
+    buckets: buckets with outcomes, ascending. timed_now: token counts that this search timed, in
+    `seconds` in total. untimed_reason: why candidates were not timed, or "". notes: messages for
+    the user.
     """
 
     buckets: tuple[Bucket, ...]
@@ -125,7 +125,7 @@ class Search:
         return tuple(bucket for bucket in trusted if bucket is not None), cached.notes
 
     def _drop_invalid(self, bucket: Bucket) -> Bucket | None:
-        """Return a bucket without pairings that are not valid now; None for another default."""
+        """Remove pairings that are no longer valid; None if the default pairing has changed."""
         valid = self.options.ordered(bucket.tokens)
         outcomes = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
         trusted = Bucket(bucket.tokens, bucket.default, outcomes)
@@ -137,7 +137,7 @@ class Search:
         return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
 
     def _wait_for_lock(self, stack: ExitStack) -> tuple[str, ...]:
-        """Wait for a process that measures the same, since the two would disturb each other."""
+        """Wait while another process measures the same choice, because both would be disturbed."""
         locked = True
         if self.ranks.rank == 0:
             try:
@@ -152,10 +152,10 @@ class Search:
     def _measure(
         self, valid: Sequence[Bucket], complete_in_cache: set[int]
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
-        """Time what `valid` lacks; return new buckets, the reason for untimed ones, and notes.
+        """Time the missing outcomes; return new buckets, the reason for untimed ones, and notes.
 
-        complete_in_cache: token counts that the cache has completely; an incomplete bucket must
-        not replace these.
+        complete_in_cache: token counts whose buckets in the cache are complete, and which an
+        incomplete bucket must not replace.
         """
         missing, incomplete = self._missing(valid), {b.tokens: b for b in valid}
         new, notes = list[Bucket](), list[str]()

@@ -1,9 +1,9 @@
 """Timing of pairings against the default at one number of tokens.
 
-Each pairing is built, checked against the float64 oracle, and called alternately with the default,
-so that changes over time (clocks, power) affect both. The ratio of their times in one round is one
-sample. Calls that cannot be captured in a CUDA graph are timed eagerly. With several ranks, the
-slowest one counts.
+Each pairing is built, checked against the float64 reference, and timed interleaved with the
+default, so that drift (clocks, power) affects both. The ratio of their times in one round is one
+sample. Calls that cannot be captured in a CUDA graph are timed eagerly. Over several ranks, the
+time is that of the slowest rank.
 """
 
 import gc
@@ -41,8 +41,8 @@ T = TypeVar("T")
 class _Prepared:
     """A pairing with correct results, ready to be timed.
 
-    runs: the calls or graphs of one round. failure: message of a later failure, or "". seconds: of
-    one call, for each round.
+    runs: the calls or graphs of one round. failure: message of a later failure, or "". seconds:
+    time of one call, by round.
     """
 
     pair: Pair
@@ -108,7 +108,7 @@ class Stopwatch:
                     us = median(default.seconds) * 1e6
                     self.outcomes[pair] = TimedOutcome(pair, us, 1.0, mode=default.mode)
                     break
-                # Ratios to a pairing that failed mean nothing.
+                # Ratios to a pairing that failed are meaningless.
                 self.outcomes = {p: o for p, o in self.outcomes.items() if o.us is None}
                 self.outcomes[pair] = TimedOutcome(pair, why=why)
             finally:
@@ -254,8 +254,7 @@ class Stopwatch:
     def _run_for_check(self, call: PlannedCall) -> list[torch.Tensor]:
         """Return the outputs for the inputs of `workload.expected`.
 
-        The output is filled with NaN before each call, so that values that are not written do not
-        pass.
+        The output is filled with NaN before each call, so that unwritten values fail the check.
         """
         call(*self.workload.expected[0].call_inputs).fill_(math.nan)
         outputs = []

@@ -162,10 +162,11 @@ def slots_from_sequences(
 ) -> torch.Tensor:
     """Return `Routing.adapters_T`, (T,) int32, for tokens packed sequence by sequence.
 
-    starts_S1: (S + 1,) integers, ascending from 0; sequence s has tokens [starts[s], starts[s +
-    1]), possibly none. slots_S: (S,) integers, each sequence's adapter slot, -1 for none. tokens:
-    T; tokens after the last sequence have no adapter. Does not synchronize, and output shapes do
-    not depend on values, so it can be captured in a CUDA graph; therefore the values of starts are
+    starts_S1: (S + 1,) integers, ascending from 0. Sequence s has the tokens starts[s] to
+    starts[s + 1] - 1, possibly none. slots_S: (S,) integers, adapter slot of each sequence, -1 for
+    none. tokens: T; tokens after the last sequence have no adapter.
+
+    Does not synchronize and can be captured in a CUDA graph. The values of starts are therefore
     checked on the CPU only. Raises ConfigurationError, DtypeError, ShapeError or DeviceError for
     invalid arguments.
     """

@@ -232,8 +232,8 @@ class Placement:
     ) -> "PlacementTables":
         """Return the placement as tensors for `pairs_to_slots`.
 
-        tiers: sets of ranks, nearest first (`rank_tiers`). Pairs of an expert go to its copies in
-        the first set that has one. () uses all copies alike.
+        tiers: sets of ranks, nearest first (`rank_tiers`). A pair goes to a copy of its expert in
+        the first set that has one. () uses all copies equally.
         """
         target = available_device(device, meta=True)
         for ranks in expect_each("tiers", tiers, Sequence):
@@ -297,13 +297,15 @@ def pairs_to_slots(
     first_token: int = 0,
     together: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where each pair goes: rank_TK and slot_TK, and the number of invalid ids.
+    """Assign each pair to a copy of its expert. Returns (rank_TK, slot_TK, number of invalid ids).
 
-    topk_ids_TK: (T, K) int32 or int64 logical experts. -1 skips; other ids outside [0, E) are
-    invalid and skip too. rank_TK and slot_TK are int64, -1 for skipped pairs. The third result,
-    int32 (1,), counts the invalid ids. Of the R copies in `tables`, copy (t + k + first_token) % R
-    takes pair k of token t: pairs of one token are spread, and ranks that see the same tokens
-    agree. together: use copy (t + first_token) % R instead, so that fewer ranks need a token's row.
+    topk_ids_TK: (T, K) int32 or int64, logical experts. -1 skips the pair. Other ids outside [0, E)
+    are invalid and are skipped, too. rank_TK and slot_TK are int64, -1 for skipped pairs; the
+    number of invalid ids is int32 (1,).
+
+    Of the R copies in `tables`, copy (t + k + first_token) % R gets pair k of token t. This spreads
+    the pairs of a token, and ranks with the same tokens make the same assignment. together: use
+    copy (t + first_token) % R instead, so that fewer ranks need the row of a token.
     """
     expect("topk_ids", topk_ids_TK, torch.Tensor)
     expect("placement tables", tables, PlacementTables)

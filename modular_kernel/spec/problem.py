@@ -24,7 +24,7 @@ from modular_kernel.utils.argument_checks import (
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Size = Annotated[int, Between(0, MAX_INT32)]
 ByteCount = Annotated[int, Between(1, 2**63 - 1)]
-# The largest K of the router and of every part here. Parts over libraries may declare less.
+# Maximum K of the router and of the built-in parts. Parts over libraries may declare a smaller one.
 MAX_TOP_K = 32
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
@@ -35,7 +35,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(value: object) -> torch.dtype:
-    """Return one of DTYPES, given as itself or by name ("bf16", ...); else ConfigurationError."""
+    """Return a supported dtype (one of DTYPES) from a torch.dtype or a name such as "bf16".
+
+    Raises ConfigurationError for anything else.
+    """
     if isinstance(value, torch.dtype):
         value = dtype_name(value)
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
@@ -107,10 +110,10 @@ class ActivationSpec:
     relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
     silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
 
-    interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first. The
-    default, here and in `parse`, is the order of published checkpoints: True for swiglu_oai without
+    interleaved: the rows of w1 alternate gate, up, gate, up, ... instead of all gate rows first.
+    The default, here and in `parse`, matches published checkpoints: True for swiglu_oai without
     up_first, as in gpt-oss, and False for every other kind.
-    up_first: all up rows precede the gate rows; see `modular_kernel.quant.row_order`.
+    up_first: all up rows come before the gate rows; see `modular_kernel.quant.row_order`.
     """
 
     kind: str = "silu"
@@ -149,15 +152,16 @@ class ActivationSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether w1 has gate and up rows (2I) instead of one row per intermediate value (I)."""
+        """Whether w1 has gate and up rows (2I rows) instead of I rows."""
         return self.kind in GATED
 
     @classmethod
     def parse(cls, text: "str | ActivationSpec") -> "ActivationSpec":
         """Parse `kind[:option=value,...]`, the format of `str()`.
 
-        Defaults: `swiglu_oai` uses gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
-        clamp rules use limit 7, `situ` alpha 4.
+        Defaults: for `swiglu_oai`, those of gpt-oss (alpha 1.702, limit 7, interleaved rows); limit
+        7 for the two `swiglu_clamp_*` kinds; alpha 4 for `situ`. Raises ConfigurationError for any
+        other text.
         """
         if isinstance(text, ActivationSpec):
             return text
@@ -192,7 +196,7 @@ class ActivationSpec:
 
 @lru_cache(maxsize=64)
 def _linear_placement(experts: int, world_size: int) -> Placement:
-    """Return the linear placement; cached, because many problems differ in tokens only."""
+    """Return the linear placement. Cached, because many problems differ only in their tokens."""
     return Placement.linear(experts, world_size)
 
 
@@ -200,9 +204,9 @@ def _linear_placement(experts: int, world_size: int) -> Placement:
 class Parallel:
     """Distribution of the experts over ranks.
 
-    placement: "linear" gives each rank a block of E / world_size experts, with one more on the
-    first ranks if there is a remainder; or any Placement. rank: this rank. ranks_per_host: ranks on
-    each host, in consecutive blocks; None if all are on one host.
+    placement: a Placement, or "linear": each rank has a block of E / world_size experts, and the
+    first ranks have one more if there is a remainder. rank: this rank. ranks_per_host: number of
+    ranks on each host, numbered consecutively; None if all ranks are on one host.
     """
 
     world_size: Count = 1
@@ -231,7 +235,10 @@ class Parallel:
         return self.world_size // (self.ranks_per_host or self.world_size)
 
     def place(self, experts: int) -> Placement:
-        """Return the placement of `experts` experts; ConfigurationError if it does not fit."""
+        """Return the placement of `experts` experts.
+
+        Raises ConfigurationError if a given Placement has another number of experts.
+        """
         expect("experts", experts, Count)
         if not isinstance(self.placement, Placement):
             return _linear_placement(experts, self.world_size)
@@ -243,32 +250,35 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Problem:
-    """Specification of one MoE layer. Letters as in `modular_kernel.tensors`.
+    """Specification of one MoE layer. `modular_kernel.tensors` explains the shape letters.
 
     tokens: T, the maximum number of tokens of one rank in one call; buffers are sized for it.
-    hidden, intermediate, experts, top_k: H, I (per rank), E (all ranks), K.
-    quant: a quantization scheme by name (modular_kernel.spec.quantization); "none" by default.
-    local_experts: e, the experts whose weights this rank holds; None derives it from `parallel`.
-    ids_dtype: dtype of the router's ids (torch.int32 or torch.int64); None allows either.
-    bias: b1 and b2 are given.  expert_map: ExpertWeights.expert_map is given.
-    apply_router_weight_on_input: the weight multiplies x before GEMM 1 and b1, not the output.
-    routed_scaling_factor: multiplies the combined output, once.
-    combine: form of the output, summed over top-k or not.
-    inplace: the result overwrites x and is the same tensor.
-    fp32_precision: float32 GEMMs in true "ieee" or in the tensor cores' "tf32".
+    hidden, intermediate, experts, top_k: H, I (per rank), E (over all ranks), K.
+    dtype: torch.float32, torch.float16 or torch.bfloat16, or its name.
+    quant: name of a quantization scheme (modular_kernel.spec.quantization).
+    activation: an ActivationSpec, or its text form such as "silu" (`ActivationSpec.parse`).
+    local_experts: e, the number of experts whose weights this rank holds; None derives it from
+        `parallel`.
+    ids_dtype: dtype of the router's ids (torch.int32 or torch.int64); None allows both.
+    bias: whether weights have b1 and b2. expert_map: whether they have an expert_map.
+    apply_router_weight_on_input: multiply x by the router weight before GEMM 1, instead of the
+        output; b1 is added unweighted.
+    routed_scaling_factor: factor of the combined output, applied once.
+    combine: whether the output is summed over top-k.
+    inplace: write the result to x and return x.
+    fp32_precision: compute float32 GEMMs in full float32 ("ieee") or with TF32 tensor cores.
     chunk_tokens: split calls into chunks of at most this many tokens; None never splits.
-    max_received: the maximum number of rows that a rank may receive in a call; None means
-    world_size * tokens.
+    max_received: maximum number of rows that a rank may receive in a call; None means
+        world_size * tokens.
     graph, deterministic, asynchronous: properties that the pairing must have.
-    batch_invariant: a token's bits must not depend on the other tokens of its call, their number
-        or order, on chunks, or on `tokens`.
-    lora: "none", or the adapters whose weights are given and that a call's tokens may select:
+    batch_invariant: the output bits of a token must not depend on the other tokens of its call, on
+        their number or order, on chunk_tokens, or on `tokens`.
+    lora: "none", or the slots for adapters that the tokens of a call may select:
         "adapters=L,rank=R[,a13=shared][,outer=shared]" (modular_kernel.spec.lora).
+    parallel: distribution of the experts over ranks.
 
-    dtype: torch.float32, torch.float16 or torch.bfloat16.
-
-    dtype and activation may also be given by name. Raises ConfigurationError for a field of the
-    wrong type or out of range, or for fields that contradict each other.
+    Raises ConfigurationError for a field of the wrong type or out of range, or for fields that
+    contradict each other.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> problem.w1_rows, problem.output_shape
@@ -397,14 +407,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a pairing runs on, written by hand or detected by `modular_kernel.machine`.
+    """The machine that a pairing runs on, described or detected (`modular_kernel.machine`).
 
-    device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
-    packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
-    others: (name, reason) of importable packages that share a name with an optional package but are
-        different ones.
+    device: "cuda" or "cpu". arch: compute capability such as (9, 0); None on a CPU.
+    packages: optional packages that can be imported. interpreter: run Triton kernels in Triton's
+        CPU interpreter.
+    others: (name, reason) of installed packages that have the name of an optional package but are
+        different projects.
     cuda: CUDA version that torch was built for, such as (12, 8); None if unknown.
-    memory: bytes of the GPU; None if unknown, or on a CPU.
+    memory: GPU memory in bytes; None if unknown or on a CPU.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"

@@ -21,9 +21,11 @@ class QuantScheme:
     scale: element type of weight scales. "float" is float32 or the problem's dtype; for integer
         weights it is float16 or bfloat16, whichever is the problem's dtype. With float8_e4m3fn,
         each matrix (gate, up, down) also has a float32 scale.
-    zero_points: unsigned weights with a zero point per group; otherwise the middle of the range.
-    act_order: columns of w1 and w2 are ordered by group, not as in x and h (GPTQ's desc_act):
-        `w1_order` maps them to columns of x, and w1's rows follow w2's columns.
+    zero_points: weights are unsigned, with a zero point per group. Without, the zero point is the
+        middle of the range.
+    act_order: columns of w1 and w2 are sorted by group (GPTQ's desc_act) instead of in the order of
+        x and h. `w1_order` maps the columns of w1 to those of x, and the rows of w1 are in the
+        order of the columns of w2.
     static: activation scales are given (a1_scale, a2_scale) instead of computed per call. For e2m1
         activations there is one of x and one of h per expert, in addition to group scales, which
         are computed.

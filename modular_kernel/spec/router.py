@@ -74,22 +74,25 @@ class TritonKernelTopKOutput(NamedTuple):
 class RouterSpec:
     """Rules for choosing and weighting K experts per token.
 
-    top_k: K, 1 to 32. score: transform of the logits: softmax over all columns, sigmoid, or
-    sqrt(softplus). order: "score_first" chooses and weights by scores; "topk_first" chooses by
-    logits and scores only the chosen ones, with softmax over those K.
-    groups: number of equal groups of experts; only experts of the topk_groups best groups can be
-    chosen. A group's score is that of its best expert ("max") or the sum of its two best ("top2").
-    selection_bias: a per-column bias is added for the choice, never to the weights.
+    top_k: K, 1 to 32.
+    score: transform of the logits: "softmax" over all columns, "sigmoid", or "sqrtsoftplus".
+    order: "score_first" selects and weights by scores; "topk_first" selects by logits and computes
+        scores of the selected experts only, with softmax over those K.
+    groups: number of equal groups of experts; only experts of the best topk_groups groups can be
+        selected.
+    group_score: score of a group: that of its best expert ("max"), or the sum of its two best
+        ("top2").
+    selection_bias: add a bias per column for the selection; it does not affect the weights.
     renormalize: divide the K weights by max(their sum + eps, floor), in float32. eps and floor are
-    0 or in [2^-126, 1]: smaller values would be 0 in float32, and larger ones, exceeding the sum of
-    a softmax, would scale the weights instead of guarding the division.
-    table: experts come from a table by token id; the router computes only the weights.
-    zero_experts: number of columns after the experts that return x itself.
+        0 or in [2^-126, 1]: smaller values are 0 in float32, and larger ones exceed the sum of a
+        softmax, so they would scale the weights instead of guarding the division.
+    table: select experts from a table by token id; the router computes only their weights.
+    zero_experts: number of columns after the experts. A zero expert returns x itself.
 
-    The routed scaling factor belongs to Problem. Ties go to the lower id. An expert whose logit or
-    biased score is NaN, or whose biased score is -inf, is never chosen; if fewer than K remain, the
-    others are -1 with weight 0. Raises ConfigurationError for an invalid field, or one that another
-    field makes meaningless.
+    Ties go to the lower id. An expert whose logit or biased score is NaN, or whose biased score is
+    -inf, is never selected; if fewer than K experts remain, the other ids are -1 with weight 0. The
+    routed scaling factor is a field of Problem. Raises ConfigurationError for an invalid field, or
+    for one that another field makes meaningless.
     """
 
     top_k: TopK

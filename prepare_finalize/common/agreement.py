@@ -1,6 +1,7 @@
-"""Agreement of ranks before a call sends anything.
+"""The handshake of ranks at the start of a call.
 
-Ranks verify that they make the same call and that none refuses it, and exchange row counts.
+Before any row is sent, ranks exchange row counts, and verify that all make the same call and that
+none refuses it.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from prepare_finalize.common.torch_group import TorchGroup
 
 _SHARED = ("tokens", "hidden", "experts", "top_k")
 _FIELDS = (*_SHARED, "layer", "call", "step", "order", "others")
-# Errors with which a rank may refuse a call, sent as an index; any other error is index 0.
+# Errors with which a rank may refuse a call. The index is sent; 0 stands for any other error.
 _REFUSALS = (
     "an error",
     *("InputError", "CapacityError", "ConfigurationError", "DeviceError", "DtypeError"),
@@ -30,11 +31,11 @@ _FIELD_MESSAGES = {
 
 @dataclass
 class Layer:
-    """A part, as one of the layers of its manager.
+    """One PrepareAndFinalize instance, registered as a layer of its manager.
 
-    - number: index of the layer, from 1, in order of creation; the same on every rank.
-    - calls: number of calls that all ranks agreed on.
-    - counts: how many row counts each rank sends; 0 means one for each rank.
+    - number: index of the layer, starting at 1, in order of creation; the same on every rank.
+    - calls: number of calls on which all ranks have agreed.
+    - counts: number of row counts that each rank sends; 0 means world_size, one per destination.
     """
 
     manager: TorchGroup
@@ -46,12 +47,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values that the ranks of one call exchanged.
+    """Values that the ranks exchanged in the handshake of one call.
 
     - tokens_W: T of each rank.
     - rows_WW: rows_WW[s][d] is the number of rows that rank s sends to rank d, unless the part
-      defines its counts otherwise.
-    - amax: largest activation magnitude over all ranks, if they share one scale.
+      gives its row counts another meaning.
+    - amax: maximum absolute activation over all ranks, if they share one scale.
     """
 
     step: int
@@ -69,13 +70,15 @@ def agree(
     device: torch.device,
     amax: torch.Tensor | None = None,
 ) -> Agreement:
-    """Exchange T, the rows for each rank, and the largest activation magnitude (float32, (1,)).
+    """Exchange T, row counts and amax with all ranks, and check that all ranks make the same call.
 
-    device: device of the tensors.
+    tokens: T of this rank. rows_W: number of rows for each destination rank. device: device of the
+    exchanged tensors. amax: (1,) float32, maximum absolute activation of this rank; None if ranks
+    do not share a scale.
 
-    Raises CommunicationError on every rank, before anything else is sent, if a rank refuses the
-    call, if ranks disagree on the layer, the pairing, the step or the earlier exchanges, or if a
-    rank passes more tokens than its buffers hold. Then no rank counts the call.
+    Raises CommunicationError on every rank, before any row is sent, if a rank refuses the call, if
+    ranks disagree on the layer, pairing, step or earlier exchanges, or if a rank passes more tokens
+    than its buffers hold. layer.calls is incremented only if no rank raises.
     """
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
@@ -99,9 +102,10 @@ def agree(
 
 
 def refuse(layer: Layer, error: Exception) -> None:
-    """Notify peers that this rank refuses the call, without waiting for them.
+    """Notify all peers that this rank refuses the call, without waiting for an answer.
 
-    Peers raise in `agree`. Does nothing if the manager has failed or is destroyed.
+    The peers raise CommunicationError in `agree`. Does nothing if the manager has failed or was
+    destroyed.
     """
     manager = layer.manager
     refusals = [_REFUSALS.index(kind.__name__) for kind in type(error).__mro__
@@ -127,9 +131,9 @@ def refuse_unequal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
 
 
 def refuse_more_rows(layer: Layer, agreement: Agreement, received_W: Sequence[int]) -> None:
-    """Raise CommunicationError on every rank if one would receive too many rows.
+    """Raise CommunicationError on every rank if one would receive over Problem.max_received rows.
 
-    The limit is Problem.max_received. Raised before rows move. received_W: rows by receiving rank.
+    Call it before any row is sent. received_W: number of rows that each rank would receive.
     """
     max_rows = layer.problem.max_received
     if max_rows is None:
@@ -179,7 +183,7 @@ def _check_same_fields(manager: TorchGroup, fields: list[list[int]], step: int) 
 
 
 def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int, step: int) -> None:
-    """Raise CommunicationError for counts out of bounds, before memory is sized by them."""
+    """Raise CommunicationError for counts out of bounds, before buffers are allocated by them."""
     peers = []
     for rank, (tokens, *rows, _) in enumerate(counts):
         if not (0 <= tokens <= max_tokens and min(rows) >= 0 and max(rows) <= tokens):
@@ -191,7 +195,7 @@ def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int,
 
 
 def _other_properties(problem: Problem, call: Call) -> int:
-    """Hash the other properties that ranks must share to 63 bits."""
+    """Return a 63-bit hash of the remaining properties that all ranks must share."""
     shared = (
         problem.dtype,
         problem.quant,

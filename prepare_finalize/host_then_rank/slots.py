@@ -1,4 +1,4 @@
-"""Memory shared by the ranks of a host, in which rows of calls in flight arrive."""
+"""Receive buffers in memory that the ranks of a host share, one set for each call in flight."""
 
 import hashlib
 import weakref
@@ -21,10 +21,10 @@ _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
 class CallMemory:
-    """Memory of one call, until it is released or garbage collected.
+    """Receive buffers of one call, until they are released or garbage collected.
 
-    slot: all of it. rows: the rows used by this call. A call that is never finished, such as after
-    an error of its experts, releases the memory too.
+    slot: the full buffers. rows: views of the rows that this call uses. Garbage collection returns
+    the buffers of a call that is never finished, such as after an error in its experts.
     """
 
     def __init__(self, slot: Slot, rows: int, release: Callable[[], None]) -> None:
@@ -36,18 +36,19 @@ class CallMemory:
         self._finalizer.atexit = False
 
     def release(self) -> None:
-        """Release the memory; raise UnsupportedError if it was released before."""
+        """Release the buffers. Raise UnsupportedError if they were released before."""
         if not self._finalizer.alive:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         self._finalizer()
 
 
 class HostSlots:
-    """Memory of the calls in flight of one part. All calls share the flags, which only increase.
+    """Receive buffers for all calls in flight of one part.
 
-    Creation is collective over all ranks, which must pass the same `problem`.
+    The constructor is collective: all ranks must call it with the same `problem`. The calls share
+    one set of flags, because flags only increase.
 
-    host_problem: the problem of the ranks of this host. rows: largest number of rows of a call.
+    host_problem: the problem restricted to the ranks of this host. rows: maximum rows of a call.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class HostSlots:
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
 
     def take(self, rows: int) -> CallMemory:
-        """Take the memory of one call with `rows` rows."""
+        """Take the buffers of one call with `rows` rows."""
         index = self._free.pop(0)
         views = dict(self._views[index])
         slot = Slot(scale_RG=views.pop("scale_RG", None), **views, **self._shared)
@@ -94,7 +95,7 @@ def _nbytes(layout: dict[str, Section]) -> int:
 
 
 def _layer_signature(problem: Problem) -> str:
-    """Return a string that all ranks must share: the layer, and the placement of its experts."""
+    """Return a string that identifies the layer and its placement; equal on all ranks."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

@@ -23,10 +23,11 @@ _MIN_BLOCK = 1024  # every block is a multiple of this
 
 
 class LaunchShape(NamedTuple):
-    """Launch shape.
+    """Tile and grid sizes of a launch.
 
-    block: columns that a program moves at a time, at most those of a row rounded up to a power of
-    two. warps: per program. programs: per SM. whole_rows: whether a program processes whole rows.
+    block: columns that a program copies at a time. `fit` limits it to the hidden size, rounded up
+    to a power of two. warps: warps per program. programs: programs per SM. whole_rows: whether a
+    program processes whole rows.
     """
 
     block: int
@@ -46,8 +47,8 @@ def _for_programs(count: int) -> dict[str, str]:
     return for_programs(count)
 
 
-# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168. _FEW is for up to
-# _FEW_TOKENS tokens per rank, the others for more.
+# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168. _FEW is used for problems
+# of up to _FEW_TOKENS tokens per rank.
 _FEW_TOKENS = 512
 _FEW = LaunchShape(1024, 4, 4)
 _DISPATCH = LaunchShape(2048, 8, 4, whole_rows=True)
@@ -56,14 +57,15 @@ _COMBINE = LaunchShape(2048, 8, 4)
 
 @dataclass(frozen=True)
 class Slot:
-    """Heap tensors of one call, with the same layout on every rank, and this rank's counters.
+    """Tensors of one call in symmetric memory, laid out alike on every rank, and local counters.
 
-    - x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity; those of rank r begin at
+    - x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity. Rows from rank r start at
       row r * capacity.
-    - y_RH: this rank's sums of those rows.
-    - arrived_W, summed_W: int32 flags.
-    - adapters_R: int32, adapter slots of the rows, if the layer has adapters.
-    - dispatches, combines: (2,) int32, not shared: number of the last call, and a counter.
+    - y_RH: weighted sums over the local experts, one row per received row.
+    - arrived_W, summed_W: int32 flags of each rank: its rows have arrived; its y_RH is complete.
+    - adapters_R: int32, adapter slots of the rows; None without adapters.
+    - dispatches, combines: (2,) int32 in local memory: number of the last call, and the counter of
+      `is_last_program`.
     """
 
     x_RH: torch.Tensor
@@ -79,9 +81,9 @@ class Slot:
 
 
 def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
-    """Return the heap sections of a slot, by field name.
+    """Return the sections of symmetric memory for the fields of a `Slot`.
 
-    rows: the largest number of rows that may arrive; None is world_size * problem.tokens.
+    rows: maximum number of rows that may arrive; None means world_size * problem.tokens.
     """
     scheme, world = problem.scheme, problem.parallel.world_size
     hidden, k = problem.hidden, problem.top_k
@@ -103,9 +105,9 @@ def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
 
 
 def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
-    """Return whether the dispatch kernel quantizes.
+    """Return whether the dispatch kernel quantizes the tokens itself.
 
-    It does with one scale per token, or with groups that divide both a block and a row.
+    It does for per-token scales, and for groups that divide both the block and the hidden size.
     """
     if scheme.activation_granularity == "token":
         return True
@@ -117,11 +119,12 @@ def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
 
 @dataclass(frozen=True)
 class SymmetricExchange:
-    """One exchange in flight.
+    """Dispatch and combine of one call.
 
-    rank_bits_T: (capacity,) int32, written by `send`: bit r is set if rank r got the token.
-    row_at_rank_WT: (W, tokens) int32, contiguous: row of each token at each rank, -1 if it is not
-    sent there; None means the fixed rows.
+    deltas_W: (W,) int64, address offsets of the peers' memory. rank_bits_T: (capacity,) int32,
+    written by `send`; bit r is set if the token was sent to rank r. row_at_rank_WT: (W, tokens)
+    int32, contiguous; the row of each token at each rank, -1 if it is not sent there. None means
+    row rank * capacity + token at every rank.
     """
 
     manager: SharedMemory
@@ -134,7 +137,7 @@ class SymmetricExchange:
 
     @property
     def _capacity(self) -> int:
-        """Number of tokens for which a launch writes something."""
+        """Number of tokens that a launch covers, including unused ones of a fixed layout."""
         return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
     def _peer_rows(self) -> dict[str, object]:
@@ -145,7 +148,7 @@ class SymmetricExchange:
         }
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
-        """Return the arguments that all kernels take."""
+        """Return the arguments that all kernels have in common."""
         world = self.manager.world_size
         return {
             "flags_ptr": flags,
@@ -169,10 +172,10 @@ class SymmetricExchange:
         quantized: Quantized | None,
         wait: bool,
     ) -> None:
-        """Write rows, slots and weights to the ranks that need them, then raise the flag there.
+        """Write rows to the ranks of their experts, and ids and weights to all; then set flags.
 
-        quantized: the tokens, unless `quantizes_in_dispatch`. wait: also wait for the rows of all
-        ranks.
+        quantized: quantized tokens; None if the dispatch kernel quantizes or nothing is quantized.
+        wait: also wait until the rows of all ranks have arrived.
         """
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
@@ -238,9 +241,9 @@ class SymmetricExchange:
         }
 
     def _adapters(self, routing: Routing) -> dict[str, object]:
-        """Return the arguments that send adapter slots.
+        """Return the arguments for sending adapter slots.
 
-        A call without adapters sends -1, because calls of other ranks may have some.
+        A call without adapters sends -1, because other ranks may use adapters in the same call.
         """
         adapters_R, slots_T = self.slot.adapters_R, routing.slots_T
         mode = "nobody" if slots_T is None else "slots"
@@ -258,7 +261,7 @@ class SymmetricExchange:
         launch(arrival_kernel, (1,), num_warps=1, **arguments)
 
     def combine(self, out_TH: torch.Tensor) -> None:
-        """Raise the flag that this rank's y_RH is complete; sum each token's rows of all ranks."""
+        """Signal that y_RH is complete, then sum each token's rows from all ranks into out_TH."""
         from prepare_finalize.symm_mem.kernels.combine import combine_kernel
 
         problem, slot = self.problem, self.slot
@@ -288,7 +291,7 @@ def _shape(problem: Problem, shape_for_many: LaunchShape) -> LaunchShape:
 
 
 def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:
-    """Return the number of concurrent programs; the interpreter runs them one after another."""
+    """Return the grid size. It is at most 2 in the interpreter, which runs them sequentially."""
     max_programs = 2
     if device.type == "cuda":
         max_programs = shape.programs * num_sms(device)

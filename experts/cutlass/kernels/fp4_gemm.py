@@ -1,9 +1,10 @@
-"""Grouped nvfp4 GEMM for sm_100a: block-scaled tcgen05.mma, TMA, sums in tensor memory.
+"""Grouped NVFP4 GEMM for sm_100a: TMA, block-scaled tcgen05.mma, accumulators in tensor memory.
 
-Rows are sorted by expert. A tile is 128 rows by 128 weight rows of one expert. One warp loads
-values by TMA, and tiled scales by bulk copies, into a ring of shared memory. A second warp copies
-the scales of a step to tensor memory and issues its MMAs. Four warps scale the sums and store them
-while the next tile's sums are computed. This kernel has not been run: no sm_100 GPU was available.
+Rows are sorted by expert. An output tile is 128 rows by 128 weight rows of one expert. The load
+warp copies operands (TMA) and tiled scales (bulk copies) into a ring of shared-memory stages. The
+MMA warp copies the scales of a stage to tensor memory and issues its MMAs. Four epilogue warps
+scale and store the accumulators of a tile while the MMAs of the next tile run. This kernel has
+never been run, because no sm_100 GPU was available.
 """
 
 import cutlass
@@ -40,8 +41,8 @@ ONE = tcgen05.CtaGroup.ONE
 class Fp4Gemm:
     """out[r] = (a[r] @ b[expert of r]^T) * factor, for every row r of every tile.
 
-    group_m: row tiles that are processed column by column together, to share weights in the L2
-    cache.
+    group_m: number of row tiles in a group of the rasterization order; the tiles of a group reuse
+    weights in the L2 cache.
     """
 
     def __init__(self, *, group_m: int = 8) -> None:
@@ -175,7 +176,7 @@ class Fp4Gemm:
         self, tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, sfa, sfb, a_scale, b_scale, full,
         empty, tiles, max_tiles, rows_b, num_m, num_n, schedule, steps,
     ):  # fmt: skip
-        """Fill ring slots once the MMAs that read them have finished. One warp."""
+        """Load warp: fill each ring slot once the MMAs that read it have finished."""
         thr_mma = tiled_mma.get_slice(0)
         cta_layout = cute.make_layout(1)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
@@ -217,7 +218,7 @@ class Fp4Gemm:
         self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
         stored, schedule, steps,
     ):  # fmt: skip
-        """Issue every MMA of this block's tiles, with sums in tensor memory. One warp."""
+        """MMA warp: issue the MMAs of this CTA's tiles, with accumulators in tensor memory."""
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
         first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
         sfa_at = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
@@ -265,7 +266,7 @@ class Fp4Gemm:
         self, sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m, num_n,
         schedule, thread,
     ):  # fmt: skip
-        """Scale and store the sums; each thread has one row of the tile. Four warps."""
+        """Epilogue warps: scale and store the accumulators; each thread has one row of a tile."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
         pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
         tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
@@ -304,7 +305,7 @@ class Fp4Gemm:
 
 
 def scales_to_tensor_memory(shared, tensor):
-    """Return the copy atom of a step's scales, its source for every stage, and its destination."""
+    """Return (tiled copy, source by stage, destination) that copy scales to tensor memory."""
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE), E4M3)
     compact = cute.filter_zeros(tensor)
     copy = tcgen05.make_s2t_copy(atom, compact)

@@ -1,8 +1,8 @@
 """The staged runner backend "triton" over contiguous tokens: align, two GEMMs, weighted sum.
 
-It is the aligned path of `TritonExperts`, split into pre-permute, core and post-permute so that
-the stages can be combined with those of other backends. It always uses this path, so it is the
-staged reference of the fused operation ("none", "triton"), which is TritonExperts itself.
+The stages are the aligned path of `TritonExperts`, split into pre-permute, core and post-permute so
+that they can be combined with the stages of other backends. The fused function ("none", "triton")
+is TritonExperts itself, which may take other paths; this backend is its unfused counterpart.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ _PATHS = (AlignedPath.name,)
 
 @dataclass(frozen=True)
 class TritonRunnerInput(RunnerInput):
-    """Tokens, their routing, and the pairs in blocks of one expert (see `Aligned`).
+    """Tokens, their routing, and their pairs sorted into blocks of one expert each.
 
     hidden_states: (T, H). topk_weights: (T, K) float32, None if already applied to the input.
-    topk_ids: (T, K). sorted_token_ids, expert_ids, num_tokens_post_padded: int32.
+    topk_ids: (T, K). sorted_token_ids, expert_ids, num_tokens_post_padded: int32, see `Aligned`.
     """
 
     hidden_states: torch.Tensor
@@ -58,7 +58,11 @@ class TritonRunnerInput(RunnerInput):
 
 @dataclass(frozen=True)
 class TritonRunnerOutput(RunnerOutput):
-    """hidden_states: (T * K, H), one row per pair, without router weights unless the input had."""
+    """Output of the core stage.
+
+    hidden_states: (T * K, H), one row per pair. Router weights are not applied yet, unless they
+    were applied to the input.
+    """
 
     hidden_states: torch.Tensor
 
@@ -70,7 +74,7 @@ class TritonRunnerOutput(RunnerOutput):
 
 @register_core(BACKEND)
 class TritonRunnerCore(MoeRunnerCore[NoState]):
-    """Both GEMMs, with the activation and, if the scheme has it, quantization in between."""
+    """Both GEMMs, with the activation (and quantization, if the scheme has any) in between."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -1,31 +1,33 @@
 """Memory layout of tiled 4-bit weights and scales for GEMMs that unpack weights in registers.
 
 A tile has four blocks of 64 weight rows, two per warpgroup. K is split into steps of 64. The data
-of one step of a tile is contiguous: (64, 32) int32 words, 16 lines per block, and (lines, 16)
-int32 words of scales.
+of one step of a tile is contiguous: (64, 32) int32 words of weights, 16 lines per block, followed
+by (lines, 16) int32 words of scales.
 
-In a block, thread t of 128 has words 4 t to 4 t + 3, for weight rows r and r + 8 of the 16 rows of
-its warp, r = t % 32 / 4, and for each row one word per half (32 columns) of the step. Out of every
-16 columns, wgmma takes columns 2c, 2c + 1, 2c + 8 and 2c + 9 from lane c = t % 4, so a word has the
-pairs at 2c, 2c + 8, 2c + 16 and 2c + 24. The order of the tokens along K is unchanged, and a word
-has a single scale, or with NVFP4 one per two pairs.
+Thread t of a warpgroup owns words 4 t to 4 t + 3 of a block. They hold rows r and r + 8 of the 16
+rows of its warp, r = t % 32 / 4, with one word per row and half step (32 columns). In wgmma's
+register layout, lane c = t % 4 holds columns 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16 columns, so
+a word holds the column pairs at 2c, 2c + 8, 2c + 16 and 2c + 24. Activations therefore keep their
+order along K. All codes of a word share one scale; with NVFP4, every two pairs do.
 
-e2m1 codes are packed in words by pairs as in `modular_kernel.quant.repacking`. For integers, pair i
-is in bits 4i to 4i + 3 of the two halves. Scales are stored as groups of four words, in the order
-of the threads that share rows:
+Pairs of e2m1 codes are packed as in `modular_kernel.quant.repacking`. Of integers, pair i is in
+bits 4i to 4i + 3 of the two halves of a word. Scales are stored in groups of four words, in the
+order of the threads that share rows:
 
-    mxfp4     One word per block, for all four blocks, with four bytes: by row, then by half of the
-              step. A byte is the exponent of the bf16 factor of the codes as read in the bf16
-              fields. Because it would overflow from a scale of 4 on, all factors are lowered by
-              2^50 and results are multiplied by 2^50. Scales from 2^52 on become infinite; a weight
-              below 2^-76 may lose its last bit.
-    nvfp4     Per warpgroup and block, one word per row, with four bytes, one per 16 columns of the
-              step: five exponent and three significand bits, lowered by 2^19. The sign of a scale
-              is applied to its codes; codes with a scale of zero are zero.
-    integers  Per warpgroup and block, one word per row or, if groups are not multiples of 64, per
-              row and half of the step: 2^83 times the scale in float32, whose last four bits are
-              the zero point, if any. Codes are read as low bf16 bits, times 2^-133, so weights are
-              lowered by 2^50. A scale from 2^45 on gives no finite number.
+    mxfp4     A group has one word for each of the four blocks. Its bytes are ordered by row (r,
+              then r + 8), then by half step. A byte is the exponent of the bf16 factor that turns
+              codes, read as bits of bf16 numbers, to weights. It would overflow for scales of 4 and
+              more, so factors are multiplied by 2^-50 and results by 2^50. Scales of 2^52 and more
+              become infinite; a weight below 2^-76 may lose its last bit.
+    nvfp4     A group has one word for each of the two rows in each block of the warpgroup. A byte
+              is the scale of 16 columns of the step, times 2^-19, with five exponent and three
+              significand bits. The sign of a scale is moved to its codes; codes with a scale of
+              zero are zero.
+    integers  As for nvfp4, or one word per row and half step if the group size is not a multiple of
+              64. A word is 2^83 times the scale in float32, with the zero point, if any, in the
+              last four bits. Codes are read as the low bits of bf16 numbers, which are 2^-133 times
+              the code, so unpacked weights are 2^-50 times the true ones. Scales of 2^45 and more
+              overflow.
 """
 
 from typing import NamedTuple
@@ -37,19 +39,19 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 
 BLOCK = 64  # rows per block, and K per step
-BLOCKS_PER_TILE = 4  # per tile
-GROUP = 32  # K elements covered by a word together with three others
-LINES, LINE = 16 * BLOCKS_PER_TILE, 32  # words per step of a tile: lines, and words per line
+BLOCKS_PER_TILE = 4
+GROUP = 32  # columns covered by one word of each of the four lanes that share a row
+LINES, LINE = 16 * BLOCKS_PER_TILE, 32  # shape of the words of one step of a tile
 SCALE_LINES_PER_ROW_WORD = 8  # lines of scales if each of 128 rows has one word
 SCALE_LINE = 16  # words per line of scales
 _SCALE_SHIFT = {"e2m1": 50, "nvfp4": 19, "integer": 50}
 
 
 class PackedFormat(NamedTuple):
-    """The format of tiled words and scales; str(form) is the FORM constant of the kernels.
+    """Format of tiled words and scales. str() of it is the constexpr FORM of the kernels.
 
-    kind: "e2m1", "nvfp4" or "integer". For integers only: groups: scale words per row and K step.
-    scale: the dtype of the original scales. zero: whether there are zero points.
+    kind: "e2m1", "nvfp4" or "integer". The other fields apply to integers only. groups: scale words
+    per row and K step. scale: dtype of the original scales. zero: whether there are zero points.
     """
 
     kind: str
@@ -68,7 +70,7 @@ class PackedFormat(NamedTuple):
 
     @property
     def scale_shift(self) -> int:
-        """Return n if unpacked weights are the true values times 2^-n."""
+        """Return n, where unpacked weights are the true weights times 2^-n."""
         return _SCALE_SHIFT[self.kind]
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ class PackedFormat(NamedTuple):
 
 
 def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> PackedFormat:
-    """Return the form for weights of `scheme` with K = depth and scales of dtype `scale`."""
+    """Return the format of weights of `scheme` with K = depth and scales of dtype `scale`."""
     kind = word_format(scheme)
     if kind != "integer":
         return PackedFormat("nvfp4" if kind == "nvfp4" else "e2m1")
@@ -104,10 +106,10 @@ class Tiled(NamedTuple):
 
 
 def rows_of_tiles(columns: int, step: int, up_row: int, *, gated: bool) -> torch.Tensor:
-    """Return the weight row of each row of each tile, (tiles, 256) int64; -1 for none.
+    """Return the weight row of each row of each tile, (tiles, 256) int64; -1 is padding.
 
-    Column n uses row n * step, and row n * step + up_row for up. In a gated GEMM every second block
-    has up rows, for the columns of the preceding block.
+    Output column n uses weight row n * step, and n * step + up_row for its up value. In a gated
+    GEMM, blocks alternate: gate rows of 64 columns, then up rows of the same columns.
     """
     sides = 2 if gated else 1
     per_tile = BLOCKS_PER_TILE // sides * BLOCK

@@ -1,7 +1,7 @@
-"""Calls of one MoE layer of SGLang on `MoeRunner`, decided once per layer.
+"""Runs one MoE layer of SGLang on `MoeRunner`, or on SGLang's own runner.
 
-The first call decides whether this package or SGLang's own runner computes the layer, and logs one
-line. SGLang itself is not imported.
+The first call decides which of the two computes the layer, and logs one line. This module does not
+import SGLang.
 """
 
 import logging
@@ -33,10 +33,10 @@ class LayerRunner:
         self.refusal: str | None = None
 
     def run(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
-        """Return the output, a tensor; or what the fallback returns.
+        """Return the output tensor, or the result of the fallback.
 
-        A call that this package does not support goes to the fallback: all calls of the layer if it
-        is the first, otherwise only this one. Other errors are raised.
+        A call that this package does not support runs on the fallback. If it is the first call, so
+        do all later calls of the layer. Other errors are raised.
         """
         if self.refusal is None:
             reason = unsupported_call(dispatch_output)
@@ -88,10 +88,10 @@ def log_refusal(layer: object, reason: str) -> None:
 
 
 def unsupported_call(dispatch_output: Any) -> str | None:
-    """Return why a call cannot run here, whatever its weights; None if it can.
+    """Return why a call cannot run here, regardless of its weights; None if it can.
 
-    A pre-quantized copy of the tokens is not read: the tokens beside it are unquantized, and a part
-    quantizes them itself.
+    A pre-quantized copy of the tokens is not used, because the output also has the unquantized
+    tokens, which the part quantizes itself.
     """
     format = getattr(dispatch_output.format, "value", dispatch_output.format)
     if format != "standard":

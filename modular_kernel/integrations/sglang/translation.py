@@ -1,7 +1,7 @@
 """Conversion of SGLang's runner config and quantization record to those of `MoeRunner`.
 
-The records are read by the names of their fields; SGLang itself is not imported. A field with a
-value that is not supported, or one that is not known here, raises an error that names it.
+Fields are read by name, so this module does not import SGLang. An unknown field, or a value that is
+not supported, raises an error that names the field.
 """
 
 from dataclasses import MISSING, Field, fields
@@ -54,7 +54,7 @@ def quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
 
 
 def _values(record: Any, known: set[str], what: str) -> dict[str, Any]:
-    """Return the known fields; ConfigurationError for another one that is not at its default."""
+    """Return the known fields; raise ConfigurationError if another one is not at its default."""
     values: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)

@@ -1,11 +1,10 @@
-"""Registration of the backend "modular_kernel" in SGLang 0.5.23: all that depends on SGLang.
+"""Registers the backend "modular_kernel" in SGLang 0.5.23. Only this module depends on SGLang.
 
-SGLang's quantization methods decide by the selected backend how they lay out weights, and many
-create `MoeRunner` with a fixed one. So a layer that would run on "triton" runs here if the selected
-backend is "modular_kernel": `is_triton` is True of that name, and `MoeRunner.__init__` replaces
-"triton" by it. Both changes go through SGLang's HookRegistry and do nothing if another backend is
-selected. A fused operation cannot be registered: `FusedOpPool.register_fused_func` accepts only
-SGLang's own names.
+SGLang's quantization methods choose the layout of weights by the selected backend, and many create
+`MoeRunner` with a fixed backend. Two hooks therefore treat "modular_kernel" as "triton":
+`is_triton` returns True for it, and `MoeRunner.__init__` replaces "triton" with it. The hooks go
+through SGLang's HookRegistry and do nothing if another backend is selected. A fused operation
+cannot be registered, because `FusedOpPool.register_fused_func` accepts only SGLang's own names.
 """
 
 import inspect
@@ -24,10 +23,10 @@ _INIT_ARGUMENTS = ["self", "runner_backend", "config", "lora_enabled"]
 
 
 def install() -> None:
-    """Add the choice of `--moe-runner-backend`, and the backend once SGLang has its MoE modules.
+    """Add a choice to `--moe-runner-backend`; install the backend when MoE modules are imported.
 
-    A launcher process parses arguments before it imports them, if ever. Raises an exception if a
-    module or an attribute is missing.
+    A launcher process parses arguments before it imports those modules, or never imports them.
+    Raises an exception if a module or an attribute is missing.
     """
     from sglang.srt.arg_groups.choices import (
         MOE_RUNNER_BACKEND_CHOICES,
@@ -123,7 +122,7 @@ def init_runner(
 
 
 def _refusal(config: Any, *, lora_enabled: bool) -> str | None:
-    """Return why a layer cannot run here, by what is known when it is built; None if it can."""
+    """Return why a layer that is being built cannot run here; None if nothing prevents it yet."""
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
     from modular_kernel.errors import ModularKernelError

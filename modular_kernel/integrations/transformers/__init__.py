@@ -1,16 +1,16 @@
-"""The experts of transformers models, run by a pairing of this toolkit.
+"""Runs the experts of transformers models on a pairing of this toolkit.
 
     import modular_kernel
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
     model.set_experts_implementation("modular_kernel")            # or later; "eager" to go back
 
-Supports every experts module that transformers dispatches: gate_up_proj or up_proj and down_proj in
-one dtype, and FP8Experts. The function between the two projections is determined by evaluating it,
-not by the module's name; a module with an unknown function raises UnsupportedError. Weights are
-read in place at each call, without a copy. torch.compile and torch.export trace a call as one
-operator. `register` selects another pairing than the default one. While a module trains, and on a
-CPU by default, transformers' grouped_mm runs instead.
+Supports every experts module that transformers dispatches: gate_up_proj (or up_proj) and down_proj
+in one dtype, and FP8Experts. The activation is identified by evaluating it on sample values, not by
+the module's name; a module with an unknown activation raises UnsupportedError. Weights are read in
+place, without a copy. torch.compile and torch.export trace a call as one operator. `register`
+selects another pairing. In training mode, and by default on a CPU, transformers' grouped_mm runs
+instead.
 """
 
 from importlib import import_module

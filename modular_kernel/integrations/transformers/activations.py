@@ -1,4 +1,4 @@
-"""The activation of an experts module, determined by evaluating it on sample values."""
+"""Identifies the activation of an experts module by evaluating it on sample values."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ Facts = tuple[object, ...]
 
 
 def activation_of(module: torch.nn.Module) -> ActivationSpec:
-    """Return the activation between the module's projections, by comparison with all known ones.
+    """Return the activation between the module's projections: the one that computes the same.
 
     The module's `_apply_gate`, or `act_fn` if it has no gate, is called once with float32 values
     from -10000 to 10000, more of them near possible limits. Synchronizes with the device. Raises

@@ -1,8 +1,8 @@
-"""Objects as arguments of functions with a constant result, in code that Dynamo traces.
+"""Passes objects to functions with `torch._dynamo.assume_constant_result`.
 
-`torch._dynamo.assume_constant_result` takes modules from torch 2.12 on. Before, it takes constants
-only: `constant_argument` then passes a number in place of the object, and `object_of` finds the
-object by it. Either way the graph is guarded by the object's identity.
+From torch 2.12 on, such functions accept modules. Earlier releases accept only constants, so
+`constant_argument` passes a number instead of the object, and `object_of` looks the object up. In
+both cases the graph is guarded by the identity of the object.
 """
 
 from typing import Any, TypeVar

@@ -11,10 +11,10 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a call can be differentiated by x, router weights or expert weights.
+    """Return whether a call must compute gradients of x, router weights or expert weights.
 
-    tensors: the attributes as the call reads them, instead of `parameters()`, since an adapter may
-    compute an attribute.
+    tensors: the module's tensors as the call reads them. They may not be in `parameters()`, because
+    an adapter can compute an attribute.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

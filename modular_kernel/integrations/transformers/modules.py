@@ -31,14 +31,17 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of a module's tensors. fields: for `expert_fields`. quant: name of the scheme."""
+    """The meaning of a module's tensors.
+
+    fields: argument of `expert_fields`. quant: name of the quantization scheme.
+    """
 
     fields: str
     quant: str = "none"
 
 
 def names_of(module: torch.nn.Module) -> Names:
-    """Return the attributes that hold the weights; raise UnsupportedError if there is more."""
+    """Return the attributes that hold the weights; raise UnsupportedError if there are others."""
     if getattr(module, "has_post_expert_norm", False):
         raise unsupported_error(module, "a norm after each expert", "experts without one")
     packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
@@ -69,7 +72,7 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
 
 
 def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return the values that `names_of`, `layout_of` and `problem_of` read beside tensors.
+    """Return the non-tensor values that `names_of`, `layout_of` and `problem_of` read.
 
     They are read from `__dict__`, because a failing attribute lookup of a module is slow.
     """
@@ -159,9 +162,10 @@ def _fp8(
 ) -> Layout:
     """Return the layout of FP8Experts: float8 with block scales, or float4 with scales of 32.
 
-    The last block of gate and of up may be ragged, so that each has its own scale; scales are then
-    expanded to smaller tiles that divide both. Without blocks, a projection has one scale and each
-    row of activations its own: given activation scales, which are less exact, are ignored.
+    If the last block of gate and of up is partial, each has its own scale, and scales are expanded
+    to smaller blocks that divide both. Without blocks, a projection has one scale, and activations
+    are quantized per row. Static activation scales in the module are ignored, because per-row
+    scales are more accurate.
     """
     if w1.dtype is torch.int8:
         if scale.element_size() > 1:

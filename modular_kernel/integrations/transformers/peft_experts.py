@@ -1,8 +1,9 @@
-"""Experts with PEFT adapters, computed from the base weights and the adapter's factors.
+"""Runs experts with PEFT adapters from the base weights and the adapter's factors.
 
-PEFT wraps an experts module once per adapted parameter (`ParamWrapper`, 0.19 and newer), and
-replaces the parameter by W + scaling lhs rhs at each call, which allocates a tensor of the size of
-all experts' weights. Here the outermost wrapper passes W and the factors to our kernels instead.
+PEFT wraps an experts module once per adapted parameter (`ParamWrapper`, 0.19 and newer). In each
+call, the wrapper replaces the parameter by W + scaling lhs rhs, which allocates a tensor as large
+as the weights of all experts. Here the outermost wrapper passes W and the factors to our kernels
+instead.
 """
 
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ class Adapted:
 
     @property
     def all_tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors that a call reads and may be differentiated by."""
+        """All tensors that a call reads, which may require gradients."""
         added = (each for one in self.factors.values() for each in (one.lhs, one.rhs))
         return (*self.tensors, *added)
 

@@ -5,10 +5,10 @@
     register()
     model = from_pretrained("checkpoint/", device="cuda")
 
-`load_experts` reads the experts, which run on our kernels; other quantized weights are dequantized
-once, each from its own format. Layers that the model class does not have, such as those for
-multi-token prediction (MTP), are not loaded. No quantization library is needed. The modules are
-those of transformers, with their routers, names and dispatch.
+`load_experts` reads the experts, which run on our kernels. All other quantized weights are
+dequantized while loading. No quantization library is needed. Layers that the model class does not
+have, such as those for multi-token prediction (MTP), are not loaded. The modules are transformers'
+own, with their routers, names and dispatch.
 """
 
 import copy
@@ -92,7 +92,7 @@ _TRANSFORMERS_ERRORS = (
     AttributeError,
     StrictDataclassError,
 )
-# Options that distribute a model over processes or devices, each with other tensors.
+# Options that distribute the tensors of a model over processes or devices.
 _DISTRIBUTED_OPTIONS = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
 
 
@@ -177,7 +177,7 @@ def from_pretrained(
 
 
 def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:
-    """Return the argument `dtype`, or the one under its older name if that is given."""
+    """Return `dtype`, or `torch_dtype`, its older name, if that is given."""
     if torch_dtype is None:
         return dtype
     if dtype not in ("auto", torch_dtype):
@@ -188,7 +188,7 @@ def _dtype_of(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -
 
 
 def _config_of(folder: Path, given: Any) -> Any:
-    """Return a copy of the config that the caller gives, or the folder's."""
+    """Return a copy of the caller's config, or the config of the folder."""
     if given is not None:
         return copy.deepcopy(given)
     try:
@@ -272,8 +272,8 @@ def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
 def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
     """Load a model and its loading info; raise errors where transformers would only warn.
 
-    Raises WeightsError for a missing tensor of the model, except of a new head, and ShapeError for
-    a tensor of another shape.
+    Raises WeightsError for a missing tensor, unless it belongs to a newly added head, and
+    ShapeError for a tensor with a wrong shape.
     """
     any_shape = {"ignore_mismatched_sizes": True}
     try:
@@ -458,7 +458,7 @@ class Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: adapters may be trained beside the frozen experts."""
+        """True: adapters can be trained while the experts are frozen."""
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:

@@ -98,8 +98,8 @@ def registration(name: str = "modular_kernel") -> "Registration":
 class Layer:
     """Cached state of an experts module.
 
-    facts: those that determined its activation. bound: its weights and problem when last used, with
-    the key that they depend on.
+    facts: the values from which its activation was identified. bound: its weights and problem at
+    the last use.
     """
 
     facts: Facts
@@ -184,9 +184,9 @@ class Registration:
         module: torch.nn.Module,
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Break the graph, and run the call eagerly, which raises its errors.
+        """Break the graph and run the call eagerly, which raises errors with their usual messages.
 
-        With fullgraph=True torch raises an error with the reason `why`.
+        With fullgraph=True, torch raises an error with the reason `why` instead.
         """
         torch._dynamo.graph_break(msg=why)
         outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
@@ -204,7 +204,7 @@ class Registration:
     ) -> torch.Tensor:
         """Run a call on the pairing.
 
-        as_operator: run it by the operator, which has gradients, even if nothing is traced.
+        as_operator: call the operator, which supports gradients, even if nothing is traced.
         """
         x_TH, ids_TK, weights_TK = normalize_call(module, call, tensors[0].shape[0])
         if torch.compiler.is_compiling():
@@ -224,7 +224,8 @@ class Registration:
     ) -> torch.Tensor:
         """Run the call as one operator in a traced graph.
 
-        Shapes are read from the traced tensors, since a module with sharded parameters has others.
+        Shapes come from the traced tensors, because those of sharded parameters differ from the
+        module's.
         """
         x_TH, ids_TK, weights_TK = call
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
@@ -375,7 +376,7 @@ def _id_in_graph(function: object) -> int | None:
 
 
 def _function(module: torch.nn.Module, name: str) -> object:
-    """Return an attribute, and of a method its function.
+    """Return an attribute; for a method, the underlying function.
 
     Each access to a method creates a new method object, which cannot be compared by identity.
     """

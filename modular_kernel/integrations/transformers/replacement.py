@@ -1,4 +1,4 @@
-"""Modules with experts that transformers does not dispatch, replaced so that it does."""
+"""Makes modules with experts that transformers does not dispatch use the experts implementation."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -26,10 +26,11 @@ _FLAGS = {
 def serve(model: torch.nn.Module) -> tuple[str, ...]:
     """Make modules of REPLACED, and experts wrapped by PEFT, use the experts implementation.
 
-    Wrapped experts keep their adapter as two factors, which PEFT's wrapper would multiply at each
-    call. Returns the modules' names. A module stays the same object with the same weights; only its
-    class becomes a subclass of its own. With another implementation it runs its original forward.
-    Raises ConfigurationError unless `model` is a module.
+    The adapter of wrapped experts is applied as two factors, instead of being multiplied out in
+    each call as PEFT does. A module remains the same object with the same weights; only its class
+    is replaced by a subclass, which runs the original forward if another experts implementation is
+    selected. Returns the names of the modules. Raises ConfigurationError unless `model` is a
+    module.
     """
     expect("model", model, torch.nn.Module)
     names = []
@@ -92,9 +93,9 @@ def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _replace_longcat(module: Any, config: Any) -> None:
-    """Replace experts of which the last ones are the identity.
+    """Replace LongCat's experts, of which the last ones are the identity (zero experts).
 
-    w1 also has rows for these, which are not used.
+    w1 also has unused rows for the zero experts.
     """
     if module.gate_up_proj is None:
         return

@@ -1,7 +1,7 @@
 """Plugin for vLLM: MoE layers of supported models run on parts of this package.
 
 vLLM calls `register` through the entry point `modular_kernel` of the group `vllm.general_plugins`.
-Each supported range of versions has a module that holds everything that is that version's.
+All code that depends on a version of vLLM is in one module per supported range of versions.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Calls of one layer's experts in memory that the engine provides.
+"""Runs one layer's experts in a workspace that vLLM provides.
 
-vLLM asks for the size of the workspace before each call, and passes memory of that size, which all
-layers share and whose address stays the same in CUDA graphs.
+Before each call, vLLM queries the size of the workspace and passes memory of that size. All layers
+share it, and its address does not change in CUDA graphs.
 """
 
 from dataclasses import replace
@@ -116,8 +116,8 @@ def _kernel(
 ) -> FusedMoEModularKernel:
     """Create the kernel of a device; layers of the same sizes share it.
 
-    Derived copies of 4-bit weights are not made: vLLM may load new weights into the same memory,
-    which CUDA graphs that read the copies would not notice.
+    4-bit weights are not prepared: vLLM may load new weights into the same memory, and CUDA graphs
+    would go on reading the stale copies.
     """
     kernel = make_kernel(NO_EP, part, problem, machine=machine, auto_prepare=False)
     kernel.count_invalid_ids_on(device)  # not while a CUDA graph is captured

@@ -1,8 +1,8 @@
-"""Replacement of the functions with which vLLM selects the experts class of a layer.
+"""Hooks into the functions with which vLLM selects the experts class of a layer.
 
 vLLM has one such function for each kind of quantization, in a module of its folder `oracle`. When
-vLLM imports one of these modules, `install` replaces its function by one that offers each layer to
-this package first. It imports nothing of vLLM itself.
+vLLM imports such a module, `install` replaces the function with one that offers each layer to this
+package first. This module does not import vLLM.
 """
 
 import logging
@@ -32,13 +32,13 @@ class Oracle(Protocol):
     following: tuple[str, ...]  # functions that vLLM then calls for a layer of this class
 
     def missing(self, module: ModuleType) -> Sequence[str]:
-        """Return what the oracle relies on and this vLLM does not have."""
+        """Return the names that the oracle relies on and that this version of vLLM lacks."""
 
     def offer(self, function: str, arguments: dict[str, Any]) -> Any | None:
-        """Return what `function` is to return for a layer that our parts serve; None otherwise.
+        """Return the result of `function` for a layer that our parts support; None otherwise.
 
-        A selecting function raises ModularKernelError with the reason for a layer that they do not
-        support.
+        For a selecting function, raises ModularKernelError with the reason if they do not support
+        the layer.
         """
 
 
@@ -113,7 +113,7 @@ def _offering(oracle: Oracle, name: str, function: Callable[..., Any]) -> Callab
 
 @cache
 def log_once(message: str) -> None:
-    """Log a message; the layers of a model mostly share it."""
+    """Log a message once, because most layers of a model give the same one."""
     LOG.info("%s", message)
 
 

@@ -1,7 +1,7 @@
-"""vLLM's description of a MoE layer as a Problem, and the experts part that can serve it.
+"""Converts vLLM's description of a MoE layer to a Problem, and selects an experts part for it.
 
-Nothing here imports vLLM. Its quantization keys, activations and configurations are passed in as
-their own objects and read by attribute, or as plain values.
+This module does not import vLLM. It reads vLLM's quantization keys, activations and configurations
+by attribute.
 """
 
 from collections.abc import Sequence
@@ -185,10 +185,10 @@ def machine_of(device: str) -> Machine:
 
 
 def part_names(machine: Machine) -> tuple[str, ...]:
-    """Return the experts parts that may serve vLLM's layers; none if they are to stay with vLLM.
+    """Return the names of the experts parts to try for vLLM's layers; () leaves them to vLLM.
 
-    On a CPU, vLLM's own kernels are faster than parts in plain torch, so that MK_VLLM has to name
-    the parts.
+    On a CPU, vLLM's own kernels are faster than plain torch parts, so parts are used only if
+    MK_VLLM names them.
     """
     setting = vllm_plugin()
     if setting == "0":

@@ -1,7 +1,7 @@
-"""Everything that is vLLM 0.26's: where it differs from 0.33.
+"""Support for vLLM 0.26, as far as it differs from 0.33.
 
-int4 and int8 weights in groups stay with vLLM: the function that selects their experts is not told
-the size of the groups.
+vLLM keeps layers with int4 and int8 weights in groups, because the function that selects their
+experts does not receive the group size.
 """
 
 from dataclasses import replace
@@ -18,13 +18,13 @@ QUANT_FIELDS = v0_33.QUANT_FIELDS
 
 
 class StandardExperts(v0_33.StandardExperts):
-    """As in 0.33."""
+    """Experts for tokens and their routing, with the interface of vLLM 0.26."""
 
     refused_exchanges = REFUSED_EXCHANGES
 
 
 class BatchedExperts(v0_33.BatchedExperts):
-    """As in 0.33."""
+    """Experts for rows grouped by expert, with the interface of vLLM 0.26."""
 
     refused_exchanges = REFUSED_EXCHANGES
 

@@ -1,7 +1,7 @@
-"""Everything that is vLLM 0.33's: its oracles, and experts classes of its interface.
+"""Support for vLLM 0.33: its oracles, and experts classes with its interface.
 
-A layer that our parts serve is reported to vLLM as one of its plain backend, whose weights keep the
-layout of the checkpoint, with an experts class of ours.
+For a layer that our parts support, the oracle returns vLLM's plain backend, which keeps weights in
+the layout of the checkpoint, together with one of our experts classes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -187,9 +187,9 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
     @classmethod
     def _supports_parallel_config(cls, moe_parallel_config: Any) -> bool:
-        """Refuse EPLB, whose writes to weights and scales converted scales would not follow.
+        """Refuse EPLB, and exchanges that quantize rows before they send them.
 
-        Exchanges that quantize rows before they send them are refused as well.
+        EPLB writes to weights and scales, and converted copies of the scales would become stale.
         """
         refused = ("enable_eplb", *cls.refused_exchanges)
         return not any(getattr(moe_parallel_config, name) for name in refused)
@@ -215,7 +215,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def _expert_weights(
         self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
     ) -> ExpertWeights:
-        """Return the layer's weights, translated when they are first used."""
+        """Return the layer's weights, converted on first use."""
         known = self._sources
         if self._weights is None or not all(
             new is old for new, old in zip((w1, w2, expert_map), known, strict=True)
@@ -256,7 +256,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of two workspaces and of the output.
 
-        The first workspace is empty, because vLLM places the output in its memory.
+        The first workspace is empty, because vLLM uses its memory for the output.
         """
         nbytes = self._calls.workspace_bytes(M, topk)
         return (0,), self._workspace_shape(nbytes), (M, K)
@@ -398,7 +398,7 @@ def _scheme_of_mxfp4(arguments: Arguments) -> str:
 
 
 def _scheme_of_nvfp4(arguments: Arguments) -> str:
-    """Return nvfp4_w4a16, also for 4-bit activations where the GPU cannot multiply them."""
+    """Return nvfp4_w4a16, also for 4-bit activations if the GPU has no MMA for them."""
     weight, activation = (
         layers.operand_of(arguments[f"{x}_key"]) for x in ("weight", "activation")
     )
@@ -410,7 +410,7 @@ def _scheme_of_nvfp4(arguments: Arguments) -> str:
 
 
 def _make_group_kernel(arguments: Arguments) -> Any | None:
-    """Return the kernel of a layer whose experts are ours: vLLM's function knows only its own."""
+    """Return the kernel of a layer with our experts, which vLLM's function does not support."""
     experts_cls, config = arguments["experts_cls"], arguments["moe_config"]
     if not issubclass(experts_cls, StandardExperts):
         return None
@@ -430,9 +430,9 @@ def _make_group_kernel(arguments: Arguments) -> Any | None:
 
 
 def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Return AWQ's tensors in the layout of the plain backend, which vLLM does not convert them to.
+    """Convert AWQ's tensors to the layout of the plain backend, which vLLM itself does not do.
 
-    None for other formats, and for backends that vLLM converts to.
+    Returns None for other formats, and for backends for which vLLM converts them.
     """
     quant, plain = arguments["quant_config"], arguments["backend"].name == "TRITON"
     if not plain or not _is_a(quant, "AutoAWQConfig"):
@@ -452,7 +452,7 @@ def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
 
 
 def _keep_nvfp4(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Return the tensors of a layer whose experts are ours as they are."""
+    """Return the tensors of a layer with our experts unchanged; None for vLLM's experts."""
     experts_cls = getattr(arguments["layer"].quant_method, "experts_cls", None)
     if experts_cls is None or not issubclass(experts_cls, StandardExperts):
         return None
@@ -465,13 +465,17 @@ def _keep_nvfp4(arguments: Arguments) -> tuple[Any, ...] | None:
 class Oracle:
     """See `modular_kernel.integrations.vllm.hooks.Oracle`.
 
-    config: name of the selecting functions' parameter for the layer's FusedMoEConfig. backends:
-    name of the enum of backends. plain: its member whose weights keep the checkpoint's layout.
-    requested: values of --moe-backend for which our parts are tried; with others, the user has
-    chosen one of vLLM's. scheme: returns the quantization scheme from a selecting function's
-    arguments, or raises UnsupportedError. handlers: what replaces each of the following functions;
-    it returns None for layers of vLLM's own experts. used: other names of the module. bases:
-    classes of standard and of batched experts.
+    config: name of the selecting functions' parameter for the layer's FusedMoEConfig.
+    backends: name of the enum of backends.
+    plain: the member of that enum whose weights keep the layout of the checkpoint.
+    requested: values of --moe-backend for which our parts are tried. With any other value, the user
+        has chosen one of vLLM's backends.
+    scheme: returns the quantization scheme from a selecting function's arguments, or raises
+        UnsupportedError.
+    handlers: replacements of the `following` functions; they return None for layers with vLLM's own
+        experts.
+    used: other names that are needed from the module.
+    bases: classes of standard and of batched experts.
     """
 
     name: str
@@ -509,9 +513,9 @@ class Oracle:
         return missing
 
     def offer(self, function: str, arguments: Arguments) -> Any | None:
-        """Return the result of a function for a layer that our parts serve; None otherwise.
+        """Return the result of a function for a layer that our parts support; None otherwise.
 
-        A selecting function returns the plain backend and our experts class. Raises
+        The result of a selecting function is the plain backend and our experts class. Raises
         ModularKernelError with the reason if our parts do not support the layer.
         """
         if function in self.handlers:

@@ -1,7 +1,7 @@
-"""vLLM's tensors of a layer, after its post-processing for plain backends, as ExpertWeights.
+"""Converts vLLM's tensors of a layer, post-processed for plain backends, to ExpertWeights.
 
 A plain backend leaves weights in the layout of the checkpoint: w13 (e, N, H), gate rows first, and
-w2 (e, H, I), packed along their rows. Tensors are passed on without a copy where the layouts agree.
+w2 (e, H, I), packed along rows. Tensors whose layout already matches are not copied.
 """
 
 import torch

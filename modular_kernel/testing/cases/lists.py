@@ -1,12 +1,13 @@
-"""Lists of the cases of a pairing.
+"""Lists of test cases for a pairing.
 
-`full`: pairwise-covering rows drawn for the pairing (`pairwise`), and hand-picked shapes that the
-axes do not contain (`handpicked`). `smoke`: a few cases that touch every axis. `axes`: a base
-problem, one change per axis, and small products over axes that interact, for uses that need
-problems that differ from the base in one property.
+- full: a pairwise-covering set of cases (`pairwise`), and hand-picked shapes (`handpicked`).
+- smoke: a few cases that together touch every axis.
+- axes: a base problem and variants that change one property, or a few properties that interact.
+  For tests that compare a problem with the base.
 
-A case is a problem, a kind of routing, an input variation and a seed, so the one-line command that
-`command` returns repeats it on any machine. Shapes are small because the interpreter runs them too.
+A case consists of a problem, a kind of routing, an input variation and a seed. `command` returns
+the one-line command that repeats it on any machine. Shapes are small, because the interpreter must
+run them, too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,10 +48,11 @@ Variant = tuple[Problem, str]
 
 @dataclass(frozen=True)
 class Selection:
-    """The cases that a pairing must pass, and those that the rules refuse, each with its verdict.
+    """Cases for a pairing.
 
-    num_covered: number of value pairs covered by the pairwise cases. impossible: (value, value,
-    reason) for each pair that no valid case contains.
+    cases: valid cases, which the pairing must pass. refused: cases that the rules refuse, with
+    their verdicts. num_covered: number of value pairs that the pairwise cases cover. impossible:
+    (value, value, reason) for each pair of values that no valid case contains.
     """
 
     cases: tuple[Case, ...]
@@ -59,8 +61,8 @@ class Selection:
     impossible: tuple[tuple[str, str, str], ...] = ()
 
 
-# float32, so that rounding hides nothing. Odd counts; H and I are not multiples of the tiles, but
-# multiples of 16, so that the 16-bit cases use the same tiles as real models.
+# float32, so that rounding does not hide errors. Counts are odd. H and I are not multiples of the
+# tiles, but multiples of 16, so that the 16-bit cases use the same tiles as real models.
 BASE = Problem(tokens=19, hidden=48, intermediate=80, experts=5, top_k=2, dtype=torch.float32)
 
 _FP16, _BF16 = torch.float16, torch.bfloat16
@@ -74,9 +76,9 @@ _BEFORE = "swiglu_clamp_before:limit=0.5"
 def cases_for(
     prepare_finalize: str, experts: str, machine: Machine, level: Level = "full"
 ) -> Selection:
-    """Return every case of `level` for a pairing, checked on `machine`.
+    """Return the cases of `level` for a pairing, judged for `machine`.
 
-    full: pairwise-covering cases as far as the pairing supports them, and hand-picked ones.
+    "full" contains only supported cases, and the refused base case if there are none.
     """
     if level == "smoke":
         candidates = (
@@ -101,7 +103,7 @@ def cases_for(
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
-    """Return the cases of `axes(BASE)` for a pairing, checked on `machine`."""
+    """Return the cases of `axes(BASE)` for a pairing, judged for `machine`."""
     candidates = (
         Case(prepare_finalize, experts, in_row_order(problem, experts), routing)
         for problem, routing in axes(BASE)
@@ -167,9 +169,9 @@ def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
 
 
 def _tokens(base: Problem) -> Iterator[Variant]:
-    """Yield no token, one, and an odd number; and tile edges, where one expert gets exactly T rows.
+    """Yield 0, 1 and 7 tokens, and token counts around tile sizes, where one expert gets T rows.
 
-    Parts choose their tiles by the mean rows per expert, so larger edges have fewer experts.
+    Parts choose tiles by the mean rows per expert, so cases for larger tiles have fewer experts.
     """
     for tokens in (0, 1, 7):
         yield _change(base, tokens=tokens)
@@ -194,7 +196,7 @@ def _numbers(base: Problem) -> Iterator[Variant]:
 
 
 def _activations(base: Problem) -> Iterator[Variant]:
-    """Yield every activation in float32, where rounding hides nothing, and some in 16 bits."""
+    """Yield every activation in float32, where rounding does not hide errors; some in 16 bits."""
     common = ("gelu", "gelu_tanh", _OAI_SPLIT, _AFTER, _BEFORE, "relu2")
     rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
     for activation in (*common, *rare, _OAI, "silu:interleaved=true"):
@@ -214,7 +216,7 @@ def _biases(base: Problem) -> Iterator[Variant]:
 
 
 def _router_weights(base: Problem) -> Iterator[Variant]:
-    """Yield router weights on the input, the scaling factor, and values of K."""
+    """Yield router weights applied to the input, scaling factors, and values of K."""
     on_input = replace(base, apply_router_weight_on_input=True)
     for top_k in (1, 2):
         yield _change(on_input, top_k=top_k)
@@ -257,7 +259,7 @@ def _inplace(base: Problem) -> Iterator[Variant]:
 
 
 def _placements(base: Problem) -> Iterator[Variant]:
-    """Yield random expert maps with remote experts; few experts, and many with few tokens."""
+    """Yield random expert maps with remote experts, a single expert, and many experts."""
     mapped = replace(base, expert_map=True)
     yield _change(mapped)
     yield _change(mapped, local_experts=3)
@@ -285,7 +287,7 @@ def _chunks(base: Problem) -> Iterator[Variant]:
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:
-    """Yield adapters: a rank that is no multiple of a block, shared matrices, other options."""
+    """Yield LoRA cases: ranks that are not a multiple of a block, shared matrices, and others."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _change(with_adapters)
     yield _change(with_adapters, "skips", dtype=_BF16, bias=True, activation=_OAI)

@@ -1,8 +1,8 @@
-"""Coverage cells of an experts part: a code path, a scheme, and one property a kernel depends on.
+"""Coverage of an experts part by cells: (code path, scheme, value of one property).
 
-The axes vary scheme and shape, and the shape selects the path: a scheme can have many cases without
-any that enters its fast path. So lists of cases are also measured by cells. `reachable_cells` finds
-the cells that user calls can enter, `cells_of` those that a call entered.
+A part selects its path by the shape of a call. A scheme can therefore have many cases of which none
+enters its fast path, so a list of cases is also measured by the cells it covers. `reachable_cells`
+returns the cells that valid calls can enter; `cells_of` returns the cells that a call entered.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
 from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
 
-# Numbers of tokens that select different paths, ascending: the first that enters a path is the
+# Token counts that select different paths. Ascending, so that the first one to enter a path is the
 # cheapest case for it.
 _TOKENS = (1, 3, 9, 33, 97, 289)
 # Few experts, so that the mean number of rows per expert covers small and large values.
@@ -76,7 +76,7 @@ def scheme_name(scheme: QuantScheme) -> str:
 
 
 def layout_of(w_eNK: torch.Tensor) -> str:
-    """Return the one of LAYOUTS that a matrix has."""
+    """Return the layout of a matrix: one of LAYOUTS."""
     if not w_eNK.is_contiguous():
         return "spaced" if w_eNK.stride(-1) == 1 else "transposed"
     return "shifted" if w_eNK.data_ptr() % 16 else "plain"
@@ -84,9 +84,10 @@ def layout_of(w_eNK: torch.Tensor) -> str:
 
 @cache
 def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
-    """Return every cell that a call of the pairing can enter on `machine`, with the cheapest probe.
+    """Return every cell that a valid call of the pairing can enter on `machine`.
 
-    The part's `path_name` selects the path of a call. {} for a part with one path.
+    The value of a cell is the probe with the fewest tokens that enters it. Returns {} for a part
+    with a single path (whose `path_name` is empty).
     """
     probes: dict[PathCell, Probe] = {}
     part = load_catalog().experts(experts)
@@ -112,7 +113,7 @@ def scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 
 
 def _probes() -> Iterator[tuple[Problem, InputVariation]]:
-    """Yield every scheme, alone and with one change of each property in the cells."""
+    """Yield each scheme unchanged, then with one property changed at a time."""
     changes: tuple[dict[str, Any], ...] = (
         {"bias": True},
         {"dtype": torch.float16},
@@ -133,11 +134,11 @@ def _probes() -> Iterator[tuple[Problem, InputVariation]]:
 
 
 def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
-    """Yield cases of few tokens, for the paths that drawn cases seldom enter.
+    """Yield cases with few tokens, for the paths that the pairwise-covering cases rarely enter.
 
-    Nothing for parts with one path. Each scheme is combined with every layout; biases, dtypes,
-    scale dtypes and the order of gate and up vary along with the layout. Each scheme also has a
-    case with adapters.
+    Yields nothing for parts with a single path. Each scheme is combined with every layout; bias,
+    dtype, scale dtype and the order of gate and up rows vary along with the layout. Each scheme
+    also has one case with adapters.
     """
     part = load_catalog().experts(experts)
     if part.path_name is PermuteExpertsUnpermute.path_name:
@@ -153,7 +154,7 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
     for quant in ("none", *SCHEMES):
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
-            continue  # supported only by the path that drawn cases enter
+            continue  # supported only by a path that the pairwise-covering cases enter
         for layout, bias, dtype, activation in combinations[:2] if scheme.packed else combinations:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
             problem = replace(_BASE, tokens=1, quant=quant, **changes)
@@ -164,7 +165,7 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
             )
             variation = InputVariation(layout=layout, own_scales=has_short_scales)
             yield problem, "uniform", variation
-            if scheme.packed:  # packed weights have another path for somewhat more tokens
+            if scheme.packed:  # packed weights have a second path, for slightly more tokens
                 yield replace(problem, tokens=9, experts=5), "skips", variation
         adapted = replace(_BASE, tokens=1, quant=quant, lora="adapters=3,rank=7")
         yield adapted, "uniform", InputVariation()
@@ -179,10 +180,10 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation]]:
 def external_path_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
-    """Yield a case for each cell of a scheme that a path of another package serves.
+    """Yield a case for each cell of every scheme that a path of another package supports.
 
-    Drawn cases enter the paths of this package. A path of another package takes some of their calls
-    away, and has cells of its own.
+    The other lists are designed for the built-in paths. An external path takes over some of their
+    calls and adds cells of its own.
     """
     paths = [path for path in load_catalog().experts(experts).paths() if not path.error]
     external = {path.name for path in paths if path.origin != paths[0].origin}
@@ -198,8 +199,8 @@ def external_path_cases(
 def predict_cells(case: Case) -> frozenset[PathCell]:
     """Return the cells that the calls of a case enter, without running them.
 
-    Assumes a PrepareAndFinalize that passes on the tokens unchanged. Calls that use no adapters run
-    as those of a problem without any.
+    Assumes that the PrepareAndFinalize does not change the tokens. A call that selects no adapters
+    takes the path of the same problem without LoRA.
     """
     if case.variation.slot_pattern == "without":
         case = replace(

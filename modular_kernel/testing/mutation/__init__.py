@@ -1,12 +1,12 @@
-r"""Mutation testing of parts: whether the cases of a part detect defects in its source.
+r"""Mutation testing of parts: measures whether a part's cases detect defects in its source.
 
     found = survey("TorchExperts")
     score = mutation_score(found)
-    print(f"{score.share:.1%}", *(fate.mutant.diff() for fate in score.survivors), sep="\n")
+    print(f"{score.share:.1%}", *(outcome.mutant.diff() for outcome in score.survivors), sep="\n")
 
-One change at a time is made to the source of a part, its kernels and the operations it uses, in the
-memory of a forked child or of forked ranks. The cases that execute the changed line run there until
-one fails.
+A mutant is one change to the source of a part, of its kernels, or of the operations it uses. Each
+mutant is applied in a forked process (or forked ranks), never on disk. The cases that execute the
+changed line run there until one fails.
 """
 
 from modular_kernel.testing.mutation.coverage import Coverage, cover

@@ -1,6 +1,6 @@
-"""Cases over ranks, with each mutant in newly forked ranks.
+"""Mutation testing over several ranks.
 
-Ranks that wait for a peer that never answers end after several seconds.
+Each mutant runs in newly forked ranks. A rank that waits for a peer times out after some seconds.
 """
 
 import time
@@ -28,17 +28,16 @@ from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_
 
 Result = TypeVar("Result")
 
-# Deadlines of an exchange and of a run: a constant plus a multiple of the duration of the case's
-# two calls.
+# Timeouts of an exchange and of a run: a constant plus a multiple of the duration of two calls.
 _EXCHANGE_TIMEOUT_S, _EXCHANGE_FACTOR = 4.0, 4.0
 _RUN_TIMEOUT_S, _RUN_FACTOR = 30.0, 40.0
 _DEFAULT_CASE_S = 15.0  # assumed duration of two calls of a case that was not traced
 _TRACED_TIMEOUT_S = 120.0
-_RANK_GRACE_S = 0.5  # wait for the other ranks after one has failed
+_RANK_GRACE_S = 0.5  # time to wait for the other ranks after one has failed
 
 
 class RanksEnded(Exception):
-    """Ranks died or did not answer in time."""
+    """Raised if a rank died or did not answer in time."""
 
     def __init__(self, exit_info: ChildExit) -> None:
         super().__init__(f"{exit_info.status}: {exit_info.detail}")
@@ -46,7 +45,10 @@ class RanksEnded(Exception):
 
 
 class Ranks(Closeable):
-    """`CaseRunner` over a RankPool whose ranks run the mutated source. mutants: () for none."""
+    """A `CaseRunner` that runs cases on a RankPool whose ranks have applied `mutants`.
+
+    cases: traced cases, whose durations determine the timeouts.
+    """
 
     def __init__(
         self,
@@ -60,13 +62,13 @@ class Ranks(Closeable):
         self._pool: RankPool | None = None
 
     def close(self) -> None:
-        """End the ranks; the next run starts new ones."""
+        """Stop the ranks; the next run starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def start(self) -> RankPool:
-        """Start the ranks and apply the mutants first. Raise RankError if that fails."""
+        """Start the ranks and apply the mutants in them. Raise RankError if that fails."""
         if self._pool is None:
             self._pool = RankPool(
                 self.world_size,
@@ -91,7 +93,7 @@ class Ranks(Closeable):
         return self._run_on_rank_0(rank_tasks.invalid_cases, tuple(cases), self.this_machine())
 
     def _run_on_rank_0(self, task: Callable[..., Result], *arguments: object) -> Result:
-        """Return the result of rank 0. Raise RuntimeError with the error of a failed rank."""
+        """Run a task on all ranks; return rank 0's result. Raise RuntimeError if a rank fails."""
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
@@ -99,7 +101,10 @@ class Ranks(Closeable):
             raise RuntimeError(_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
-        """Return the digests of all ranks, or "raised". Raise RanksEnded if ranks are lost."""
+        """Return the digests of all ranks, or "raised" if the case raised an error.
+
+        Raises RanksEnded if a rank died or timed out.
+        """
         timeout, limit = self._limits(case)
         start = time.perf_counter()
         try:
@@ -116,9 +121,9 @@ class Ranks(Closeable):
             return "raised"
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
-        """Return the first failure, None if the case passes, and the seconds that took.
+        """Return (first failure, or None if the case passes; seconds).
 
-        Raises RanksEnded if ranks are lost.
+        Raises RanksEnded if a rank died or timed out.
         """
         assert isinstance(case, RankCase)
         timeout, limit = self._limits(case)
@@ -137,7 +142,7 @@ class Ranks(Closeable):
         return None, seconds
 
     def _limits(self, case: Case) -> tuple[float, float]:
-        """Return the timeouts in seconds of an exchange and of a run of two calls."""
+        """Return (timeout of an exchange, timeout of a run of two calls) in seconds."""
         seconds = self._seconds.get(case, max(self._seconds.values(), default=_DEFAULT_CASE_S))
         return (
             _EXCHANGE_TIMEOUT_S + _EXCHANGE_FACTOR * seconds,
@@ -159,7 +164,7 @@ class OverRanks:
         return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        """Return the coverage: the union of all ranks' lines, and the slowest rank's seconds."""
+        """Return the union of the lines that ranks executed, and the slowest rank's seconds."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         dependents(set(modules))
         covered: list[CaseCoverage] = []
@@ -216,14 +221,14 @@ class OverRanks:
 
 
 def join_digests(digests: Collection[str]) -> str:
-    """Return the digests of all ranks as one text."""
+    """Join the digests of all ranks into one string."""
     return " ".join(digests)
 
 
 def _format_failure(failure: str) -> str:
-    """Return a failure over ranks in the format of one process, with the check first.
+    """Reformat "RANK: CHECK: MESSAGE" as in one process, with the check first.
 
-    Raises RanksEnded if ranks were lost.
+    Raises RanksEnded if a rank died or timed out.
     """
     rank_text, _, message = failure.partition(": ")
     exit_info = lost_rank_exit(message)
@@ -239,7 +244,7 @@ def _format_failure(failure: str) -> str:
 
 
 def lost_rank_exit(failure: str) -> ChildExit | None:
-    """Return how a rank that did not raise ended; None if it raised."""
+    """Return how a rank was lost (crash or timeout); None if it raised an error instead."""
     first_line = failure.splitlines()[0]
     if first_line.startswith(DIED):
         return ChildExit("crash", first_line)

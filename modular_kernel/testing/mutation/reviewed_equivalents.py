@@ -1,8 +1,9 @@
-"""Reviewed equivalent mutants, which compute the same and are neither killed nor survivors.
+"""Reviewed equivalent mutants. They do not change any result, so scores do not count them.
 
-A mutant is equivalent only if the compiled code of every kernel is the same with it, or if no bit
-of any result differs in at least 2,000 random valid problems, derived from cases that execute it.
-The file reviewed_equivalents.json in this folder lists them by identity.
+A mutant is accepted as equivalent only with a proof: either it does not change the compiled code of
+any kernel, or no bit of a result differs in at least 2,000 random valid problems, derived from
+cases that execute the changed line. reviewed_equivalents.json in this folder lists the mutants by
+identifier.
 """
 
 import json
@@ -15,12 +16,12 @@ MIN_PROBLEMS = 2000
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Why a mutant changes nothing.
+    """The proof that a mutant is equivalent.
 
-    proof: "code", the same compiled code in all `forms` of kernels that contain its line; or
-    "bits", no differing bit in `problems` random problems. beside: number of other mutants applied
-    together with it. parts: the parts whose pairings never pass inputs that would reveal it; () for
-    all parts.
+    proof: "code" if all compiled variants of the kernels that contain the line are unchanged
+    (`forms` is their number); "bits" if no bit differs in `problems` random problems. beside:
+    number of other mutants that were applied at the same time. parts: parts for which the mutant is
+    equivalent, because their pairings never pass inputs that would reveal it; () means all parts.
     """
 
     reason: str
@@ -37,7 +38,7 @@ def _read(path: Path) -> dict[str, Equivalent]:
 
 
 def find_equivalent(ident: str, part: str) -> Equivalent | None:
-    """Return why a mutant is equivalent when `part` is scored; None if it is not."""
+    """Return the proof that a mutant is equivalent for `part`; None if there is none."""
     entry = EQUIVALENTS.get(ident)
     return entry if entry is not None and (not entry.parts or part in entry.parts) else None
 

@@ -1,10 +1,10 @@
 """Comparison with a bitwise reference, which detects a single undeclared rounding.
 
-The reference multiplies exactly the same numbers as the part and rounds where the part declares a
+The reference multiplies the same numbers as the part and rounds exactly where the part declares a
 rounding. It differs only in the order of float32 sums, which occasionally moves a value across the
-midpoint between two 16-bit numbers. How many values may differ is measured on the reference itself
-with its sums perturbed at random. An undeclared rounding (of router weights, partial sums or
-weights) changes a quarter of all values or more.
+midpoint between two 16-bit numbers. The tolerance is the share of values that change when the
+reference's own sums are perturbed at random. An undeclared rounding (of router weights, partial
+sums or weights) changes at least a quarter of all values.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from modular_kernel.testing.cases.hostile import token_groups
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
 
-# The share of a typical row's values that may always differ. Over all 16-bit cases of the built-in
-# parts it was 0 (triton 3.6 interpreted, torch 2.13, CPU).
+# Minimum tolerance for the median row. In all 16-bit cases of the built-in parts, no value of the
+# median row differed (triton 3.6 interpreted, torch 2.13, CPU).
 TYPICAL_SHARE = 0.03
-SHARE_FACTOR = 3.0  # allowed share, relative to that of the perturbed reference
+SHARE_FACTOR = 3.0  # tolerance, relative to the share of the perturbed reference
 # One changed value of h changes up to this share of its row's outputs. If it is the largest of its
-# row it also changes the 8-bit scale, and thereby nearly all outputs. Such rows are few.
+# row, it also changes the 8-bit scale and thus nearly all outputs. Such rows are rare.
 ROW_SHARE = 0.125
 ODD_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_SHARE
 _NUM_PERTURBED = 3
@@ -60,9 +60,9 @@ def _is_comparable(trial: Trial) -> bool:
     if problem.dtype.itemsize != 2:
         return False  # the tolerance of `compare` is as strict for float32
     if problem.parallel.world_size > 1:
-        # Each rank rounds its partial sum of a token before the sums are added; with one expert per
-        # token there is one partial sum. A per-tensor scale of h is per rank, unless one rank
-        # computes all pairs.
+        # Each rank rounds its partial sum of a token before the sums are added, so only a token
+        # with one expert has no additional rounding. Each rank computes its own per-tensor scale of
+        # h, so it equals the reference's only if one rank computes all pairs.
         has_one_partial_sum = problem.top_k == 1 and problem.chunk_tokens is None
         has_computed_tensor_scale = scheme.activation_granularity == "tensor" and not scheme.static
         if not has_one_partial_sum or (
@@ -105,11 +105,11 @@ def check_shares(
 
 
 def declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
-    """Return the possible roundings of the call of `sample`, each a list with one entry per chunk.
+    """Return the variants of roundings that the call of `sample` may have.
 
-    None if the part declares no roundings. In one process there is one variant. Over ranks a row
-    rounds as on the rank that computes it, which depends on the number of rows received there, from
-    0 to the tokens of all ranks.
+    A variant is a list with one entry per chunk. Returns None if the part declares no roundings. In
+    one process there is one variant. Over ranks, the roundings of a row depend on how many rows its
+    rank received, so there is a variant for each count from 0 to the tokens of all ranks.
     """
     experts, i = trial.kernel.experts, sample.pristine
     if i is sample.global_pristine:
@@ -170,7 +170,7 @@ def share_of_differing_values(output: torch.Tensor, reference_output: torch.Tens
 
 
 def live_rows(sample: Sample, reference_output: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the nonzero, finite rows of ordinary tokens."""
+    """Return a mask of the rows that are nonzero, finite and from tokens with ordinary values."""
     is_ordinary = (token_groups(sample.variation.values, len(reference_output)) == 0).to(
         reference_output.device
     )

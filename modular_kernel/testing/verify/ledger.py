@@ -1,8 +1,7 @@
-"""The checked-in ledger of pairings that must be proven, with a minimum number of cases.
+"""The ledger: a checked-in list of the pairings that must pass, with a minimum number of cases.
 
-A rule that refuses too much would make cases disappear while the suite still passes. The ledger
-detects that: for each kind of machine it lists the pairings that must be proven and their minimum
-number of cases.
+A compatibility rule that rejects too much removes cases, and the suite still passes. The ledger
+detects this. For each kind of machine, it lists pairings and how many cases each must pass.
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
@@ -23,7 +22,10 @@ MACHINE_KINDS = ("cpu", "cpu-interpreter", "cuda")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One line of the ledger: the pairing must pass at least `cases` cases on such machines."""
+    """One line of the ledger: the minimum number of cases that a pairing must pass.
+
+    machine: one of MACHINE_KINDS, with ":ranks" appended for several ranks.
+    """
 
     machine: str
     prepare_finalize: str
@@ -36,7 +38,7 @@ class LedgerEntry:
 
 
 def machine_kind(machine: Machine, world_size: int = 1) -> str:
-    """Return one of KINDS, with ":ranks" appended for more than one rank."""
+    """Return one of MACHINE_KINDS, with ":ranks" appended for more than one rank."""
     kind = "cuda"
     if machine.device != "cuda":
         kind = "cpu-interpreter" if machine.interpreter else "cpu"
@@ -75,9 +77,10 @@ def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
 def unmet_entries(
     ledger: Iterable[LedgerEntry], counts: Counter[tuple[str, str]], kind: str
 ) -> tuple[str, ...]:
-    """Return a line for each pairing with fewer cases in `counts` than required for `kind`.
+    """Return a message for each pairing with fewer cases in `counts` than the ledger requires.
 
-    A pairing with cases but no line in the ledger is reported too, because nothing would guard it.
+    Only lines for machines of `kind` apply. A pairing that has cases but no line in the ledger is
+    reported, too, because the loss of its cases would go unnoticed.
     """
     entries = [entry for entry in ledger if entry.machine == kind]
     too_few = [
@@ -95,9 +98,9 @@ def unmet_entries(
 
 
 def check_proofs(ledger: Iterable[LedgerEntry], proofs: Iterable[Proof]) -> tuple[str, ...]:
-    """Return one line for each ledger requirement that the passed proofs do not meet.
+    """Return a message for each line of the ledger that the passed proofs do not satisfy.
 
-    Only the kinds of machine that occur in `proofs` are checked.
+    Only the kinds of machines that occur in `proofs` are checked.
     """
     counts: dict[str, Counter[tuple[str, str]]] = {}
     for proof in proofs:

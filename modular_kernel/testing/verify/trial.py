@@ -1,4 +1,4 @@
-"""`Trial`: one case on one machine, with the calls that its checks share."""
+"""`Trial`: runs one case on one machine and caches the calls that its checks share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
 
 
 def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-    """Make the kernel of a case; weights are prepared only where a case asks for it."""
+    """Make the kernel of a case. Weights are prepared only if the case requests it."""
     return make_kernel(
         case.prepare_finalize,
         case.experts,
@@ -31,10 +31,10 @@ def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularK
 
 @dataclass(frozen=True)
 class OutCallResult:
-    """Result of a call with `out=` (or inplace).
+    """Result of a call with `out=` or inplace.
 
-    is_out: whether it returned the given tensor. is_intact: whether the memory around it is
-    unchanged.
+    is_out: whether the call returned the given tensor. is_intact: whether the red zones around it
+    are unchanged.
     """
 
     output: torch.Tensor
@@ -46,8 +46,8 @@ class OutCallResult:
 class FirstCallResult:
     """Result of the first call.
 
-    invalid_ids: number of invalid ids that the kernel counted. races: between programs of one
-    launch; always empty for compiled kernels.
+    invalid_ids: number of invalid ids that the kernel counted. races: races between programs of a
+    launch, which only the interpreter detects; empty for compiled kernels.
     """
 
     output: torch.Tensor
@@ -56,11 +56,14 @@ class FirstCallResult:
 
 
 class Trial:
-    """One case on one machine. Results that several checks use are computed once, on demand.
+    """One case on one machine. Results are computed on demand and cached.
 
-    first: the inputs of the case. second: as many tokens, other values. other: half the tokens,
-    rounded up, other values, transposed weights. Checks share calls because the interpreter is
-    slow: `first` runs eagerly, in a plan and in flight, `second` once and `other` twice.
+    The interpreter is slow, so checks share calls. There are three samples:
+
+    - first: the inputs of the case. Run without a plan, in a plan, and interleaved with `other`.
+    - second: the same number of tokens, other values. Run in the plan.
+    - other: half the tokens (rounded up), other values, transposed weights. Run in the plan, after
+      larger calls, and interleaved with `first`.
     """
 
     def __init__(self, case: Case, machine: Machine, build: Build = build_kernel) -> None:
@@ -94,18 +97,18 @@ class Trial:
         return on_gpu and check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
     def first_again(self) -> Sample:
-        """Return new inputs of the first call, which may be overwritten."""
+        """Return a copy of the inputs of the first call, which the caller may overwrite."""
         case = self.case
         return Sample(case, self.first.device, tokens=case.problem.tokens, seed_offset=0)
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        """Calls with as many tokens as the first, with their outputs, for graph replay."""
+        """Samples with as many tokens as the first and their outputs, for graph replay."""
         return (self.second, self.planned_second), (self.first, self.eager)
 
     @cached_property
     def kernel(self) -> FusedMoEModularKernel:
-        """The poisoned kernel of all unplanned calls."""
+        """The kernel of all calls without a plan; its buffers are poisoned with NaN."""
         return self.build(self.case, self.machine, True)
 
     @cached_property
@@ -123,17 +126,17 @@ class Trial:
 
     @cached_property
     def plan(self) -> Plan:
-        """The poisoned plan of all planned calls."""
+        """The plan of all planned calls; its buffers are poisoned with NaN."""
         return self.build(self.case, self.machine, True).plan()
 
     @cached_property
     def planned_second(self) -> torch.Tensor:
-        """The output of the plan's first call, which has the maximum number of tokens."""
+        """The output of `second`, the plan's first call, with the maximum number of tokens."""
         return call(self.plan, self.second)
 
     @cached_property
     def planned(self) -> OutCallResult:
-        """The first call again, with `out=` (or inplace), in a plan that ran another before."""
+        """The result of `first` with `out=` or inplace, in a plan that has run `second` before."""
         _ = self.planned_second
         sample = self.first
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
@@ -144,13 +147,13 @@ class Trial:
 
     @cached_property
     def planned_other(self) -> torch.Tensor:
-        """The output of a call with fewer tokens in a plan that ran larger calls before."""
+        """The output of `other`, which has fewer tokens, in a plan that has run larger calls."""
         _ = self.planned
         return call(self.plan, self.other)
 
     @cached_property
     def neighbor(self) -> tuple[FusedMoEModularKernel, Sample]:
-        """A kernel and a call of another problem: twice as wide if the parts support it."""
+        """A kernel of another problem and its inputs; twice as wide if the parts support it."""
         case, problem = self.case, self.case.problem
         tokens = problem.tokens // 2 + 3
         wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
@@ -162,18 +165,18 @@ class Trial:
 
     @cached_property
     def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of the first and the other call; both in flight, the first finished last."""
+        """The outputs of `first` and `other`, started in this order and finished in reverse."""
         first, other = start(self.kernel, self.first), start(self.kernel, self.other)
         other_output = other.finish().clone()
         return first.finish().clone(), other_output
 
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
-    """Call on a sample; return a copy of the output, whose memory the next call may reuse."""
+    """Call with a sample. Returns a copy, because the next call may reuse the output's memory."""
     i = sample.inputs
     return kernel(sample.x_TH(), i.weights, i.routing).clone()
 
 
 def start(kernel: FusedMoEModularKernel, sample: Sample) -> Pending:
-    """Start a call on a sample and leave it in flight."""
+    """Start a call with a sample without finishing it."""
     return kernel.start(sample.x_TH(), sample.inputs.weights, sample.inputs.routing)

@@ -1,9 +1,10 @@
-"""Device functions for accessing other ranks' memory and for flags between ranks.
+"""Device functions that access peer memory, and flags that synchronize ranks.
 
-Every rank has the same layout in memory that all can access. Adding `deltas_ptr[r]`, (W,) int64, to
-an address of this rank's memory gives rank r's address; it is 0 for this rank. For each phase,
-flags (W,) int32 hold the number of each rank's last finished call. Numbers only grow (and wrap
-around), so flags are never reset, and a call replayed from a CUDA graph needs no new argument.
+All ranks use the same layout of symmetric memory. Adding `deltas_ptr[r]`, (W,) int64, to an address
+in this rank's memory gives the address of the same object on rank r; it is 0 for this rank. For
+each phase, flags (W,) int32 hold the number of the last call that each rank finished. The numbers
+increase monotonically (modulo 2^32), so flags are never reset, and a call replayed from a CUDA
+graph needs no new argument.
 """
 
 from time import monotonic_ns, sleep
@@ -18,8 +19,8 @@ _PAUSE_S = 0.0002
 class HostClock(int):
     """Python's monotonic clock, with a short sleep.
 
-    A class, because a Triton kernel may refer to no other kind of callable. Waiting loops call it
-    repeatedly; the sleep lets processes of other ranks use the CPU.
+    It is a class because Triton kernels may not refer to other callables. Polling loops call it;
+    the sleep yields the CPU to the processes of other ranks.
     """
 
     def __new__(cls) -> int:
@@ -29,14 +30,17 @@ class HostClock(int):
 
 @triton.jit
 def peer_pointer(pointer, deltas_ptr, rank):
-    """Return the address of another rank for `pointer` into this rank's memory; 16-byte aligned."""
+    """Translate a 16-byte aligned `pointer` into this rank's memory to the address on `rank`."""
     address = pointer.to(tl.int64) + tl.load(deltas_ptr + rank)
     return tl.multiple_of(address.to(pointer.dtype), 16)
 
 
 @triton.jit
 def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.constexpr):
-    """Return the int64 row of a token in the memory of `rank`: `row`, or its entry in the table."""
+    """Return the int64 row of a token in the memory of `rank`.
+
+    It is peer_rows_ptr[rank, token] if HAS_PEER_ROWS, -1 if not sent; otherwise `row`.
+    """
     if HAS_PEER_ROWS:
         return tl.load(peer_rows_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
             tl.int64
@@ -47,9 +51,9 @@ def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.const
 
 @triton.jit
 def is_last_program(counter_ptr):
-    """Return whether this is the last program of the launch to get here.
+    """Return whether this is the last program of the launch to call this function.
 
-    For the last one, the writes of all others are visible, and the counter is 0 again.
+    The last program sees the writes of all others, and resets the counter to 0.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
@@ -62,9 +66,9 @@ def is_last_program(counter_ptr):
 def signal(
     flags_ptr, deltas_ptr, rank, number, failed_ptr, WORLD: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Set this rank's flag on every rank, releasing all writes before it.
+    """Set this rank's flag to `number` on every rank, with release semantics.
 
-    Does nothing after a failure, because results computed since then are invalid.
+    Does nothing after a failure, because later results are invalid.
     """
     peer = tl.arange(0, PADDED)
     mask = (peer < WORLD) & (tl.load(failed_ptr, volatile=True) == 0)
@@ -78,7 +82,7 @@ def signal(
 def _load_acquire(pointers, INTERPRETED: tl.constexpr):
     """Load int32 flags with acquire semantics.
 
-    After a barrier, writes of other ranks before those flags are visible to all threads.
+    After a barrier, all threads see what other ranks wrote before they set these flags.
     """
     if INTERPRETED:
         return tl.load(pointers, volatile=True)
@@ -91,7 +95,7 @@ def _load_acquire(pointers, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _now(INTERPRETED: tl.constexpr):
-    """Return nanoseconds; interpreted kernels read Python's clock."""
+    """Return a time in nanoseconds; interpreted kernels read Python's monotonic clock."""
     if INTERPRETED:
         return HostClock()
     else:
@@ -103,11 +107,11 @@ def wait_for_all(
     flags_ptr, number, failed_ptr, status_ptr, timeout_ns,
     PHASE: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until every rank's flag has reached `number`; return whether a wait ever failed.
+    """Wait until every rank's flag has reached `number`; return whether any wait has failed.
 
-    timeout_ns: timeout in nanoseconds, int64. On timeout, the first to fail sets *failed_ptr and
-    writes PHASE << 56 | missing ranks as bits << 32 | number to *status_ptr, int64. After a
-    failure, even one that another rank wrote there, no wait blocks.
+    timeout_ns: int64. On a timeout, the first program sets *failed_ptr and writes the int64
+    PHASE << 56 | bitmask of missing ranks << 32 | number to *status_ptr. Once *failed_ptr is set,
+    by this rank or a peer, waits return immediately.
     """
     rank = tl.arange(0, PADDED)
     pointers = flags_ptr + tl.minimum(rank, WORLD - 1)  # NaN-free: integers

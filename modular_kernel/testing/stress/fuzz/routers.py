@@ -1,4 +1,4 @@
-"""Random router specs and logits against a router in float64."""
+"""Fuzz target: `route` with random router specs and logits, compared with a float64 router."""
 
 import math
 from dataclasses import dataclass
@@ -19,13 +19,17 @@ from modular_kernel.testing.stress.fuzz.target import Target, chance, import_nam
 
 _MAX = float(torch.finfo(torch.float32).max)
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1e38, -1e38, 3.0, 88.8, -104.0)
-# Scores in float32 have about 24 bits; exponentials lose a few, and small ones underflow.
+# _TOLERANCE: float32 scores have 24 bits, of which exponentials lose a few. _FAINT: absolute
+# tolerance, because small exponentials underflow.
 _TOLERANCE, _FAINT = 2e-5, 1e-18
 
 
 @dataclass(frozen=True)
 class RouterCase:
-    """A spec by its fields, and logits. kind: how they are made; special: values put among them."""
+    """Arguments of a RouterSpec, and a description of the logits.
+
+    kind: distribution of the logits. special: (position, value) pairs written into them.
+    """
 
     fields: dict[str, Any]
     experts: int
@@ -72,7 +76,7 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
 
 
 def routers(case: RouterCase) -> FuzzOutcome:
-    """Route random logits: each chosen expert and weight as in float64."""
+    """Route random logits; compare ids and weights with those computed in float64."""
     what = f"route of {case}"
     make = import_name("modular_kernel.spec.router:RouterSpec")
     spec = run_or_outcome(what, lambda: make(**case.fields))
@@ -143,12 +147,12 @@ class _Row:
         self.known = [not math.isnan(v) for v in logits]
         self.logits = [0.0 if math.isnan(v) else min(max(v, -_MAX), _MAX) for v in logits]
         self.scores = self._scores(self.logits, self.known)
-        # Without a bias or a sum over groups, the order of logits is that of scores.
+        # Scores increase with logits, so without a bias or a sum of two scores the logits decide.
         grouped = spec.topk_groups < spec.groups and spec.group_score == "top2"
         by_score = spec.order == "score_first" and (bias is not None or grouped)
         base = self.scores if by_score else self.logits
         added = [0.0] * len(base) if bias is None else bias.double().tolist()
-        # An infinite biased score is never chosen; float32 overflows beyond its largest number.
+        # A biased score that is NaN or -inf is never chosen.
         self.choice = [
             b + a if k and not math.isnan(b + a) else -math.inf
             for b, a, k in zip(base, added, self.known, strict=True)
@@ -166,7 +170,7 @@ class _Row:
         return [math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in logits]
 
     def fault(self, ids: list[int], weights: list[float], identity: float) -> str:
-        """Return what is wrong with a token's routing, or ""."""
+        """Return a description of the first error in a token's routing, or ""."""
         experts = len(self.logits) - self.spec.zero_experts
         expected = self._best() if self.named is None else self._named_ids()
         chosen: list[int] = []
@@ -179,7 +183,7 @@ class _Row:
             chosen.append(want)
         total = sum(self.scores[i] for i in chosen if i >= 0)
         if self.spec.renormalize and self.spec.order == "score_first" and total < _FAINT:
-            return ""  # the scores vanish in float32, in which route computes
+            return ""  # the scores underflow in float32, in which `route` computes
         exact = self._weights(chosen)
         spare = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
         pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
@@ -189,7 +193,7 @@ class _Row:
         return ""
 
     def _reach(self) -> float:
-        """Return how much rounding of the argument of an exponential grows the error."""
+        """Return the factor by which an exponential amplifies the rounding of its argument."""
         return 1.0 + min(max((abs(v) for v in self.logits), default=0.0), 100.0) / 4
 
     def _named_ids(self) -> list[int]:
@@ -211,7 +215,10 @@ class _Row:
         return _largest(choice, spec.top_k)
 
     def _as_good(self, want: int, got: int, chosen: list[int]) -> bool:
-        """Return whether the two are equal in float32. Groups are compared by their sums."""
+        """Return whether expert `got` ties with `want` within the accuracy of float32.
+
+        With groups, any near-tie of two scores or of two group sums is accepted.
+        """
         spec = self.spec
         if spec.topk_groups < spec.groups:
             return self.scale == 0 or self._near_groups()
