@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
@@ -98,6 +96,8 @@ class MutationOptions:
 
 def require_no_gpu() -> None:
     """Raise ConfigurationError where torch sees a GPU: mutants run in forked processes."""
+    import torch
+
     if torch.cuda.is_available():
         need = "CUDA_VISIBLE_DEVICES= in the environment: CUDA does not survive a fork"
         raise ConfigurationError("--mutate", got="a GPU", need=need)

@@ -220,7 +220,7 @@ def test_a_part_that_is_as_wrong_as_their_reference_is_ours(
 
     sound = layers.make_kernel
     monkeypatch.setattr(
-        layers, "make_kernel", lambda *given: lambda *call: sound(*given)(*call) * 1.5
+        layers, "make_kernel", lambda *a, **options: lambda *call: sound(*a, **options)(*call) * 1.5
     )
     tally = tool.run_suite(layers_of(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: ours": 8}
