@@ -255,9 +255,9 @@ def gemv_w4_down_kernel(
     h is (tokens * TOP_K, DEPTH), as written by `store_paired`; out is (tokens, hidden). Both are
     contiguous. Weights of skipped pairs are not read. With TOP_K = 1, every pair has an output row,
     zero if skipped. PARTS warps split the pairs of a token and their K in blocks of HALVES * CHUNKS
-    * 128. Each warp has STAGES blocks in flight while it multiplies one; if LOAD_AFTER_MMA,
-    it loads one block after it has multiplied the previous one. Sums are added in a fixed order. BLOCK_K: a
-    power of two >= TOP_K. Grid: (tokens, blocks of BLOCK_N columns).
+    * 128. Each warp has STAGES blocks in flight while it multiplies one; if LOAD_AFTER_MMA, it
+    loads one block after it has multiplied the previous one. Sums are added in a fixed order.
+    BLOCK_K: a power of two >= TOP_K. Grid: (tokens, blocks of BLOCK_N columns).
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES
