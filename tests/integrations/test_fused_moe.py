@@ -406,3 +406,25 @@ def test_function_modes_do_not_change_the_class_of_the_output() -> None:
         got = run(x_TH.as_subclass(Tagged), weights, routing)
     assert type(got) is type(want) is Tagged
     assert torch.equal(got, want)
+
+
+def test_function_transforms_of_the_operator_have_no_zero_gradients() -> None:
+    """They refuse tensors that vmap, grad or jvp wrap, and pass the others on."""
+    x_TH, weights, routing = layer(BASE)
+    tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
+
+    def operator(x_TH: torch.Tensor) -> torch.Tensor:
+        return OUTPLACE(x_TH, *tensors, [None] * 9, "none", "silu", False, 1.0, "sum")
+
+    for call in (
+        lambda: torch.func.grad(lambda x: operator(x).sum())(x_TH),
+        lambda: torch.func.jvp(operator, (x_TH,), (x_TH,)),
+        lambda: torch.vmap(operator)(x_TH[None]),
+        lambda: torch.vmap(torch.func.grad(lambda y: operator(y).sum()))(x_TH[None]),
+    ):
+        with pytest.raises(LayoutError, match="outplace_fused_experts"):
+            call()
+    want = operator(x_TH)
+    assert torch.equal(torch.vmap(lambda y: y * operator(x_TH))(torch.ones(1))[0], want)
+    assert torch.equal(torch.func.grad(lambda y: (y * operator(x_TH)).sum())(x_TH), want)
+    assert torch.equal(torch.func.functionalize(operator)(x_TH), want)
