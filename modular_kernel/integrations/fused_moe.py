@@ -12,7 +12,7 @@ dispatcher. Calls share workspaces as described in `FusedMoEModularKernel.__call
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Unpack, cast
+from typing import Unpack
 
 import torch
 from torch.compiler import is_compiling
@@ -34,12 +34,11 @@ from modular_kernel.integrations.fused_moe_options import (
     quant_of,
     split_options,
 )
-from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.ops.route import route
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import MAX_TOP_K, Combine
 from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import ExpertWeights, Routing, check_lead
+from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.operator_library import operator
 from modular_kernel.utils.tensor_checks import (
@@ -50,8 +49,6 @@ from modular_kernel.utils.tensor_checks import (
     is_dense,
     wants_gradient,
 )
-
-_weights_cache = WeightsCache()
 
 __all__ = [
     "MoeRunnerConfig",
@@ -101,17 +98,20 @@ def _fused_experts(
     weights = (w1, w2, *extras)
     given = [hidden_states, w1, w2, *[tensor for tensor in extras if tensor is not None]]
     eager = _may_skip_dispatcher(given)
-    if eager:  # the kernel checks memory, and `_cached_weights` the weights
+    if eager:  # the kernel checks the rest
         check_strided("x", hidden_states)
     else:
         device = check_tensor("x", hidden_states, meta=True).device
-        _check_weights(weights, device)
+        named = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
+        check_tensors(named, optional=FIELDS, device=device, meta=True)
     if wants_gradient(given):
         names = ("x", "w1", "w2", *FIELDS)
         check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
     x_TH = _flat(hidden_states, inplace=config.inplace)
     lead = tuple(hidden_states.shape[:-1])
-    weights_TK, ids_TK = topk_tensors(topk_output, config, lead, check_memory=not eager)
+    weights_TK, ids_TK = topk_tensors(
+        topk_output, config, lead, hidden_states.device, check_memory=not eager
+    )
     if config.inplace and config.no_combine:
         need = "inplace=False with it: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
@@ -211,21 +211,23 @@ def topk_tensors(
     topk_output: Sequence[torch.Tensor | None],
     config: MoeRunnerConfig,
     lead: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
     *,
     check_memory: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a router's weights (T, K), float32, and ids (T, K), with dimensions flattened.
 
-    lead: the dimensions of x before H, which those of the ids must equal. check_memory: False if a
-    kernel's call checks the memory of both.
+    lead: the dimensions of x before H, which those of the ids must equal. device: that of x; None
+    if it is checked later. check_memory: False if a kernel's call checks the memory of both.
     """
     values = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*values, None, None)[:2]
     if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
         got = [type(value).__name__ for value in values] or type(topk_output).__name__
         raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
-    if check_memory or not (is_dense(weights_TK) and is_dense(ids_TK)):
-        check_tensors({"topk_weights": weights_TK, "topk_ids": ids_TK}, meta=True)
+    if check_memory or not (_is_loaded(weights_TK) and _is_loaded(ids_TK)):
+        named = {"topk_weights": weights_TK, "topk_ids": ids_TK}
+        check_tensors(named, device=device, meta=True)
     if wants_gradient((weights_TK,)):
         check_no_gradients({"topk_weights": weights_TK})
     if weights_TK.dtype in (torch.bfloat16, torch.float16):
@@ -241,45 +243,24 @@ def topk_tensors(
     return weights_TK, ids_TK
 
 
-def _check_weights(weights: Iterable[torch.Tensor | None], device: torch.device) -> None:
-    named = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
-    check_tensors(named, optional=FIELDS, device=device, meta=True)
+def _is_loaded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is dense and has memory."""
+    return is_dense(tensor) and not tensor.is_meta
 
 
-def _cached_weights(
-    tensors: tuple[torch.Tensor | None, ...], quant: str, device: torch.device
-) -> ExpertWeights:
-    """Return the weights of a call, checked and made once for the same tensors, unwritten.
-
-    tensors: w1, w2, and those of FIELDS. Copies of inference tensors are made in every call, since
-    torch does not track writes to those.
-    """
-
-    def make(tensors: Sequence[torch.Tensor | None]) -> ExpertWeights:
-        _check_weights(tensors, device)
-        w1, w2, *extras = tensors
-        return weights_of(cast("torch.Tensor", w1), cast("torch.Tensor", w2), extras, quant)
-
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors[2:]):
-        weights = make(tensors)
-        if any(getattr(weights, n) is not t for n, t in zip(FIELDS, tensors[2:], strict=True)):
-            return weights
-    return _weights_cache.get(tensors, (quant, device), make)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functorch_level: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether no torch.compile, dispatch mode, vmap or tensor subclass sees the call.
 
-    Calling the function instead of its operator saves the host tens of microseconds.
+    False also for tensors that are not dense. Calling the function instead of its operator saves
+    the host tens of microseconds.
     """
     if is_compiling() or torch._C._len_torch_dispatch_stack() or _functorch_level() is not None:
         return False
     for tensor in tensors:  # noqa: SIM110  runs in every call; a generator is slower
-        if type(tensor) not in _PLAIN or tensor.is_meta:
+        if not is_dense(tensor) or tensor.is_meta:
             return False
     return True
 
@@ -311,7 +292,7 @@ def _run(  # noqa: PLR0913 (the arguments of the operator)
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     routing = Routing(topk_weights, topk_ids)
-    weights = _cached_weights((w1, w2, *extras), quant, hidden_states.device)
+    weights = weights_of(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, Combine(combine), False, chunk_tokens)
     return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
@@ -333,7 +314,7 @@ def _run_in_place(  # noqa: PLR0913 (as the operator below)
     chunk_tokens: int | None = None,
 ) -> None:
     routing = Routing(topk_weights, topk_ids)
-    weights = _cached_weights((w1, w2, *extras), quant, hidden_states.device)
+    weights = weights_of(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
     kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 

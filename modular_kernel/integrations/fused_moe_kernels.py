@@ -15,6 +15,7 @@ from modular_kernel.quant.repacking import VALUES
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem, parse_dtype
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.utils.tensor_checks import check_tensor
 
 USUAL: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
 _SMALLEST_CAPACITY = 16
@@ -87,19 +88,24 @@ def weights_of(
 ) -> ExpertWeights:
     """Return the weights, with scales reshaped as kernels take them. extras: see FIELDS."""
     fields = dict(zip(FIELDS, extras, strict=True))
-    for name in ("w1_scale", "w2_scale"):
-        scale = fields[name]
-        if "_channel" in quant and scale is not None and scale.dim() == 3 and scale.shape[2] == 1:
-            fields[name] = scale[:, :, 0].contiguous()
-    for name in ("a1_scale", "a2_scale"):
-        scale = fields[name]
-        if scale is not None and scale.dim() == 0:
-            fields[name] = scale.reshape(1)
     for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
         scale = fields[name]
-        if scale is not None and scale.dim() < 3:  # may be expanded from a single scale
-            fields[name] = scale.contiguous()
+        if scale is not None:
+            fields[name] = _as_kernels_take_it(name, scale, quant)
     return ExpertWeights(w1, w2, **fields)
+
+
+def _as_kernels_take_it(name: str, scale: torch.Tensor, quant: str) -> torch.Tensor:
+    """Return a scale, reshaped, or a contiguous copy of one that may be expanded."""
+    dims, of_weights = scale.dim(), name in ("w1_scale", "w2_scale")
+    is_column = of_weights and "_channel" in quant and dims == 3 and scale.shape[2] == 1
+    is_number = dims == 0 and not of_weights
+    if not (is_column or is_number) and (dims > 2 or scale.is_contiguous()):
+        return scale
+    check_tensor(name, scale, meta=True)  # views and copies need its memory
+    if is_number:
+        return scale.reshape(1)
+    return (scale[:, :, 0] if is_column else scale).contiguous()
 
 
 Facts = tuple[str, str, bool, float, Combine, bool, int | None]

@@ -136,10 +136,13 @@ def traced_experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Add a call of `experts` to a traced graph, or of `experts_forward` without gradients."""
+    """Add a call of `experts` to a traced graph, or of `experts_forward` without gradients.
+
+    torch.compile traces again where gradients are needed; an exported program is run in any mode.
+    """
     tensors = (x_TH, weights_TK, *params)
     needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    traced = EXPERTS if needed else EXPERTS_FORWARD
+    traced = EXPERTS if needed or torch.compiler.is_exporting() else EXPERTS_FORWARD
     output: torch.Tensor = traced(x_TH, ids_TK, weights_TK, params, fields, layer, pairing)
     return output
 

@@ -45,11 +45,18 @@ def untraced(function: F) -> F:
 
 
 def run_outside_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Run an eager call outside torch function modes, as `untraced` does; a traced one as it is."""
-    if is_compiling() or not _C._len_torch_function_stack():
+    """Run an eager call outside torch function modes, as `untraced` does; a traced one as it is.
+
+    So does one with a tensor subclass among its arguments, whose own torch function is to run.
+    """
+    if is_compiling() or not _C._len_torch_function_stack() or any(map(_is_subclass, args)):
         return function(*args, **kwargs)
     with _C.DisableTorchFunction():
         return function(*args, **kwargs)
+
+
+def _is_subclass(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:

@@ -234,6 +234,17 @@ class CheckedWeights:
         return self.places == _places(self.tensors)
 
 
+@dataclass(frozen=True)
+class _LayoutFacts:
+    """What an entry of weights without duplicate tensors derives from their layout alone."""
+
+    signature: int
+    places: list[Hashable]
+    spans: tuple[tuple[int, int], ...]
+    pointers: tuple[int, ...]
+    bits: int
+
+
 # (weights that include the prepared tensors, sources of the prepared tensors, prepared tensors)
 Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
@@ -262,7 +273,8 @@ class CheckedWeightsCache:
         self._prepare = prepare
         self._bound: dict[int, CheckedWeights] = {}
         # Layouts that passed the checks. They hold addresses and sizes, so they keep nothing alive.
-        self._passed: dict[tuple[Hashable, ...], None] = {}
+        # None: weights of the layout had duplicate or prepared tensors.
+        self._passed: dict[tuple[Hashable, ...], _LayoutFacts | None] = {}
         # Signatures are numbered, because an int is faster to hash.
         self._signatures: dict[Hashable, int] = {}
         self._next_number = count().__next__  # atomic; the dict's length could be read twice
@@ -281,31 +293,44 @@ class CheckedWeightsCache:
         made: tensors of `weights` that were prepared, derived from `sources`. A write to either
         invalidates the entry.
         """
-        if not sources:  # explicitly prepared tensors are identified by object, not by memory
-            self._remember(_layout({n: t for n, t in vars(weights).items() if t is not None}))
+        by_name = {name: t for name, t in vars(weights).items() if t is not None}
+        # Explicitly prepared tensors are identified by object, not by memory.
+        return self._bind(weights, by_name, sources, made, None if sources else _layout(by_name))
+
+    def _bind(
+        self,
+        weights: ExpertWeights,
+        by_name: dict[str, torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        layout: tuple[Hashable, ...] | None,
+    ) -> CheckedWeights:
+        """Run `bind`. by_name: the tensors of `weights`. layout: see `_layout`; None keeps none."""
         auto_prepared = None if made or self._prepare is None else self._prepare(weights)
         run_weights, sources, made = auto_prepared or (weights, sources, made)
+        if run_weights is not weights:
+            by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
         prepare, device = self._prepare, weights.w1.device
         postponed = not made and prepare is not None and prepare.is_postponed(device)
         versioned = tuple(tensor for tensor in (*sources, *made) if not tensor.is_inference())
-        by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
         unique = {id(tensor): tensor for tensor in by_name.values()}
-        order = list(unique)
-        fields = tuple((name, order.index(id(tensor))) for name, tensor in by_name.items())
         tensors = tuple(unique.values())
+        plain = run_weights is weights and len(unique) == len(by_name)
+        facts = self._passed.get(layout) if layout is not None and plain else None
+        if facts is None:
+            facts = self._facts(by_name, tensors, list(unique))
+            if layout is not None and self._passed.get(layout) is None:
+                self._remember(layout, facts if plain else None)
         key, bound = id(weights), self._bound
-        alive = weakref.ref(weights, lambda _: bound.pop(key, None))
-        pointers = tuple(map(_pointer, tensors))
-        signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        bound[key] = CheckedWeights(
-            alive,
+        bound[key] = entry = CheckedWeights(
+            weakref.ref(weights, lambda _: bound.pop(key, None)),
             device,
             tensors,
-            signature=self._signatures.setdefault(signature, self._next_number()),
-            places=_places(tensors),
-            spans=tuple(map(span, tensors)),
-            pointers=pointers,
-            bits=reduce(or_, pointers, 0),
+            signature=facts.signature,
+            places=facts.places,
+            spans=facts.spans,
+            pointers=facts.pointers,
+            bits=facts.bits,
             unwritten=versioned,
             versions=[*map(_version, versioned)],
             sources=tuple(sources),
@@ -313,13 +338,27 @@ class CheckedWeightsCache:
             prepared=None if auto_prepared is None else run_weights,
             postponed=postponed,
         )
-        return bound[key]
+        return entry
 
-    def _remember(self, layout: tuple[Hashable, ...] | None) -> None:
-        if layout is not None:
-            while len(self._passed) >= _MAX_LAYOUTS:
-                self._passed.pop(next(iter(self._passed)), None)
-            self._passed[layout] = None
+    def _facts(
+        self, by_name: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], order: list[int]
+    ) -> _LayoutFacts:
+        """Return the facts of weights. tensors: without duplicates. order: their object ids."""
+        pointers = tuple(map(_pointer, tensors))
+        fields = tuple((name, order.index(id(tensor))) for name, tensor in by_name.items())
+        signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        return _LayoutFacts(
+            self._signatures.setdefault(signature, self._next_number()),
+            _places(tensors),
+            tuple(map(span, tensors)),
+            pointers,
+            reduce(or_, pointers, 0),
+        )
+
+    def _remember(self, layout: tuple[Hashable, ...], facts: _LayoutFacts | None) -> None:
+        while len(self._passed) >= _MAX_LAYOUTS:
+            self._passed.pop(next(iter(self._passed)), None)
+        self._passed[layout] = facts
 
     def _bind_alike(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
         """Add weights whose layout has passed the checks before; return None if it has not."""
@@ -329,7 +368,7 @@ class CheckedWeightsCache:
         layout = _layout(by_name)
         if layout is None or layout not in self._passed or weights.w1.device != device:
             return None
-        return self.bind(weights)
+        return self._bind(weights, by_name, (), (), layout)
 
     def bound(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
         """Return the entry of these weights, or None if it is missing or no longer valid.
@@ -414,12 +453,13 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
         if not is_dense(tensor):
             return None
         try:
-            pointer = tensor.data_ptr()
+            pointer, available = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         except (RuntimeError, NotImplementedError):
             return None
-        if not pointer:  # freed; shrunk memory has another address
+        if not pointer:  # freed
             return None
-        entries += [name, pointer, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+        place = name, pointer, available, tensor.storage_offset()
+        entries += [*place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
     return tuple(entries)
 
 

@@ -9,12 +9,45 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._functorch import pyfunctorch
+from torch.utils._pytree import tree_map_only
+
+from modular_kernel.errors import LayoutError
 
 NAMESPACE = "modular_kernel"
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Torch has no type annotations here.
 _library: Any = cast("Any", torch.library.Library)(NAMESPACE, "FRAGMENT")
+# The dispatch key of calls inside function transforms; other calls do not pass it.
+_TRANSFORM = "FuncTorchDynamicLayerFrontMode"
+_C: Any = torch._C._functorch
+
+
+def _call_in_transform(name: str, args: tuple[Any, ...]) -> Any:
+    """Call an operator inside a function transform that does not wrap its arguments.
+
+    Raises LayoutError for a tensor wrapped by vmap, grad or jvp. Those of functionalize are
+    unwrapped: operators registered here write to no argument.
+    """
+    interpreter: Any = pyfunctorch.retrieve_current_functorch_interpreter()
+    level, call = interpreter.level(), getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+        if _C.maybe_get_level(tensor) != level:
+            return tensor
+        if not _C.is_functionaltensor(tensor):
+            got = "a tensor without memory (made by vmap, grad or jvp?)"
+            raise LayoutError(f"{NAMESPACE}::{name}", got=got, need="plain tensors")
+        torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
+        return cast("torch.Tensor", _C._unwrap_functional_tensor(tensor, True))
+
+    args = tree_map_only(torch.Tensor, unwrap, args)
+    with interpreter.lower():
+        output = call(*args)
+    if interpreter.key() is not _C.TransformType.Functionalize:
+        return output
+    return tree_map_only(torch.Tensor, lambda t: _C._wrap_functional_tensor(t, level), output)
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
@@ -23,6 +56,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     The function must return new tensors, write to none of its arguments, and have annotations that
     `torch.library.infer_schema` accepts. It runs on every device. Without an autograd formula
     (`torch.library.register_autograd`), callers must not pass tensors that require gradients.
+    Tensors wrapped by vmap, grad or jvp raise a LayoutError: torch would compute zero gradients.
     fake: the same for tensors without memory; returns empty outputs.
     """
 
@@ -31,6 +65,8 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+        _library.impl(name, lambda *args: _call_in_transform(name, args), _TRANSFORM)
         return function
 
     return register

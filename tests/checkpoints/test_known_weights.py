@@ -40,6 +40,19 @@ def test_a_number_of_dead_weights_is_no_proof() -> None:
     assert known.bound(second, CPU) is None
 
 
+def test_less_memory_at_an_address_is_checked_again() -> None:
+    """Addresses return: of two tensors at one, the second has lost half of its memory."""
+    known, weights = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
+    short, nbytes = weights.w1.clone(), weights.w1.nbytes
+    short.untyped_storage().resize_(nbytes // 2)
+    storage = torch._C._construct_storage_from_data_pointer(short.data_ptr(), CPU, nbytes)
+    whole = torch.empty(0, dtype=short.dtype).set_(storage, 0, short.shape, short.stride())
+    first, second = replace(weights, w1=whole), replace(weights, w1=short)
+    known.bind(first)
+    assert known.bound(replace(first), CPU) is not None
+    assert known.bound(second, CPU) is None
+
+
 def test_a_plan_reads_the_weights_that_it_is_given() -> None:
     """Weights come and go, and numbers return: each call has its own weights' output."""
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)

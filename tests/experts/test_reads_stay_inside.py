@@ -10,10 +10,14 @@ import pytest
 import torch
 from grouped_products import H200
 
+from experts.triton.aligned.aligned_path import AlignedPath
+from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.configs.select import on_device, override_config
 from experts.triton.contiguous import TritonExperts
+from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
-from experts.triton.launch_config import Launch, MoEConfig, gemms
+from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig, gemms
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import make_kernel
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
@@ -55,16 +59,16 @@ def cases() -> list[tuple[str, int, Launch]]:
     )
 
 
-def run_last_expert(problem: Problem, config: MoEConfig) -> None:
+def run_last_expert(problem: Problem, config: MoEConfig, pair: tuple[str, str] = PAIR) -> None:
     """Run a call whose only pair is of the last expert."""
     x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
     ids_TK = torch.full((1, problem.top_k), -1, dtype=torch.int32)
     ids_TK[0, 0] = problem.experts - 1
     routing = Routing(torch.ones(1, problem.top_k), ids_TK)
     with on_device(H200), override_config(config):
-        kernel = make_kernel(*PAIR, problem)
-        assert isinstance(kernel.experts, TritonExperts)
-        assert kernel.experts.path_name(x_TH, weights) == config.path
+        kernel = make_kernel(*pair, problem)
+        if isinstance(kernel.experts, TritonExperts):
+            assert kernel.experts.path_name(x_TH, weights) == config.path
         kernel(x_TH, weights, routing)
 
 
@@ -74,3 +78,61 @@ def test_four_bit_gemv(quant: str, gemm: int, launch: Launch) -> None:
         config = config_of(problem, gemm, launch)
         if config is not None:
             run_last_expert(problem, config)
+
+
+# Paths without TMA, and the parts that launch the kernel of the aligned path or its batched form.
+TILED = {
+    "aligned": (PAIR, AlignedPath),
+    "aligned_w4": (PAIR, AlignedW4Path),
+    "gemv": (PAIR, GemvPath),
+    "batched": (("BatchedPrepareAndFinalize", "BatchedTritonExperts"), AlignedPath),
+    "grouped": (("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts"), AlignedPath),
+}
+# Depths off most blocks, and layers of few columns.
+SIZES = {
+    "none": (712, 344),
+    "fp8_w8a8_channel": (720, 336),
+    "fp8_w8a8_block": (640, 256),
+    "int8_w8a16_channel": (720, 336),
+    "int4_w4a16_group": (640, 384),
+    "int4_w4a16_group:zero_points=true": (640, 384),
+    "mxfp4_w4a16": (672, 352),
+}
+SCHEMES = {
+    "aligned": tuple(SIZES),
+    "aligned_w4": ("int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"),
+    "gemv": ("none", "fp8_w8a8_channel", "fp8_w8a8_block"),
+    "batched": ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group"),
+    "grouped": ("none", "fp8_w8a8_channel", "fp8_w8a8_block"),
+}
+
+
+def reads(launch: Launch) -> object:
+    """Return what determines the addresses that a program of a tiled GEMM reads."""
+    if isinstance(launch, LaunchConfig):
+        return launch.block_m, launch.block_n, launch.block_k
+    return launch
+
+
+def configs_worth_timing(name: str, problem: Problem) -> list[MoEConfig]:
+    """Return configurations that read differently, of those tuned for some number of tokens."""
+    (_, part), path = TILED[name]
+    with on_device(H200):
+        space = ConfigSpace(problem, part, (path,))
+        choices = [
+            choice for tokens in (1, 8, 64, 512, 4096) for choice in space.candidates(tokens)
+        ]
+    configs = [choice for choice in choices if isinstance(choice, MoEConfig)]
+    return list({(reads(each.gemm1), reads(each.gemm2)): each for each in configs}.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"), [(name, quant) for name, quants in SCHEMES.items() for quant in quants]
+)
+def test_tiled(name: str, quant: str) -> None:
+    hidden, intermediate = SIZES[quant]
+    problem = Problem(1, hidden, intermediate, 3, 2, quant=quant, dtype=torch.bfloat16)
+    configs = configs_worth_timing(name, problem)
+    assert {config.path for config in configs} == {TILED[name][1].name}
+    for config in configs:
+        run_last_expert(problem, config, TILED[name][0])

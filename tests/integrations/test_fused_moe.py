@@ -11,7 +11,9 @@ from fused_samples import BASE, DEVICES, E, H, I, K, T, close, layer, run
 
 from modular_kernel.errors import (
     ConfigurationError,
+    DeviceError,
     DtypeError,
+    LayoutError,
     ModularKernelError,
     ShapeError,
     UnsupportedError,
@@ -27,7 +29,7 @@ from modular_kernel.integrations.fused_moe import (
 )
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Combine
-from modular_kernel.tensors import Routing
+from modular_kernel.tensors import ExpertWeights, Routing
 
 # Flags of the field, and the scheme that they name.
 FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -291,7 +293,7 @@ KEPT = [FLAGS[0], FLAGS[3], FLAGS[10]]
 def test_a_call_sees_weights_that_were_written_or_replaced(
     flags: dict[str, Any], quant: str, inference: bool, device: str
 ) -> None:
-    """Weights are kept between calls; copies of equal weights are not."""
+    """Checks of weights are kept between calls; those of copies are new."""
     with torch.inference_mode(inference):
         x_TH, weights, routing = layer(replace(BASE, quant=quant), device)
         if weights.w1_scale is not None and quant.endswith("_channel"):
@@ -313,12 +315,116 @@ def test_a_call_sees_weights_that_were_written_or_replaced(
         assert not torch.equal(run(x_TH, weights, routing, **flags), before)
 
 
-def test_kept_weights_are_freed_with_w1() -> None:
-    x_TH, weights, routing = layer(BASE)
-    run(x_TH, weights, routing)
-    storage = weakref.ref(weights.w2.untyped_storage())
-    freed = weakref.ref(weights.w1)
+def test_a_call_sees_writes_that_torch_does_not_track() -> None:
+    """Of a scale that kernels get as a copy, since it is expanded."""
+    problem = replace(BASE, quant="fp8_w8a8_channel")
+    x_TH, weights, routing = layer(problem)
+    scale = torch.full((E, 1), 0.01)
+    weights = replace(weights, w1_scale=scale.expand(weights.w1_scale.shape))
+    flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
+    before = run(x_TH, weights, routing, **flags)
+    scale.data.mul_(2)
+    after = run(x_TH, weights, routing, **flags)
+    assert not torch.equal(after, before)
+    close(after, oracle(x_TH, weights, routing, problem), 0.1)
+
+
+def test_calls_keep_no_memory_alive() -> None:
+    x_TH, weights, routing = layer(replace(BASE, quant="int8_w8a8_channel"))
+    run(x_TH, weights, routing, use_int8_w8a8=True, per_channel_quant=True)
+    storages = [weakref.ref(t.untyped_storage()) for t in vars(weights).values() if t is not None]
+    w1 = weights.w1
     del weights
     gc.collect()
-    assert freed() is None
-    assert storage() is None
+    assert [storage() is None for storage in storages] == [False, True, True, True]
+    assert w1.numel()
+
+
+def test_parameters_of_a_call_can_be_swapped() -> None:
+    """torch.utils.swap_tensors refuses tensors with weak references."""
+    x_TH, weights, routing = layer(BASE)
+    module = torch.nn.Module()
+    module.w1 = torch.nn.Parameter(weights.w1, requires_grad=False)
+    module.w2 = torch.nn.Parameter(weights.w2, requires_grad=False)
+    run(x_TH, ExpertWeights(module.w1, module.w2), routing)
+    other = {name: parameter * 2 for name, parameter in module.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.load_state_dict(other)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    want = run(x_TH, ExpertWeights(other["w1"], other["w2"]), routing)
+    assert torch.equal(run(x_TH, ExpertWeights(module.w1, module.w2), routing), want)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+BAD_TENSORS = {
+    "nested": lambda t: torch.nested.nested_tensor(list(t)),
+    "sparse": lambda t: t.float().to_sparse(),
+    "csr": lambda t: torch.ones(t.shape).to_sparse_csr(),
+    "mkldnn": lambda t: t.float().to_mkldnn(),
+    "negated": lambda t: torch.complex(torch.zeros(t.shape), t.float()).conj().imag,
+    "freed": freed,
+}
+
+
+@pytest.mark.parametrize("field", ["w1", "w2", "w1_scale", "w2_scale"])
+@pytest.mark.parametrize("kind", BAD_TENSORS)
+def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
+    """Also after a call with dense ones; scales as (E, N, 1), which kernels get as a view."""
+    x_TH, weights, routing = layer(replace(BASE, quant="int8_w8a8_channel"))
+    columns = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
+    weights = replace(weights, **columns)
+    flags = {"use_int8_w8a8": True, "per_channel_quant": True}
+    run(x_TH, weights, routing, **flags)
+    bad = replace(weights, **{field: BAD_TENSORS[kind](getattr(weights, field))})
+    with pytest.raises(LayoutError, match=field):
+        run(x_TH, bad, routing, **flags)
+
+
+@pytest.mark.parametrize("field", ["topk_weights_TK", "topk_ids_TK"])
+def test_a_routing_on_the_meta_device_is_refused(field: str) -> None:
+    x_TH, weights, routing = layer(BASE)
+    routing = replace(routing, **{field: getattr(routing, field).to("meta")})
+    with pytest.raises(DeviceError, match=field.removesuffix("_TK")):
+        run(x_TH, weights, routing)
+
+
+class Tagged(torch.Tensor):
+    """A subclass whose operations return it."""
+
+
+def test_function_modes_do_not_change_the_class_of_the_output() -> None:
+    x_TH, weights, routing = layer(BASE)
+    want = run(x_TH.as_subclass(Tagged), weights, routing)
+    with torch.device("cpu"):
+        got = run(x_TH.as_subclass(Tagged), weights, routing)
+    assert type(got) is type(want) is Tagged
+    assert torch.equal(got, want)
+
+
+def test_function_transforms_of_the_operator_have_no_zero_gradients() -> None:
+    """They refuse tensors that vmap, grad or jvp wrap, and pass the others on."""
+    x_TH, weights, routing = layer(BASE)
+    tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
+
+    def operator(x_TH: torch.Tensor) -> torch.Tensor:
+        return OUTPLACE(x_TH, *tensors, [None] * 9, "none", "silu", False, 1.0, "sum")
+
+    for call in (
+        lambda: torch.func.grad(lambda x: operator(x).sum())(x_TH),
+        lambda: torch.func.jvp(operator, (x_TH,), (x_TH,)),
+        lambda: torch.vmap(operator)(x_TH[None]),
+        lambda: torch.vmap(torch.func.grad(lambda y: operator(y).sum()))(x_TH[None]),
+    ):
+        with pytest.raises(LayoutError, match="outplace_fused_experts"):
+            call()
+    want = operator(x_TH)
+    assert torch.equal(torch.vmap(lambda y: y * operator(x_TH))(torch.ones(1))[0], want)
+    assert torch.equal(torch.func.grad(lambda y: (y * operator(x_TH)).sum())(x_TH), want)
+    assert torch.equal(torch.func.functionalize(operator)(x_TH), want)

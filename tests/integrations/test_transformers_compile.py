@@ -215,7 +215,7 @@ def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, t
     with torch.no_grad():
         shapes = ({0: tokens}, {0: tokens}, {0: tokens})
         program = torch.export.export(module, inputs(9), dynamic_shapes=shapes, strict=strict)
-        assert operators(program.graph) == ["modular_kernel.experts_forward.default"]
+        assert operators(program.graph) == ["modular_kernel.experts.default"]
         given = inputs(21)
         torch.export.save(program, tmp_path / "experts.pt2")
         torch.save((given, module(*given)), tmp_path / "given.pt")
@@ -231,6 +231,22 @@ def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, t
     words += [str(tmp_path / "experts.pt2"), str(tmp_path / "given.pt")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_program_exported_without_gradients_has_them(strict) -> None:
+    module, (x_TH, *routing) = experts(), inputs(9)
+    with torch.no_grad():
+        program = torch.export.export(module, (x_TH, *routing), strict=strict).module()
+    found = []
+    for layer in (module, program):
+        layer.zero_grad()
+        x = x_TH.clone().requires_grad_()
+        layer(x, *routing).sum().backward()
+        found.append([x.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    assert len(found[1]) == 3
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
