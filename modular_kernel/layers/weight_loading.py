@@ -317,7 +317,7 @@ class ExpertLoader:
             self.format, self._rank_format, source, move.source_rows, move.source_columns
         )
         if stored.role == "order":
-            converted = {stored.name: target}  # checked only: without act-order it is k // group
+            return  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
             target = target.mT
         slices = self._parameter_specs[stored.name].slices(move.rows, move.columns)
@@ -382,7 +382,9 @@ class ExpertLoader:
         value = {"scale": 127 if tensor.dtype is torch.uint8 else 1.0}
         if stored.role == "zero_point":
             value["zero_point"] = self._stored_zero_point()
-        if not self.share.padding or not stored.dims or stored.role not in value:
+        axis = "K" if matrix == "w2" else "N"
+        is_split = any(dim.axis == axis for dim in stored.dims)
+        if not self.share.padding or not is_split or stored.role not in value:
             return
         for shard in self.share.shards:
             if (shard == "w2") == (matrix == "w2"):
