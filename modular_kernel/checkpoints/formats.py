@@ -5,6 +5,7 @@ and imports no quantization library.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -13,9 +14,14 @@ import torch
 
 from modular_kernel.checkpoints.gptq_awq import fit_group
 from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
+from modular_kernel.checkpoints.padding import (
+    columns_per_unit,
+    too_few_groups,
+)
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_config import gptq_version, quantizes_inputs, scheme_of
 from modular_kernel.quant.nvfp4 import GROUP
+from modular_kernel.quant.scale_tiles import ceil_div
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
@@ -95,50 +101,79 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
 def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True) -> QuantScheme:
     """Return the scheme of a layer on each of `world` tensor-parallel ranks.
 
-    intermediate: I of the whole layer. If a share of I, or the border between gate and up rows,
-    would split a block or group, blocks and groups are divided and their scales repeated, which
-    does not change the values. For weight-only schemes with one scale each for gate and up, every
-    row gets a scale: with a common scale, rows with the smaller scale would be rounded again.
+    intermediate: I of the whole layer. If an equal share of I, or the border between gate and up
+    rows, would split a block or group, blocks and groups of 32 columns or more are divided and
+    their scales repeated, which does not change the values. Where that is impossible, as for mxfp4
+    and nvfp4, shares are whole groups and padded: see `padding.split_intermediate`. For weight-only
+    schemes with one scale each for gate and up, every row gets a scale: with a common scale, rows
+    with the smaller scale would be rounded again.
 
-    Raises ConfigurationError if I / world is no integer, leaves less than 32 columns of a block or
-    group, or splits an mxfp4 or nvfp4 group.
+    Raises ConfigurationError if there are fewer groups than ranks, or for act-order on several
+    ranks.
     """
     expect("format", format, Format)
     expect("gated", gated, bool)
     expect("intermediate", intermediate, Count)
     expect("tp: ranks", world, Count)
-    scheme, (share, remainder) = format.scheme, divmod(intermediate, world)
+    scheme = format.scheme
     if scheme.act_order and world > 1:
-        need = "1: a group of act-order has columns of every shard"
+        need = (
+            "1: act-order scatters the columns of a group over all shares, so a rank would have "
+            "to read the whole matrix"
+        )
         raise ConfigurationError("tp: ranks", got=world, need=need)
-    if remainder:
-        need = f"a multiple of the {world} tensor-parallel ranks"
-        raise ConfigurationError("intermediate", got=intermediate, need=need)
     if scheme.granularity == "tensor" and gated and not scheme.quantizes_activations:
-        return QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
-    if scheme.granularity == "block":
-        return _fit_blocks(scheme, share, is_split=world > 1, gated=gated)
-    if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
-        return scheme
-    if scheme.group[0] >= intermediate:  # one group per row, and per row of each share
-        return scheme
-    if scheme.weight == "float4_e2m1":
-        got, need = f"{share} columns of groups of {scheme.group[0]}", "whole groups"
-        raise ConfigurationError("tp: share", got=got, need=need)
-    return replace(scheme, group=(fit_group(scheme.group[0], share),))
+        scheme = QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
+    if world == 1:
+        return _divide_rows(scheme, intermediate) if gated else scheme
+    equal = _fit_equal_shares(scheme, intermediate, world)
+    candidates = [equal] if equal is not None else _fit_padded(scheme, intermediate, gated)
+    units = [columns_per_unit(fitted, intermediate) for fitted in candidates]
+    for fitted, unit in zip(candidates, units, strict=True):
+        if ceil_div(intermediate, unit) >= world:
+            return fitted
+    raise too_few_groups(intermediate, world, min(units))
 
 
-def _fit_blocks(scheme: QuantScheme, share: int, *, is_split: bool, gated: bool) -> QuantScheme:
+def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> QuantScheme | None:
+    """Return the scheme with tiles that divide an equal share, or None if there is none."""
+    share, remainder = divmod(intermediate, world)
+    if remainder:
+        return None
+    if share % columns_per_unit(scheme, intermediate) == 0:
+        return scheme
+    fitted, sizes = scheme, tuple(gcd(size, share) for size in scheme.group)
+    if scheme.granularity == "block" and min(sizes) >= min(_MIN_TILE, *scheme.group):
+        fitted = replace(scheme, group=sizes)
+    elif _has_divisible_groups(scheme, intermediate):
+        with suppress(ConfigurationError):
+            fitted = replace(scheme, group=(fit_group(scheme.group[0], share),))
+    return fitted if share % columns_per_unit(fitted, intermediate) == 0 else None
+
+
+def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[QuantScheme]:
+    """Return schemes for shares of whole tiles: the stored ones, and halved ones of 32 or more."""
+    schemes = [_divide_rows(scheme, intermediate) if gated else scheme]
+    if scheme.granularity == "block" or _has_divisible_groups(scheme, intermediate):
+        *rows, size = schemes[0].group
+        while size % 2 == 0 and size // 2 >= _MIN_TILE:
+            size //= 2
+            schemes.append(replace(scheme, group=(*(gcd(each, size) for each in rows), size)))
+    return schemes
+
+
+def _has_divisible_groups(scheme: QuantScheme, intermediate: int) -> bool:
+    """Return whether groups may be divided: those of integers, unless one has all columns."""
+    is_integer = scheme.granularity == "group" and scheme.weight != "float4_e2m1"
+    return is_integer and scheme.group[0] < intermediate
+
+
+def _divide_rows(scheme: QuantScheme, intermediate: int) -> QuantScheme:
+    """Return the scheme with blocks that end with the gate rows, which up may follow."""
+    if scheme.granularity != "block":
+        return scheme
     rows, columns = scheme.group
-    if gated or is_split:
-        rows = gcd(rows, share)
-    if is_split:
-        columns = gcd(columns, share)
-        if min(rows, columns) < min(_MIN_TILE, *scheme.group):
-            got = f"{share} columns of blocks of {scheme.group[1]}"
-            need = f"shares that blocks of {_MIN_TILE} or more divide"
-            raise ConfigurationError("tp: share", got=got, need=need)
-    return replace(scheme, group=(rows, columns))
+    return replace(scheme, group=(gcd(rows, intermediate), columns))
 
 
 # ------------------------------------------------------------------------- stored tensors

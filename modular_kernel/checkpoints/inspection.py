@@ -12,6 +12,7 @@ import torch
 
 from modular_kernel.checkpoints.checkpoint_files import has_tensors, local_path
 from modular_kernel.checkpoints.formats import Format, fit
+from modular_kernel.checkpoints.padding import split_intermediate
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED, QuantizationMap
 from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
@@ -110,6 +111,7 @@ class CheckpointInfo:
     ) -> dict[str, Any]:
         """Return the fields of Problem that the checkpoint determines, for one of `world` TP ranks.
 
+        intermediate is the width of a rank's weights, which includes padding.
         dtype: overrides the dtype in the config.json and the one of unquantized files. Raises
         DtypeError if it is None and unquantized files have several.
         """
@@ -120,8 +122,8 @@ class CheckpointInfo:
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
         scheme = fit(source.format, fields["intermediate"], world=world, gated=act.gated)
-        per_rank = fields["intermediate"] // world
-        return fields | {"quant": str(scheme), "activation": act, "intermediate": per_rank}
+        width = split_intermediate(fields["intermediate"], world, scheme).width
+        return fields | {"quant": str(scheme), "activation": act, "intermediate": width}
 
 
 def read_checkpoint_info(
@@ -321,8 +323,8 @@ def _problem_fields_of_config(
     format = formats.common_format(modules, f"experts of layer {layer}")
     act, intermediate = ActivationSpec.parse(str(fields["activation"])), fields["intermediate"]
     scheme = fit(format, intermediate, world=tp, gated=act.gated)
-    own_fields = {"quant": str(scheme), "activation": act, "intermediate": intermediate // tp}
-    return fields | own_fields, format
+    width = split_intermediate(intermediate, tp, scheme).width
+    return fields | {"quant": str(scheme), "activation": act, "intermediate": width}, format
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:

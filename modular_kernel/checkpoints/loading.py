@@ -22,6 +22,7 @@ from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, fuse, same_order, sort_rows
 from modular_kernel.checkpoints.inspection import CheckpointInfo, read_checkpoint_info
 from modular_kernel.checkpoints.matrix_layout import Range
+from modular_kernel.checkpoints.padding import fill_padding, split_intermediate
 from modular_kernel.checkpoints.safetensors_files import open_tensors
 from modular_kernel.checkpoints.slices import LayerSource
 from modular_kernel.errors import ConfigurationError, InputError
@@ -45,8 +46,11 @@ class LoadedExperts:
     """The experts of one layer that one rank holds.
 
     weights: of this rank's experts, in the order of `placement`.
-    problem_fields: fields of Problem that the checkpoint determines; `intermediate` is this rank's.
+    problem_fields: fields of Problem that the checkpoint determines; `intermediate` is this rank's,
+        with the padding.
     placement, ep, tp: the share that was loaded.
+    columns: the columns [first, last) of I that this rank holds. They come first in its weights;
+        the remaining ones are padding, whose weights are 0.
     format: how the files store the weights.
     bytes_read: bytes of tensor data that were read.
     config: path of the config.json, and its object that describes the layer.
@@ -62,6 +66,7 @@ class LoadedExperts:
     placement: Placement
     ep: tuple[int, int]
     tp: tuple[int, int]
+    columns: Range
     format: Format
     bytes_read: int
     config: tuple[Path, dict[str, Any]]
@@ -128,9 +133,11 @@ def load_experts(  # noqa: PLR0913 (independent options)
         safetensors file or index, or the name of a model on the Hugging Face Hub, which must be in
         the local cache: nothing is downloaded. `checkpoints.checkpoint_files` has the rules.
     layer: number of the layer, from 0.
-    ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I; where that divides a block
-        or group of quantized weights, its scale is repeated (see `formats.fit`), but a group of
-        mxfp4 or nvfp4 must not be divided. The first TP rank has b2, the others have zeros.
+    ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I, into equal shares if
+        possible; where these divide a block or group of quantized weights, its scale is repeated
+        (see `formats.fit`). Where equal shares do not exist, or would divide a group of mxfp4 or
+        nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The first TP
+        rank has b2, the others have zeros.
     placement: the experts of each EP rank.
     dtype: of the layer, and of what is not quantized. None uses the config.json's, else that of
         unquantized files (DtypeError if they have several), else bfloat16.
@@ -140,8 +147,9 @@ def load_experts(  # noqa: PLR0913 (independent options)
         input scales instead of nvfp4_w4a16. Raises ConfigurationError for other files.
     quantize: a scheme to which unquantized files are quantized, such as
         "fp8_w8a8_block:block=128x128". The result is that of `quantize_weights` of this rank's
-        share, with the values in the files, which are not rounded to `dtype` first. Under TP, the
-        scale of a tensor, of a channel of w2, or of a tile that a share cuts is that of the share.
+        share, with the values in the files, which are not rounded to `dtype` first. Under TP,
+        shares are whole groups or blocks of the scheme, if there is one for each rank; the scale of
+        a tensor, of a channel of w2, or of a tile that a share cuts is that of the share.
         Float8 files with one scale per matrix can be loaded as "fp8_w8a8_channel", which rounds no
         weight again: by default gate and up get a common scale. Raises ConfigurationError for other
         quantized files, and for a scheme with static activation scales, which cannot be computed
@@ -190,14 +198,18 @@ class _LoadRequest:
                 raise ConfigurationError(f"{name}: rank", got=rank, need=f"in [0, {world})")
 
 
-def _reader(source: LayerSource, problem: Problem, request: _LoadRequest) -> "_ShareReader":
+def _reader(
+    source: LayerSource, problem: Problem, request: _LoadRequest, columns: Range
+) -> "_ShareReader":
     """Return the reader of a rank's share; `problem` has the scheme of what is loaded."""
+    is_first = request.tp[0] == 0
     stored = source.format.scheme
     if request.quantize is not None and not stored.quantized:
-        return _QuantizingReader(source, source.format, problem, request.tp)
+        return _QuantizingReader(source, source.format, problem, columns, is_first)
     # Files with static activation scales have them, too, where the problem does not use them.
     scheme = replace(problem.scheme, static=stored.static)
-    return _ShareReader(source, source.format.with_scheme(scheme), problem, request.tp)
+    fine = source.format.with_scheme(scheme)
+    return _ShareReader(source, fine, problem, columns, is_first)
 
 
 def scheme_to_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
@@ -230,9 +242,13 @@ def _load(
     check_quantizable(source.what, source.format, request.quantize)
     if request.quantize is not None:
         fields["quant"] = str(request.quantize)
+    scheme = QuantScheme.parse(fields["quant"])
+    split = split_intermediate(source.layer.intermediate, request.tp[1], scheme)
+    fields["intermediate"] = split.width
     rank_placement = Parallel(request.ep[1], placement, request.ep[0]).place(fields["experts"])
     problem = Problem(tokens=1, local_experts=len(rank_placement.slots[request.ep[0]]), **fields)
-    share = _reader(source, problem, request)
+    columns = split.columns(request.tp[0])
+    share = _reader(source, problem, request, columns)
     share.check_cut()
     weights = share.read(
         rank_placement.slots[request.ep[0]], _allocate(problem, dtypes_by_role, device)
@@ -244,6 +260,7 @@ def _load(
         rank_placement,
         request.ep,
         request.tp,
+        columns,
         source.format,
         bytes_read,
         info.config,
@@ -267,18 +284,18 @@ def _keeps_codes(format: Format, scheme: QuantScheme) -> bool:
 
 @dataclass(frozen=True)
 class _ShareReader:
-    """One rank's part of a layer's matrices. fine: the format with the layer's tiles."""
+    """One rank's part of a layer's matrices.
+
+    fine: the format with the layer's tiles. problem: of this rank; its I includes the padding.
+    columns: this rank's range of I: columns of w2, and rows of gate and of up. has_b2: this rank
+    adds the bias of w2.
+    """
 
     source: LayerSource
     fine: Format
     problem: Problem
-    tp: tuple[int, int]
-
-    @property
-    def columns(self) -> Range:
-        """This rank's range of I: columns of w2, and rows of gate and of up."""
-        width = self.problem.intermediate
-        return self.tp[0] * width, (self.tp[0] + 1) * width
+    columns: Range
+    has_b2: bool
 
     def check_cut(self) -> None:
         """Raise ConfigurationError if the share splits a packed word."""
@@ -297,6 +314,7 @@ class _ShareReader:
             if orders:
                 tensors["w1_order"][slot] = orders["w1"]
                 sort_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
+        self._fill_padding(tensors)
         if self.problem.scheme.static:
             tensors = tensors | self._input_scales(experts, tensors["w1"].device)
         return ExpertWeights(**tensors)
@@ -313,23 +331,40 @@ class _ShareReader:
         for rows in self._pieces(self._width, len(w1_locations) * self.problem.hidden):
             parts = [(location, self._rows(*rows), hidden) for location in w1_locations]
             orders |= self._read_rows(tensors, "w1", slot, parts, rows)
-        for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
+        for rows in self._pieces(self.problem.hidden, self.columns[1] - self.columns[0]):
             parts = [(down, rows, self.columns)]
             orders |= self._read_rows(tensors, "w2", slot, parts, rows)
         return orders
+
+    def _fill_padding(self, tensors: dict[str, torch.Tensor]) -> None:
+        problem, split = (
+            self.problem,
+            (self.columns[1] - self.columns[0], self.problem.intermediate),
+        )
+        gated, interleaved = problem.act.gated, self._interleaved
+        fill_padding(tensors, problem.scheme, split, gated=gated, interleaved=interleaved)
 
     @property
     def _interleaved(self) -> bool:
         return self.source.layer.layout.interleaved
 
     @property
+    def _rows_per_column(self) -> int:
+        """Rows of one projection of w1 for each column of I."""
+        return 2 if self._interleaved else 1
+
+    @property
     def _width(self) -> int:
-        """Rows of one projection of w1 on this rank."""
-        return self.problem.intermediate * (2 if self._interleaved else 1)
+        """Rows of one projection of w1 that this rank reads."""
+        return (self.columns[1] - self.columns[0]) * self._rows_per_column
+
+    def _first_row(self, projection: int) -> int:
+        """Return the row of w1 at which one of its projections begins."""
+        return projection * self.problem.intermediate * self._rows_per_column
 
     def _rows(self, start: int, stop: int) -> Range:
         """Return the rows of the undivided projection for rows [start, stop) of this rank."""
-        begin = self.tp[0] * self._width
+        begin = self.columns[0] * self._rows_per_column
         return begin + start, begin + stop
 
     def _pieces(self, rows: int, values: int) -> Iterator[Range]:
@@ -361,7 +396,7 @@ class _ShareReader:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
         for number, matrix in enumerate(merged):
-            begin = number * self._width + rows[0]
+            begin = self._first_row(number) + rows[0]
             _copy_rows(tensors, name, slot, matrix, self.fine, begin)
             if matrix.global_scale is not None:  # a fused gate_up has one for both
                 columns = slice(None) if len(merged) == 1 else number
@@ -386,11 +421,11 @@ class _ShareReader:
         w1_locations: Sequence[ProjectionLocation],
         down: ProjectionLocation,
     ) -> None:
-        biases = [
-            self.source.bias_of(location, self._rows(0, self._width)) for location in w1_locations
-        ]
-        tensors["b1"][slot] = torch.cat([bias.to(tensors["b1"].dtype) for bias in biases])
-        if self.tp[0] == 0:  # the sum over TP ranks must contain b2 once
+        for number, location in enumerate(w1_locations):
+            bias = self.source.bias_of(location, self._rows(0, self._width))
+            begin = self._first_row(number)
+            tensors["b1"][slot, begin : begin + len(bias)] = bias
+        if self.has_b2:  # the sum over TP ranks must contain b2 once
             tensors["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
     def _input_scales(
@@ -434,10 +469,18 @@ class _QuantizingReader(_ShareReader):
         w1_parts = [(location, self._rows(0, self._width), hidden) for location in w1_locations]
         matrices = {"w1": w1_parts, "w2": [(down, hidden, self.columns)]}
         out = {field: tensor[slot] for field, tensor in tensors.items()}
+        missing = self.problem.intermediate - (self.columns[1] - self.columns[0])
+        pad = {"w1": (0, 0, 0, missing * self._rows_per_column), "w2": (0, missing)}
         for name, parts in matrices.items():
             read = [self.source.read_part(self.fine, *part, order=False) for part in parts]
-            quantize_expert(name, [part["weight"] for part in read], self.problem, out)
+            weights = [part["weight"] for part in read]
+            if missing:  # zeros stay zeros in every scheme
+                weights = [torch.nn.functional.pad(weight, pad[name]) for weight in weights]
+            quantize_expert(name, weights, self.problem, out)
         return {}
+
+    def _fill_padding(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Do nothing: the padding was quantized with the weights."""
 
 
 def _allocate(
@@ -486,6 +529,9 @@ def _copy_rows(
         target = tensors[name + suffix]
         if source.dim():
             first_row = start_row // step
-            target[slot, first_row : first_row + len(source)] = source
+            target = target[slot, first_row : first_row + len(source)]
+            if source.dim() > 1:
+                target = target[..., : source.shape[-1]]  # the remaining columns are padding
+            target.copy_(source)
         else:  # one scale for the whole matrix
             target[slot] = source

@@ -74,6 +74,14 @@ class StoredTensor:
         ranges = {"N": rows, "K": columns}
         return tuple(d.entries(*ranges[d.axis]) if d.axis else slice(0, d.step) for d in self.dims)
 
+    def whole_slices(self, rows: Range, columns: Range) -> tuple[slice, ...]:
+        """Return the slices whose tiles begin in rows [a, b) and columns [c, d) of the matrix."""
+        firsts = {"N": rows[0], "K": columns[0], "": 0}
+        return tuple(
+            slice(-(-firsts[dim.axis] // dim.step), entries.stop)
+            for dim, entries in zip(self.dims, self.slices(rows, columns), strict=True)
+        )
+
     def check(
         self, what: str, got: Sequence[int], dtype: torch.dtype, need: tuple[int, ...]
     ) -> None:

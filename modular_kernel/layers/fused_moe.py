@@ -26,11 +26,12 @@ from modular_kernel.checkpoints.loading import (
     load_experts,
     scheme_to_quantize,
 )
+from modular_kernel.checkpoints.padding import IntermediateSplit, split_intermediate
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, resolve_placement
 from modular_kernel.layers.parameters import ExpertParameters
-from modular_kernel.layers.rank_share import Share, intermediate_per_rank
+from modular_kernel.layers.rank_share import Share
 from modular_kernel.layers.router import Router
 from modular_kernel.layers.routing import (
     check_router,
@@ -100,7 +101,9 @@ class FusedMoE(ExpertParameters):
     """The experts of one layer, or this rank's share of them.
 
     num_experts: E of the whole model.
-    intermediate_size: I of a whole expert. Each TP rank holds I / TP of it.
+    intermediate_size: I of a whole expert. Each TP rank holds I / TP of it; where that is not an
+        integer, or would cut a quantization group, ranks hold whole groups, and smaller shares are
+        padded with weights of 0 to one size, problem.intermediate.
     layer_id: number of the layer, used by `describe` and as the default of `load`.
     top_k: K. Defaults to the router's K.
     quant_config: the quantization_config of a checkpoint, for `weight_loader`; or the name of a
@@ -190,7 +193,7 @@ class FusedMoE(ExpertParameters):
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
-            intermediate=intermediate_per_rank(intermediate_size, parallel.tp[1], quant),
+            intermediate=_split(intermediate_size, parallel.tp[1], quant).width,
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if uses_expert_map else None,
             top_k=top_k_of(top_k, router, num_experts),
@@ -357,7 +360,10 @@ class FusedMoE(ExpertParameters):
         """Describe this rank's share, the slots of all experts, and the parts that run."""
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
         local_experts = len(self.placement.slots[ep_rank])
-        share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
+        first, last = _split(self.intermediate_size, tp_size, self.problem.quant).columns(tp_rank)
+        share = f"{last - first} of {self.intermediate_size} intermediate values"
+        if last - first < self.problem.intermediate:
+            share += f", padded to {self.problem.intermediate}"
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
         name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
         reduction = "summed over ranks here" if self._groups else "not summed over ranks here"
@@ -660,6 +666,10 @@ def _make_loader(
     depth = max(share.hidden, share.intermediate)
     loader = ExpertLoader(share, format_of(quant_config, depth=depth), bias=bias)
     return loader, str(loader.scheme)
+
+
+def _split(intermediate: int, ranks: int, quant: str) -> IntermediateSplit:
+    return split_intermediate(intermediate, ranks, Problem(1, 1, 1, 1, 1, quant=quant).scheme)
 
 
 def _spans_ranks(part: PrepareFinalize) -> bool:

@@ -5,9 +5,11 @@ from functools import cached_property
 from typing import Literal
 
 from modular_kernel.checkpoints.matrix_layout import Range
+from modular_kernel.checkpoints.padding import IntermediateSplit, split_intermediate
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.placement import Experts, Placement
-from modular_kernel.spec.problem import Parallel, Problem
+from modular_kernel.spec.problem import Parallel
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, check_fields, expect
 
 SHARDS = ("w1", "w2", "w3")  # gate, down, up
@@ -20,6 +22,7 @@ class Share:
 
     experts, hidden, intermediate: sizes of the whole layer. ep, tp: (rank, ranks). placement: the
     experts of each EP rank. gated: w1 has gate and up rows. interleaved: these rows alternate.
+    quant: the scheme of a rank's weights, whose groups and packed words are not cut.
     """
 
     experts: Experts
@@ -30,16 +33,20 @@ class Share:
     placement: Literal["linear"] | Placement = "linear"
     gated: bool = True
     interleaved: bool = False
+    quant: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self, "share ")
         rank, world = self.tp
         if not 0 <= rank < world:
             raise ConfigurationError("tp: rank", got=rank, need=f"in [0, {world})")
-        if self.intermediate % world:
-            need = f"a multiple of the {world} tensor-parallel ranks"
-            raise ConfigurationError("intermediate", got=self.intermediate, need=need)
-        _ = self.slots  # raises ConfigurationError for an invalid placement
+        # These raise ConfigurationError, for too many TP ranks and for an invalid placement.
+        _ = self.split, self.slots
+
+    @cached_property
+    def split(self) -> IntermediateSplit:
+        """The division of I over the TP ranks."""
+        return split_intermediate(self.intermediate, self.tp[1], QuantScheme.parse(self.quant))
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
@@ -56,8 +63,19 @@ class Share:
 
     @property
     def width(self) -> int:
-        """I of this rank."""
-        return self.intermediate // self.tp[1]
+        """I of this rank's weights, with the padding."""
+        return self.split.width
+
+    @property
+    def columns(self) -> Range:
+        """The columns [first, last) of I that this rank holds."""
+        return self.split.columns(self.tp[0])
+
+    @property
+    def padding(self) -> int:
+        """The number of columns of I of this rank that are padding, after those it holds."""
+        first, last = self.columns
+        return self.width - (last - first)
 
     def local_expert(self, expert: int) -> int:
         """Return the row of a global expert id, or -1 if another rank holds it."""
@@ -84,9 +102,10 @@ class Move:
 def destination(expert: int, shard: str, share: Share) -> Move | None:
     """Return the destination of one projection of an expert, or None if another rank holds it.
 
-    shard: "w1" (gate) goes to rows [0, I) of w13 and "w3" (up) to rows [I, 2I), where I is this
-    rank's; "w2" (down) is split along its columns. With interleaved rows, gate and up are loaded as
-    one matrix, "w13". Raises ConfigurationError for any other shard.
+    shard: "w1" (gate) goes to rows [0, c) of w13 and "w3" (up) to rows [w, w + c), where c is the
+    number of this rank's columns of I, and w is c plus the padding; "w2" (down) is split along its
+    columns. With interleaved rows, gate and up are loaded as one matrix, "w13". Raises
+    ConfigurationError for any other shard.
     """
     expect("share", share, Share)
     expect("shard_id", shard, str)
@@ -96,26 +115,25 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     slot = share.local_expert(expert)
     if slot < 0:
         return None
-    width, hidden = share.width, (0, share.hidden)
-    source = (share.tp[0] * width, (share.tp[0] + 1) * width)
+    hidden, source = (0, share.hidden), share.columns
+    count = source[1] - source[0]
     if shard == FUSED:
-        return Move(slot, (0, 2 * width), hidden, (2 * source[0], 2 * source[1]), hidden)
+        return Move(slot, (0, 2 * count), hidden, (2 * source[0], 2 * source[1]), hidden)
     if shard == "w2":
-        return Move(slot, hidden, (0, width), hidden, source)
+        return Move(slot, hidden, (0, count), hidden, source)
+    start = share.width if shard == "w3" and share.gated else 0
+    return Move(slot, (start, start + count), hidden, source, hidden)
+
+
+def padded_parts(shard: str, share: Share) -> tuple[Range, Range]:
+    """Return the rows and the columns of one projection's matrix on this rank that are padding.
+
+    Either is the whole matrix's where only the other one is padded.
+    """
+    count, width, hidden = share.width - share.padding, share.width, (0, share.hidden)
+    if shard == FUSED:
+        return (2 * count, 2 * width), hidden
+    if shard == "w2":
+        return hidden, (count, width)
     start = width if shard == "w3" and share.gated else 0
-    return Move(slot, (start, start + width), hidden, source, hidden)
-
-
-def intermediate_per_rank(intermediate: int, ranks: int, quant: str) -> int:
-    """Return I of one TP rank; raise ConfigurationError if that splits a quantization group."""
-    per_rank, remainder = divmod(intermediate, ranks)
-    if remainder:
-        need = f"a multiple of {ranks}, the TP ranks"
-        raise ConfigurationError("intermediate_size", got=intermediate, need=need)
-    scheme = Problem(1, 1, 1, 1, 1, quant=quant).scheme
-    one_group = scheme.granularity == "group" and scheme.group[0] >= intermediate
-    for size in scheme.group if ranks > 1 and not one_group else ():
-        if per_rank % size:
-            need = f"{ranks} shares of whole groups of {size}"
-            raise ConfigurationError("intermediate_size", got=intermediate, need=need)
-    return per_rank
+    return (start + count, start + width), hidden

@@ -14,6 +14,7 @@ a tensor goes.
 
 from collections import abc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,13 +22,21 @@ from modular_kernel.checkpoints.formats import Format, fit, format_of
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, convert_share, fuse
 from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, StoredTensor, cut
+from modular_kernel.checkpoints.padding import fill_padding
 from modular_kernel.errors import (
     ConfigurationError,
     ShapeError,
     UnsupportedError,
     WeightsError,
 )
-from modular_kernel.layers.rank_share import FUSED, SHARDS, Move, Share, destination
+from modular_kernel.layers.rank_share import (
+    FUSED,
+    SHARDS,
+    Move,
+    Share,
+    destination,
+    padded_parts,
+)
 from modular_kernel.replay import modes
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -81,7 +90,6 @@ class ExpertLoader:
         expect("format", format, Format | None)
         expect("bias", bias, bool)
         expect("transposed", transposed, bool)
-        self.share = share
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
         matrix_scales = [
@@ -98,6 +106,7 @@ class ExpertLoader:
             need = "no act-order, and 16- or 8-bit inputs; `load_experts` supports the others"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
+        self.share = replace(share, quant=str(self.scheme))
         self._check_gate_up_packing()
         self._rank_format = self.format.with_scheme(self.scheme)
         biases = (_BIAS,) if bias else ()
@@ -227,6 +236,7 @@ class ExpertLoader:
                 pass  # only TP rank 0 adds b2 to the sum over ranks
             elif self._parameter_specs[stored.name].dims:
                 self._copy_slice(param.data[move.slot], loaded_weight, stored, move, sizes)
+                self._clear_padding(param.data[move.slot], stored, shard_id)
             else:
                 self._copy_scalar(param.data[move.slot], loaded_weight, stored, shard_id)
         self._loaded.add((stored.name, shard_id, move.slot))
@@ -278,6 +288,9 @@ class ExpertLoader:
                 )
             if self.bias:
                 fields[f"b{number}"] = _parameter(layer, f"{matrix}_bias")
+        share = self.share
+        split = (share.width - share.padding, share.width)
+        fill_padding(fields, self.scheme, split, gated=share.gated, interleaved=share.interleaved)
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
     def _stored_tensor(self, weight_name: str) -> StoredTensor:
@@ -304,11 +317,20 @@ class ExpertLoader:
             self.format, self._rank_format, source, move.source_rows, move.source_columns
         )
         if stored.role == "order":
-            converted = {stored.name: target}  # checked only: without act-order it is k // group
+            return  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
             target = target.mT
         slices = self._parameter_specs[stored.name].slices(move.rows, move.columns)
         target[slices] = converted[stored.name].to(target.dtype)
+
+    def _clear_padding(self, target: torch.Tensor, stored: StoredTensor, shard: str) -> None:
+        """Set the padding of an unquantized weight or a bias to 0; `expert_weights` does others."""
+        if stored.role == "w" and self.transposed:
+            target = target.mT
+        if self.share.padding and target.dtype in FLOATS and stored.role in ("w", "bias"):
+            if stored.role == "bias" and shard == "w2":
+                return
+            target[stored.slices(*padded_parts(shard, self.share))] = 0
 
     def _copy_scalar(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: StoredTensor, shard: str
@@ -339,6 +361,8 @@ class ExpertLoader:
         tensors = {
             stored.name: _parameter(layer, f"{matrix}_{stored.name}") for stored in weight_tensors
         }
+        for stored in weight_tensors:
+            self._fill_stored_padding(tensors[stored.name], stored, matrix)
         if self.transposed:
             tensors = {name: tensor.mT for name, tensor in tensors.items()}
         dtype = tensors["weight"].dtype if not self.scheme.quantized else torch.float32
@@ -352,6 +376,27 @@ class ExpertLoader:
                 for half in (0, 1)
             ]
         return fuse(self._rank_format, parts, dtype)
+
+    def _fill_stored_padding(self, tensor: torch.Tensor, stored: StoredTensor, matrix: str) -> None:
+        """Write valid scales and zero points to the padding of a parameter (e, ...)."""
+        value = {"scale": 127 if tensor.dtype is torch.uint8 else 1.0}
+        if stored.role == "zero_point":
+            value["zero_point"] = self._stored_zero_point()
+        axis = "K" if matrix == "w2" else "N"
+        is_split = any(dim.axis == axis for dim in stored.dims)
+        if not self.share.padding or not is_split or stored.role not in value:
+            return
+        for shard in self.share.shards:
+            if (shard == "w2") == (matrix == "w2"):
+                rows, columns = padded_parts(shard, self.share)
+                tensor[(slice(None), *stored.whole_slices(rows, columns))] = value[stored.role]
+
+    def _stored_zero_point(self) -> int:
+        """Return the int32 word of zero points in the middle of the range."""
+        bits = 4 if self.scheme.packed else 8
+        point = (1 << (bits - 1)) - (self.format.method == "gptq" and self.format.minus_one)
+        word = sum(point << shift for shift in range(0, 32, bits))
+        return word - (1 << 32) if word >> 31 else word
 
     def _check_complete(self) -> None:
         missing = [

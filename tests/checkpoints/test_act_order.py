@@ -155,7 +155,7 @@ def test_a_rank_of_experts_has_its_own_orders(tmp_path: Path) -> None:
 
 def test_a_share_of_columns_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "gptq, act-order")
-    with pytest.raises(ConfigurationError, match="tp: ranks: got 2, need 1: a group of act-order"):
+    with pytest.raises(ConfigurationError, match="tp: ranks: got 2, need 1: act-order scatters"):
         mk.load_experts(tmp_path, 0, tp=(0, 2))
 
 

@@ -83,12 +83,8 @@ def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, A
     w1, w2 = written.sample.w1, written.sample.w2
     for rank in loaded:
         projections = 2 if layout.gated else 1
-        width, begin = (
-            row["intermediate"] // row["tp"],
-            rank.tp[0] * row["intermediate"] // row["tp"],
-        )
-        rows = torch.arange(begin, begin + width)
-        got_w1, got_w2 = numbers(rank)
+        rows = torch.arange(*rank.columns)
+        got_w1, got_w2 = without_padding(rank, projections)
         # A scale each for gate and up becomes one: values of the smaller one are rounded again.
         rounded = method.scales == "tensor" and not method.weight_only
         near = 2.0**-4 if rounded and layout.gated and not layout.fused else 1e-6
@@ -99,6 +95,16 @@ def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, A
             atol = 1e-3 if near > 1e-3 else 1e-12
             torch.testing.assert_close(got_w1[slot], w1[e][both], rtol=near, atol=atol)
             torch.testing.assert_close(got_w2[slot], w2[e][:, place], rtol=1e-6, atol=1e-12)
+
+
+def without_padding(rank: LoadedExperts, projections: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w1 and w2 without the padding of this rank's share, all of which must be 0."""
+    count = rank.columns[1] - rank.columns[0]
+    w1, w2 = numbers(rank)
+    parts = w1.unflatten(1, (projections, -1))
+    for padding in (parts[:, :, count:], w2[..., count:]):
+        assert not padding.any()
+    return parts[:, :, :count].flatten(1, 2), w2[..., :count]
 
 
 def column_order(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints import loading
 from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.checkpoints.safetensors_files import TensorFiles
-from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.testing.checkpoints.formats import fp8_block
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
@@ -181,30 +180,6 @@ def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
         parts = [numbers(rank) for rank in ranks(sample, (1, tp))]
         w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
         torch.testing.assert_close(w1, torch.stack([m.values for m in both]), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "intermediate", "tp", "words"),
-    [
-        ("bf16", 256, 3, "intermediate: got 256, need a multiple of the 3"),
-        ("mxfp4", 96, 2, "48 columns of groups of 32, need whole groups"),
-        ("awq", 192, 4, "group: got 64, need a group that can be halved to a divisor of 48"),
-        ("deepseek fp8", 208, 2, "104 columns of blocks of 128, need shares that blocks of 32"),
-        ("gptq int8", 192, 12, "group: got 64"),
-        (
-            "compressed int8, weights",
-            200,
-            4,
-            "columns: got .0, 50., need multiples of 4: weight_pack",
-        ),
-    ],
-)
-def test_a_share_that_cuts_a_group_is_refused(
-    kind: str, intermediate: int, tp: int, words: str, tmp_path: Path
-) -> None:
-    write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=intermediate)
-    with pytest.raises(ConfigurationError, match=words):
-        mk.load_experts(tmp_path, 0, tp=(0, tp))
 
 
 def test_experts_may_have_other_places(tmp_path: Path) -> None:

@@ -57,6 +57,25 @@ def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
             assert torch.equal(bits(other), bits(tensor)), name
 
 
+def share_of(whole: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
+    """The weights of a whole layer that a TP rank holds, with its padding of zeros."""
+    (first, last), width = rank.columns, rank.problem_fields["intermediate"]
+    w, act = whole.weights, rank.problem(1).act
+    parts = 2 if act.gated else 1
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        sizes = (-1, parts) if act.interleaved else (parts, -1)
+        split = tensor.unflatten(1, sizes).movedim(1 if act.interleaved else 2, -1)
+        padded = torch.nn.functional.pad(split[..., first:last], (0, width - (last - first)))
+        return padded.movedim(-1, 1 if act.interleaved else 2).flatten(1, 2)
+
+    w2 = torch.nn.functional.pad(w.w2[..., first:last], (0, width - (last - first)))
+    b1, b2 = (None, None) if w.b1 is None or w.b2 is None else (rows(w.b1), w.b2.clone())
+    if b2 is not None and rank.tp[0]:
+        b2.zero_()
+    return ExpertWeights(rows(w.w1).contiguous(), w2.contiguous(), b1=b1, b2=b2)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
@@ -73,13 +92,15 @@ def test_a_layer_is_that_of_quantize_weights(
 ) -> None:
     write(tmp_path, family, "bf16", intermediate=192)
     monkeypatch.setattr(expert_pieces, "_VALUES_PER_PIECE", 1 << 13)  # several pieces
+    whole = mk.load_experts(tmp_path, 0)
     for tp in ((0, 1), (1, 2)):
-        plain = mk.load_experts(tmp_path, 0, tp=tp)
         loaded = mk.load_experts(tmp_path, 0, tp=tp, quantize=scheme)
         problem = loaded.problem(1)
         assert problem.quant == str(problem.scheme)
-        assert_same(loaded.weights, quantize_weights(plain.weights, problem))
-        assert loaded.bytes_read == plain.bytes_read
+        assert_same(loaded.weights, quantize_weights(share_of(whole, loaded), problem))
+        bias = 0 if whole.weights.b2 is None or tp[0] == 0 else whole.weights.b2.nbytes
+        columns = loaded.columns[1] - loaded.columns[0]
+        assert loaded.bytes_read * 192 == (whole.bytes_read - bias) * columns
 
 
 def test_values_of_the_files_are_rounded_once(tmp_path: Path) -> None:

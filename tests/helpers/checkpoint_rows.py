@@ -7,7 +7,6 @@ quantizers write them, so no rule for concatenating codes or scales is stated he
 
 import json
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -196,30 +195,8 @@ def _is_transposed(row: Values) -> bool:
     return bool(layout.transposed) and not layout.flat
 
 
-def _share(row: Values) -> int:
-    return int(row["intermediate"] // row["tp"])
-
-
 def _over_tp(row: Values) -> bool:
     return bool(row["tp"] > 1)
-
-
-def _no_halved_group_fits(row: Values) -> bool:
-    sizes = [row["group"] // n for n in (1, 2, 4) if row["group"] // n >= 32]
-    return all(_share(row) % size for size in sizes)
-
-
-def _block_is_too_small(row: Values) -> bool:
-    return gcd(row["group"], _share(row)) < 32
-
-
-def _splits_a_word(row: Values) -> bool:
-    """Words of int32 hold 8 codes of 4 bits or 4 of 8 bits, along rows or columns."""
-    return _share(row) % (32 // row["bits"]) != 0
-
-
-def _of_tile(tile: str) -> Any:
-    return lambda row: METHODS[row["method"]].tile == tile
 
 
 def _of_scales(*scales: str) -> Any:
@@ -239,7 +216,7 @@ REFUSALS = (
     Refusal(
         "act-order over TP ranks",
         _A_CONFIG,
-        r"tp: ranks: got \d, need 1: a group of act-order",
+        r"tp: ranks: got \d, need 1: act-order scatters",
         (one_of("act-order", True), _over_tp),
     ),
     Refusal(
@@ -272,39 +249,6 @@ REFUSALS = (
         _A_CONFIG,
         "quantize_inputs",
         (one_of("inputs", True), lambda row: not METHODS[row["method"]].inputs_too),
-    ),
-    Refusal(
-        "a group of mxfp4 or nvfp4 is divided",
-        _A_CONFIG,
-        "tp: share",
-        (
-            _of_scales("groups of 32", "nvfp4"),
-            _over_tp,
-            lambda row: _share(row) % (16 if "nvfp4" in row["method"] else 32) != 0,
-        ),
-    ),
-    Refusal(
-        "no group of 32 or more divides the share",
-        _A_CONFIG,
-        "group: got",
-        (
-            _of_tile("groups"),
-            _over_tp,
-            lambda row: row["group"] != ALL_COLUMNS,
-            _no_halved_group_fits,
-        ),
-    ),
-    Refusal(
-        "no block of 32 or more divides the share",
-        _A_CONFIG,
-        "tp: share",
-        (_of_tile("blocks"), _over_tp, _block_is_too_small),
-    ),
-    Refusal(
-        "a share divides a packed word",
-        _A_CONFIG,
-        "share of (rows|columns)",
-        (_of_tile("groups"), _over_tp, one_of("group", ALL_COLUMNS), _splits_a_word),
     ),
 )
 DRAWN = draw(AXES, REFUSALS, absent)

@@ -271,15 +271,6 @@ def test_input_scales_of_an_expert_are_one() -> None:
     assert scale.tolist() == [[3.0, 2.0]]
 
 
-def test_a_share_that_cuts_a_word_is_refused() -> None:
-    format = format_of(CHECKPOINT_FORMATS["compressed int8, weights"].config)
-    loader, layer = ExpertLoader(Share(1, 8, 200, tp=(1, 4)), format), torch.nn.Module()
-    loader.create_weights(layer, torch.bfloat16)
-    words = torch.zeros(8, 50, dtype=torch.int32)
-    with pytest.raises(ConfigurationError, match=r"share of columns: got \(50, 100\)"):
-        loader.weight_loader(layer.w2_weight_packed, words, "w2_weight_packed", "w2", 0)
-
-
 def test_what_is_not_loaded_is_told() -> None:
     loader, layer = static_loader()
     with pytest.raises(WeightsError, match="no weight of w1, expert 0 and 8 more"):

@@ -1,0 +1,288 @@
+"""Shares of tensor-parallel ranks that are padded: sums, codes and scales, zeros, and bytes read.
+
+The layers have the shape of gpt-oss, made small: interleaved rows or split projections, biases, and
+swiglu_oai. I is no multiple of the groups of all ranks.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint_numbers import numbers
+from test_checkpoint_shares import expert_bytes, ranks, summed
+
+import modular_kernel as mk
+from modular_kernel.checkpoints.formats import fit, format_of
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.checkpoints.padding import IntermediateSplit, split_intermediate
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, quantize_weights
+from modular_kernel.quant.scale_tiles import expand_scales, unpack_pairs
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
+from modular_kernel.testing.checkpoints.samples import Sample, write
+
+# I of each format. Groups of 32, 64 or 128 columns, some with a partial last one; words of 4 or 8.
+CASES = {
+    "mxfp4": 288,
+    "compressed mxfp4": 288,
+    "modelopt nvfp4, fused": 304,
+    "compressed nvfp4": 304,
+    "compressed int4, zero points": 288,
+    "awq": 352,
+    "gptq": 288,
+    "gptq, zero points": 352,
+    "gptq int8": 352,
+    "compressed int8, weights": 300,
+    "gptq, one group": 296,
+    "deepseek fp8": 288,
+    "compressed fp8 weights, block": 352,
+    "bf16": 301,
+}
+RANKS = (2, 4, 8)
+FORMATS = CHECKPOINT_FORMATS | FUSED_FORMATS
+
+
+def layer_of(sample: Sample, rank: LoadedExperts) -> Sample:
+    """The sample with one rank's weights, padding included, in float64."""
+    w1, w2 = numbers(rank)
+    b1, b2 = rank.weights.b1.double(), rank.weights.b2.double()
+    if rank.problem_fields["activation"].interleaved:
+        b1 = torch.cat([b1[:, 0::2], b1[:, 1::2]], 1)
+    return replace(sample, w1=w1, w2=w2, b1=b1, b2=b2)
+
+
+def gate_first(rank: LoadedExperts, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of w1 as (E, 2, I, ...)."""
+    if rank.problem_fields["activation"].interleaved:
+        return rows.unflatten(1, (-1, 2)).transpose(1, 2)
+    return rows.unflatten(1, (2, -1))
+
+
+def elements(rank: LoadedExperts) -> dict[str, torch.Tensor]:
+    """Codes, scales and zero points of each weight: w1 as (E, 2, I, H), w2 as (E, H, I)."""
+    scheme, found = QuantScheme.parse(rank.problem_fields["quant"]), {}
+    for name in ("w1", "w2"):
+        w, scale = getattr(rank.weights, name), getattr(rank.weights, f"{name}_scale")
+        zero = getattr(rank.weights, f"{name}_zero_point")
+        found[name] = unpack_pairs(w, 2) if scheme.packed else w
+        rows, depth = found[name].shape[1:]
+        if scale is not None:
+            scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+            found[f"{name}_scale"] = expand_scales(scale.float(), scheme, rows, depth)
+            found[f"{name}_scale"] = found[f"{name}_scale"].expand(-1, rows, depth)
+        if zero is not None:
+            zero = unpack_pairs(zero, 1) if scheme.packed else zero
+            found[f"{name}_zero_point"] = expand_scales(zero.float(), scheme, rows, depth)
+    return {name: gate_first(rank, t) if name.startswith("w1") else t for name, t in found.items()}
+
+
+@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("kind", CASES)
+def test_a_padded_share(kind: str, tp: int, tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+    (whole,), loaded = ranks(sample, (1, 1), "float32"), ranks(sample, (1, tp), "float32")
+    (width,) = {rank.problem_fields["intermediate"] for rank in loaded}
+    assert width * tp > CASES[kind]  # padded
+
+    # Each column of I is on one rank, and all ranks run one problem.
+    held = [column for rank in loaded for column in range(*rank.columns)]
+    assert held == list(range(CASES[kind]))
+    assert len({str(rank.problem(8)) for rank in loaded}) == 1
+
+    # In float64, with the padding: the ranks' terms add up to the whole layer.
+    inputs = sample.inputs(8)
+    want = layer_of(sample, whole).expected_output(*inputs)
+    terms = [layer_of(sample, rank).expected_output(*inputs) for rank in loaded]
+    got = torch.stack(terms).sum(0)
+    assert float((got - want).norm() / want.norm()) <= 1e-14
+
+    # The same by kernels. Activations of fp8 may have smaller groups, so scales of their own.
+    y, y_whole = summed(sample, loaded), summed(sample, [whole])
+    if QuantScheme.parse(loaded[0].problem_fields["quant"]).quantizes_activations:
+        truth = sample.expected_output(*sample.inputs(16))
+        assert float((y - truth).norm() / truth.norm()) <= FORMATS[kind].bound
+    else:
+        assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("kind", CASES)
+def test_codes_and_scales_are_those_of_the_files(kind: str, tp: int, tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+    whole = elements(mk.load_experts(tmp_path, 0))
+    for rank in ranks(sample, (1, tp)):
+        own, (first, last) = elements(rank), rank.columns
+        assert own.keys() == whole.keys()
+        for name, tensor in own.items():
+            axis = 2  # I, of w1 as of w2
+            real = tensor.narrow(axis, 0, last - first)
+            stored = whole[name].narrow(axis, first, last - first)
+            assert torch.equal(real.contiguous().view(torch.uint8), _bytes(stored)), name
+            if name.endswith("_scale"):
+                assert tensor.isfinite().all()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("kind", CASES)
+def test_padding_is_zero(kind: str, tp: int, tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+    number_of_padded = 0
+    for rank in ranks(sample, (1, tp)):
+        count = rank.columns[1] - rank.columns[0]
+        scheme, own, (w1, w2) = rank.problem(1).scheme, elements(rank), numbers(rank)
+        padding = w1.unflatten(1, (2, -1))[:, :, count:], w2[..., count:]
+        assert all(not each.any() for each in padding)
+        assert not gate_first(rank, rank.weights.b1)[:, :, count:].any()
+        for name in ("w1", "w2"):  # codes are 0, or the zero point: not the scale makes it zero
+            codes = own[name].float()
+            middle = torch.tensor(float(IMPLICIT_ZERO_POINT.get(scheme.weight, 0)))
+            zero = own.get(f"{name}_zero_point", middle).expand_as(codes)
+            assert torch.equal(codes[:, :, count:], zero[:, :, count:]) or name == "w1"
+            assert torch.equal(codes[..., count:, :], zero[..., count:, :]) or name == "w2"
+        number_of_padded += padding[0].numel()
+    assert number_of_padded
+
+
+@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("kind", CASES)
+def test_a_rank_reads_its_share(kind: str, tp: int, tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+    size, loaded = expert_bytes(sample), ranks(sample, (1, tp))
+    for rank in loaded:
+        share = (rank.columns[1] - rank.columns[0]) / CASES[kind]
+        order = 4 * 2 * 128 * 4 if kind.startswith("gptq") else 0  # g_idx of w1, of all columns
+        assert rank.bytes_read <= 1.08 * size * share + order  # some scales and the first rank's b2
+    if kind in ("mxfp4", "compressed mxfp4", "bf16"):  # where nothing belongs to two ranks
+        assert sum(rank.bytes_read for rank in loaded) == size
+
+
+def test_ranks_of_both_kinds(tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", "mxfp4", intermediate=288)
+    whole, loaded = ranks(sample, (1, 1), "float32"), ranks(sample, (2, 4), "float32")
+    y, y_whole = summed(sample, loaded), summed(sample, whole)
+    assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
+    assert sum(rank.bytes_read for rank in loaded) == expert_bytes(sample)
+
+
+def test_pieces_of_a_padded_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = write(tmp_path, "mixtral", "awq", intermediate=288)
+    whole = ranks(sample, (1, 4))
+    monkeypatch.setattr("modular_kernel.checkpoints.loading._VALUES_PER_STEP", 1 << 11)
+    for rank, pieces in zip(whole, ranks(sample, (1, 4)), strict=True):
+        for name, tensor in vars(rank.weights).items():
+            assert tensor is None or torch.equal(getattr(pieces.weights, name), tensor), name
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int4_w4a16_group:group=64,zero_points=true",
+                                    "fp8_w8a8_block:block=128x128", "nvfp4_w4a16"])  # fmt: skip
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "nemotron_h"])
+def test_quantized_while_loading(family: str, scheme: str, tmp_path: Path) -> None:
+    """Tiles of the whole layer: ranks have the codes and scales of all its weights, quantized."""
+    sample = write(tmp_path, family, "bf16", intermediate=290)
+    exact = mk.load_experts(tmp_path, 0)
+    problem = replace(exact.problem(1), quant=scheme)
+    values = replace(exact, weights=quantize_weights(exact.weights, problem))
+    values.problem_fields["quant"] = scheme
+    w1, w2 = numbers(values)
+    parts = 1 if family == "nemotron_h" else 2
+    w1 = w1.unflatten(1, (parts, -1))
+    for t in range(2):
+        rank = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
+        first, last = rank.columns
+        got_w1, got_w2 = numbers(rank)
+        got_w1, count = got_w1.unflatten(1, (parts, -1)), last - first
+        if not problem.scheme.matrix_scales:  # of nvfp4, a matrix has a scale of its share
+            # The whole layer has blocks of gate and up rows; the ranks' end with the gate rows.
+            mixed = family == "mixtral" and problem.scheme.granularity == "block"
+            assert mixed or torch.equal(got_w1[:, :, :count], w1[:, :, first:last])
+            assert torch.equal(got_w2[..., :count], w2[..., first:last])
+        assert not got_w1[:, :, count:].any()
+        assert not got_w2[..., count:].any()
+    assert sample.w2.shape[2] == last
+
+
+@pytest.mark.parametrize(
+    ("kind", "intermediate", "tp", "message"),
+    [
+        ("mxfp4", 96, 4, "tp: ranks: got 4, need at most 3: each rank holds a whole group of 32"),
+        ("gptq int8", 192, 12, "got 12, need at most 6: each rank holds a whole group of 32"),
+        ("awq", 96, 8, "got 8, need at most 3: each rank holds a whole group of 32 columns of"),
+        ("deepseek fp8", 208, 8, "got 8, need at most 7: each rank holds a whole group of 32"),
+        ("modelopt nvfp4", 48, 4, "got 4, need at most 3: each rank holds a whole group of 16"),
+        ("compressed int8, weights", 8, 3, "got 3, need at most 2: each rank holds a whole group"),
+        ("bf16", 3, 4, "got 4, need at most 3: each rank holds a whole column of intermediate=3"),
+        ("gptq, act-order", 256, 2, "tp: ranks: got 2, need 1: act-order scatters the columns"),
+    ],
+)  # fmt: skip
+def test_fewer_groups_than_ranks_are_refused(
+    kind: str, intermediate: int, tp: int, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "mixtral", kind, intermediate=intermediate)
+    for t in range(tp):
+        with pytest.raises(ConfigurationError, match=message):
+            mk.load_experts(tmp_path, 0, tp=(t, tp))
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "ranks_", "quant", "split"),
+    [
+        (2880, 2, "mxfp4_w4a16", IntermediateSplit(2880, 2, 1440, 1440)),
+        (2880, 4, "mxfp4_w4a16", IntermediateSplit(2880, 4, 32, 736)),
+        (2880, 8, "mxfp4_w4a16", IntermediateSplit(2880, 8, 32, 384)),
+        (2880, 8, "nvfp4_w4a16", IntermediateSplit(2880, 8, 16, 368)),
+        (2880, 8, "none", IntermediateSplit(2880, 8, 360, 360)),
+        (2880, 8, "fp8_w8a8_block:block=64x128", IntermediateSplit(2880, 8, 128, 384)),
+        (200, 4, "int8_w8a16_channel", IntermediateSplit(200, 4, 16, 64)),
+        (200, 4, "int8_w8a8_channel", IntermediateSplit(200, 4, 50, 50)),
+        (20, 3, "none", IntermediateSplit(20, 3, 8, 8)),
+        (3, 3, "none", IntermediateSplit(3, 3, 1, 1)),
+        (48, 4, "mxfp4_w4a16", IntermediateSplit(48, 4, 12, 12)),  # not of stored weights
+    ],
+)
+def test_split_of_published_sizes(
+    intermediate: int, ranks_: int, quant: str, split: IntermediateSplit
+) -> None:
+    assert split_intermediate(intermediate, ranks_, QuantScheme.parse(quant)) == split
+
+
+def test_every_split_covers_the_intermediate_size() -> None:
+    """A scheme that `fit` returns has shares of whole groups, none empty, none above the width."""
+    seen = 0
+    for kind in CASES:
+        for intermediate in range(64, 520, 24):
+            format = format_of(FORMATS[kind].config, depth=520)
+            for world in (1, 2, 3, 5, 8):
+                try:
+                    scheme = fit(format, intermediate, world=world)
+                except ConfigurationError:
+                    continue
+                split = split_intermediate(intermediate, world, scheme)
+                shares = [split.columns(rank) for rank in range(world)]
+                assert [first for first, _ in shares[1:]] == [last for _, last in shares[:-1]]
+                assert (shares[0][0], shares[-1][1]) == (0, intermediate)
+                assert all(0 < last - first <= split.width for first, last in shares)
+                assert split.is_padded == (split.width * world > intermediate)
+                whole = (scheme.group[-1:] or (1,))[0] >= intermediate
+                if world > 1 and not whole:
+                    assert all(first % size == 0 for first, _ in shares for size in scheme.group)
+                    assert all(split.width % size == 0 for size in scheme.group)
+                seen += 1
+    assert seen > 500
+
+
+def test_a_partial_group_of_files_of_zero_points(tmp_path: Path) -> None:
+    """The last group of w2 has its own zero point; padding after it has that code, not 8."""
+    write(tmp_path, "mixtral", "compressed int4, zero points", intermediate=160)
+    last = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    assert last.columns == (128, 160)
+    codes = elements(last)
+    zero = codes["w2_zero_point"][..., :64]
+    assert (zero != 8).any()
+    assert torch.equal(codes["w2"][..., 32:64].float(), zero[..., 32:])
+    assert not numbers(last)[1][..., 32:].any()

@@ -1,0 +1,148 @@
+"""Layers on tensor-parallel ranks whose shares are padded, loaded in every way."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_weight_loading import loaded_by_name
+
+import modular_kernel as mk
+from modular_kernel.checkpoints import format_of
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.rank_share import Move, Share, destination, padded_parts
+from modular_kernel.layers.weight_loading import ExpertLoader
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import write
+
+# I of formats without groups, in which shares of 288 columns are equal.
+WORDS = {"compressed int8, weights": 300}
+WORDS |= dict.fromkeys(("gptq, one group", "awq, one group", "compressed int4, channels"), 296)
+
+
+def size_of(kind: str) -> int:
+    plain = CHECKPOINT_FORMATS[kind].scheme.split(":")[0].endswith(("none", "tensor", "channel"))
+    return WORDS.get(kind, 290 if plain else 288)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
+def test_tensor_by_tensor_as_from_files(kind: str, tmp_path: Path) -> None:
+    """Padding included, although the parameters start with other values, as after `to_empty`."""
+    size = size_of(kind)
+    write(tmp_path, "mixtral", kind, intermediate=size)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = {name: t for name, t in tensors.items() if ".experts." in name}
+    format = format_of(CHECKPOINT_FORMATS[kind].config, depth=size)
+    if format.scheme.static:  # gate and up share an input scale here
+        for name in [n for n in experts if ".w3.input_scale" in n]:
+            experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
+    create = ExpertLoader.create_weights
+
+    class Dirty(ExpertLoader):
+        def create_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:  # type: ignore[override]
+            create(self, layer, dtype)
+            for parameter in layer.parameters():
+                parameter.data.view(torch.uint8 if parameter.dim() else parameter.dtype).fill_(0x7F)
+
+    for t in range(4):
+        loader = Dirty(Share(4, 128, size, tp=(t, 4)), format)
+        dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
+        got = loader.expert_weights(loaded_by_name(loader, experts, dtype))
+        loaded = mk.load_experts(tmp_path, 0, tp=(t, 4))
+        assert t < 3 or loader.share.padding
+        need = loaded.weights
+        for name, tensor in vars(need).items():
+            mine = getattr(got, name)
+            assert (mine is None) == (tensor is None), name
+            if tensor is not None and not name.startswith("a"):
+                assert torch.equal(mine.float(), tensor.float()), name
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize(
+    "kind",
+    ["mxfp4", "compressed nvfp4", "awq", "compressed int4, zero points", "deepseek fp8", "bf16"],
+)
+def test_terms_of_layers_add_up(kind: str, tp: int, tmp_path: Path) -> None:
+    size = {"bf16": 301, "compressed nvfp4": 304}.get(kind, 288)
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=size)
+    x, weights, ids = sample.inputs(8)
+    total, held = torch.zeros_like(x), 0
+    for t in range(tp):
+        layer = FusedMoE.from_config(
+            tmp_path,
+            0,
+            params_dtype="float32",
+            parallel=LayerParallel(tp=(t, tp)),
+            experts="TorchExperts",
+            router=None,
+            top_k=2,
+            device="cpu",
+        )
+        layer.load(tmp_path)
+        line = next(text for text in layer.describe().splitlines() if text.startswith("TP rank"))
+        count, width = int(line.split()[5]), layer.problem.intermediate
+        padded = f", padded to {width}" if count < width else ""
+        assert line == f"TP rank {t} of {tp}: {count} of {size} intermediate values{padded}"
+        held += count
+        total += layer(x.float(), (weights, ids)).double()
+    assert held == size
+    truth = sample.expected_output(x.float().double(), weights, ids)
+    bound = CHECKPOINT_FORMATS[kind].bound if "fp8" in kind else 1e-5
+    assert float((total - truth).norm() / truth.norm()) <= bound
+
+
+def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
+    """Through the parameters of a layer, without a step after loading; the padding is 0."""
+    sample = write(tmp_path, "mixtral", "bf16", intermediate=301)
+    experts = {
+        name: t
+        for name, t in load_file(tmp_path / "model.safetensors").items()
+        if ".experts." in name
+    }
+    x, weights, ids = sample.inputs(8)
+    total = torch.zeros_like(x)
+    for t in range(4):
+        layer = FusedMoE(
+            4, 128, 301, top_k=2, params_dtype=torch.float32, experts="TorchExperts",
+            parallel=LayerParallel(tp=(t, 4)), device="cpu",
+        )  # fmt: skip
+        for _ in range(2):
+            for name, tensor in experts.items():
+                expert, shard = name.split(".")[-3:-1]
+                param = layer.w2_weight if shard == "w2" else layer.w13_weight
+                layer.weight_loader(param, tensor.float(), "weight", shard, int(expert))
+        assert not any(parameter.isnan().any() for parameter in layer.parameters())
+        total += layer(x.float(), (weights, ids)).double()
+    truth = sample.expected_output(x.float().double(), weights, ids)
+    assert float((total - truth).norm() / truth.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "fp8_w8a8_block", "int4_w4a16_group:group=64"])
+@pytest.mark.parametrize("size", [192, 290])
+def test_layers_quantized_while_loading(scheme: str, size: int, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "bf16", intermediate=size)
+    for t in range(2):
+        layer = FusedMoE.from_config(
+            tmp_path, 0, quantize=scheme, parallel=LayerParallel(tp=(t, 2)), device="cpu"
+        )
+        layer.load(tmp_path, quantize=scheme)
+        loaded = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
+        assert layer.problem.intermediate == loaded.problem_fields["intermediate"]
+        assert torch.equal(layer.w13_weight.view(torch.uint8), loaded.weights.w1.view(torch.uint8))
+
+
+def test_destinations_of_a_padded_share() -> None:
+    share = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16")
+    assert (share.width, share.columns, share.padding) == (96, (96, 160), 32)
+    hidden = (0, 64)
+    assert destination(0, "w1", share) == Move(0, (0, 64), hidden, (96, 160), hidden)
+    assert destination(0, "w3", share) == Move(0, (96, 160), hidden, (96, 160), hidden)
+    assert destination(0, "w2", share) == Move(0, hidden, (0, 64), hidden, (96, 160))
+    assert padded_parts("w1", share) == ((64, 96), hidden)
+    assert padded_parts("w3", share) == ((160, 192), hidden)
+    assert padded_parts("w2", share) == (hidden, (64, 96))
+    mixed = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16", interleaved=True)
+    assert destination(0, "w13", mixed) == Move(0, (0, 128), hidden, (192, 320), hidden)
+    assert padded_parts("w13", mixed) == ((128, 192), hidden)
