@@ -8,6 +8,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,11 +16,17 @@ sys.path.insert(0, str(ROOT))
 
 from modular_kernel.perf_model import error_tables, questions
 
+# Recipes of models whose layer was measured.
+RECIPES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
 # A page below docs/ with a mark, and the text between the mark's begin and end.
 TABLES: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("sizing.md", "errors", error_tables.markdown),
     ("sizing.md", "records", questions.records_markdown),
     ("recipes/selection.md", "selection", questions.selection_markdown),
+    *(
+        (f"recipes/{model}.md", "times", partial(questions.layer_times_markdown, model))
+        for model in RECIPES
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from modular_kernel.perf_model.compare import Compared, cells_of, compare
 from modular_kernel.perf_model.error_tables import DATA, RECORDS
 from modular_kernel.perf_model.estimate import Estimate, SizeResult, over_ranks, size
 from modular_kernel.perf_model.experts_records import ARCH, factor, recorded_layers
+from modular_kernel.perf_model.experts_time import PART
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.machines import parse_machine
 from modular_kernel.perf_model.recommend import PHASE_TOKENS, best_of
@@ -230,4 +231,31 @@ def records_markdown() -> str:
     for each in sorted(far, key=lambda e: (e.model, e.part, e.ranks, e.tokens)):
         place = f"{each.model} | `{each.part}` | {each.ranks} | {each.quant} | {each.tokens}"
         lines.append(f"| {place} | {each.error * 100:+.0f} % |")
+    return "\n".join(lines)
+
+
+def layer_times_markdown(model: str) -> str:
+    """Return the recorded times of a model's layer on one H200 as Markdown.
+
+    One row for each recorded layer of its hidden and intermediate size and top-k, in 16 bits and in
+    the model's scheme, with `TritonExperts` and with the fastest experts part.
+    """
+    published = MODELS[model]
+    sizes = published.hidden, published.intermediate, published.top_k
+    times: dict[tuple[str, int, int], dict[str, float]] = {}
+    for layer in recorded_layers():
+        problem = layer.problem
+        if sizes == (problem.hidden, problem.intermediate, problem.top_k) and layer.quant in (
+            "none",
+            published.quant,
+        ):
+            key = layer.quant, problem.experts, layer.tokens
+            times.setdefault(key, {})[layer.experts] = layer.us
+    head = "scheme | experts | tokens | `TritonExperts`, us | fastest part | us"
+    lines = [f"| {head} |", "|---|---:|---:|---:|---|---:|"]
+    for (quant, experts, tokens), by_part in sorted(times.items()):
+        fastest = min(by_part, key=by_part.__getitem__)
+        ours = f"{by_part[PART]:.0f}" if PART in by_part else ""
+        row = quant, str(experts), str(tokens), ours, f"`{fastest}`", f"{by_part[fastest]:.0f}"
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

@@ -1,6 +1,8 @@
 """The selection table: pairs that are valid by `mk check` and fit, and pages that are current."""
 
 import re
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,9 @@ from modular_kernel.perf_model.questions import (
     Answer,
     answer,
     answers,
+    layer_times_markdown,
     record_errors,
     records_markdown,
-    selection_markdown,
 )
 from modular_kernel.perf_model.recommend import PHASE_TOKENS
 
@@ -127,15 +129,27 @@ def test_the_page_lists_each_error_beyond_the_limit() -> None:
         assert line in listed
 
 
-@pytest.mark.parametrize(
-    ("page", "mark", "table"),
-    [
-        ("recipes/selection.md", "selection", selection_markdown),
-        ("sizing.md", "records", records_markdown),
-    ],
-)
-def test_the_pages_are_current(page: str, mark: str, table: object) -> None:
+@pytest.fixture
+def tables() -> list[tuple[str, str, Callable[[], str]]]:
+    return list(runpy.run_path(str(DOCS.parent / "tools" / "plan_tables.py"))["TABLES"])
+
+
+def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
     """`python tools/plan_tables.py` renews them."""
-    assert callable(table)
-    text = (DOCS / page).read_text(encoding="utf-8")
-    assert f"<!-- {mark}:begin -->\n\n{table()}\n\n<!-- {mark}:end -->" in text
+    assert len(tables) == 7
+    for page, mark, table in tables:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        part = f"<!-- {mark}:begin -->\n\n{table()}\n\n<!-- {mark}:end -->"
+        assert part in text, f"{page}, {mark}"
+
+
+def test_each_model_with_recorded_times_shows_them(
+    tables: list[tuple[str, str, Callable[[], str]]],
+) -> None:
+    """Pages of the other recipes say that there are none."""
+    shown = {Path(page).stem for page, mark, _ in tables if mark == "times"}
+    for page in (DOCS / "recipes").glob("*.md"):
+        if page.stem in MODELS:
+            rows = layer_times_markdown(page.stem).splitlines()[2:]
+            assert bool(rows) is (page.stem in shown)
+            assert all(float(row.split("|")[6]) > 0 for row in rows)
