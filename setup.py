@@ -51,6 +51,7 @@ setup(
             "report/pages/*.html",
             "report/pages/*.md",
             "report/pages/*.css",
+            "report/pages/*.js",
             "select/*.json",
             "select/data/*.json",
             "testing/mutation/*.json",

@@ -38,8 +38,10 @@ def report(
 ) -> None:
     """Write the support matrix and the benchmark records as one self-contained HTML file.
 
-    The matrix covers every pair and scheme on 1, 2 and 4 ranks, with all reasons of each refusal.
-    On any machine it is computed for a GPU of compute capability 9.0 with all optional packages.
+    The page opens with the matrix as a picture, which filters by scheme and number of ranks and
+    shows the reasons of a refusal, and with a plot of measured times. The matrix covers every pair
+    and scheme on 1, 2 and 4 ranks, with all reasons of each refusal. On any machine it is computed
+    for a GPU of compute capability 9.0 with all optional packages.
 
     --write and --check update and check the files under docs/ that are generated from the same
     data. --json prints the matrix instead of writing a page.

@@ -76,6 +76,7 @@ MODELS: dict[str, Model] = {
     "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
     "kimi-k2.6": Model("moonshotai/Kimi-K2.6", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
     "kimi-k2.7-code": Model("moonshotai/Kimi-K2.7-Code", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
+    "glm-4.5": Model("zai-org/GLM-4.5", 160, 8, 5120, 1536, scaling=2.5, model_type="glm4_moe"),
     "glm-5": Model("zai-org/GLM-5", 256, 8, 6144, 2048, scaling=2.5),
     "glm-5.1": Model("zai-org/GLM-5.1", 256, 8, 6144, 2048, scaling=2.5),
     "glm-5.2": Model("zai-org/GLM-5.2", 256, 8, 6144, 2048, scaling=2.5),

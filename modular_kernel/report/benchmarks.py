@@ -14,7 +14,7 @@ _ABOUT = (
     "of two records includes run-to-run variation. [Benchmarks](benchmarks/README.md) describes "
     "the method and how to measure."
 )
-_MAX_PANELS = 20  # including the legend; a figure with more is not drawn
+MAX_PANELS = 20  # including the legend; a figure with more is not drawn
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
@@ -53,12 +53,12 @@ def date_of(record: BenchmarkRecord) -> str:
 
 
 def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
-    blocks: list[Block] = [Heading(2, name), Text(_origin(report))]
+    blocks: list[Block] = [Heading(2, name), Text(origin(report))]
     lines = summary(report)
     if lines:
         blocks.append(Items(lines))
     plot = figure(name, report)
-    if plot is not None and len(plot.panels) <= _MAX_PANELS:
+    if plot is not None and len(plot.panels) <= MAX_PANELS:
         blocks.append(plot)
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
@@ -67,7 +67,8 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
     return blocks
 
 
-def _origin(report: Report) -> str:
+def origin(report: Report) -> str:
+    """Describe where and when a report was measured."""
     env = report.environment
     parts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
     parts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]

@@ -7,15 +7,26 @@ from pathlib import Path
 from modular_kernel.bench.tables import ratios
 from modular_kernel.catalog import Catalog
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.benchmarks import benchmarks_document, date_of
+from modular_kernel.report.benchmarks import MAX_PANELS, benchmarks_document, date_of, origin
+from modular_kernel.report.curves import figure
 from modular_kernel.report.errors_page import errors_document
 from modular_kernel.report.judge_all import Matrix, built_in, judge_all
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
+from modular_kernel.report.matrix_picture import matrix_picture
 from modular_kernel.report.mutation_page import mutation_document, read_scores
-from modular_kernel.report.pages.document import Block, Contents, Document, Figure, Heading, Tiles
+from modular_kernel.report.pages.document import (
+    Block,
+    Contents,
+    Document,
+    Figure,
+    Heading,
+    Text,
+    Tiles,
+)
 from modular_kernel.report.pages.html import page
 from modular_kernel.report.records import BenchmarkRecord, read_records
+from modular_kernel.report.shipped_times import NAME, shipped_report
 from modular_kernel.utils import json_files
 
 RECORDS = "benchmarks"
@@ -35,9 +46,10 @@ class StaleFile:
 
 
 def html_page(catalog: Catalog, docs: Path) -> str:
-    """Render highlights, the support matrix of `catalog` and the records in `docs` as one page.
+    """Render the matrix as a picture, a speed plot, the records in `docs`, and all tables.
 
-    Without records, as in an installed wheel, the benchmark section comes last.
+    The plot is that of the newest record in `docs`; without one, as in an installed wheel, it is
+    that of the layers that ship with the package, and the benchmark section comes last.
     """
     matrix, records = judge_all(catalog), read_records(docs / RECORDS)
     benchmark_blocks = _demote_headings(benchmarks_document(records, cells=True))
@@ -47,10 +59,31 @@ def html_page(catalog: Catalog, docs: Path) -> str:
         [
             Heading(1, "Compatibility and performance of pairs"),
             _tiles(matrix, records),
+            Heading(2, "Compatible pairs"),
+            Text(_PICTURE),
+            matrix_picture(matrix),
+            Heading(2, "Time of a layer"),
+            *_plot(records),
             Contents(),
             *(benchmark_blocks + matrix_blocks if records else matrix_blocks + benchmark_blocks),
         ],
     )
+
+
+_PICTURE = (
+    "Rows are `PrepareAndFinalize` parts, columns experts parts. The layer and the machine are "
+    "those of the support matrix below; each pair has the packages that it requires."
+)
+
+
+def _plot(records: Sequence[BenchmarkRecord]) -> tuple[Text, Figure]:
+    """Return the plot of the newest record that can be drawn, else of the shipped one."""
+    reports = [(r.name, r.report) for r in sorted(records, key=date_of, reverse=True) if r.report]
+    for name, report in (*reports, (NAME, shipped_report())):
+        plot = figure(name, report)
+        if plot is not None and len(plot.panels) <= MAX_PANELS:
+            return Text(origin(report)), plot
+    raise AssertionError("the shipped record can be drawn")
 
 
 def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:

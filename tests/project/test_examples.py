@@ -1,5 +1,6 @@
 """The programs of examples/ run as they stand there, and print what they promise."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -70,3 +71,44 @@ def test_the_example_with_processes_runs(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [text for text in PRINTED[name] if text not in done.stdout] == []
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
+def test_the_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
+    """`python tools/run_notebook.py` stores new outputs. Numbers may differ."""
+    import torch
+
+    tool = runpy.run_path(str(EXAMPLES.parent / "tools" / "run_notebook.py"))
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        executed = tool["execute"](stored)
+    finally:
+        torch.set_default_device(None)
+    assert tool["shown"](executed) == tool["shown"](stored)
+    cells = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    assert tool["dump"](stored) == path.read_text(encoding="utf-8")
+
+
+def test_the_notebook_composes_refuses_verifies_and_profiles() -> None:
+    notebook = json.loads((EXAMPLES / "compose.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    texts = ["".join(out.get("text", [])) for cell in cells for out in cell["outputs"]]
+    printed = "".join(texts)
+    for text in ("NoEP x TorchExperts (64, 128)", "refused\n- format: got", "cases passed",
+                 "hidden_tail: numeric", "mk::gemm1_activation"):  # fmt: skip
+        assert text in printed
+
+
+def test_a_cell_s_output_is_what_it_prints_and_the_value_at_its_end() -> None:
+    tool = runpy.run_path(str(EXAMPLES.parent / "tools" / "run_notebook.py"))
+    code = {"cell_type": "code", "metadata": {}, "source": ["a = 2\n", "print('one')\n", "a + 1"]}
+    text = {"cell_type": "markdown", "metadata": {}, "source": ["text"]}
+    silent = code | {"source": ["b = a * 1.5"]}
+    (_, first, second) = tool["execute"]({"cells": [text, code, silent]})["cells"]
+    assert first["outputs"][0]["text"] == ["one\n"]
+    assert first["outputs"][1]["data"] == {"text/plain": ["3"]}
+    assert (second["execution_count"], second["outputs"]) == (2, [])
+    assert tool["shown"]({"cells": [first]}) == ["one", "#"]
+    with pytest.raises(ZeroDivisionError):
+        tool["execute"]({"cells": [code | {"source": ["1 / 0"]}]})

@@ -24,6 +24,18 @@ NEVER_PACKAGED = ("tests", "tools", "docs")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def build_wheel(source: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--no-index", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The wheel of a copy of the tree in which tests, tools and docs would pass for packages."""
@@ -40,18 +52,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         (source / folder / "__init__.py").touch()
 
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*command, "--no-index", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    build_wheel(source, out)
     (path,) = out.glob("*.whl")
     with zipfile.ZipFile(path) as opened:
         yield opened
+
+
+def build_context() -> list[str]:
+    """Return what .dockerignore, which excludes everything else, lets an image see."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert lines[0] == "*"
+    return [line[1:] for line in lines if line.startswith("!")]
+
+
+def test_an_image_s_files_build_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "wheel"
+    source.mkdir()
+    for name in build_context():
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "modular_kernel.egg-info")
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, source)
+    build_wheel(source, out)
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as built:
+        assert sorted(built.namelist()) == sorted(wheel.namelist())
+        assert read(built, "METADATA") == read(wheel, "METADATA")
+
+
+def test_each_target_of_the_image_installs_extras_that_exist_and_runs_the_demo() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    _, *targets = re.split(r"^FROM ", text, flags=re.M)
+    names = [re.match(r"\S+ AS (\w+)\n", target) for target in targets]
+    assert [name and name[1] for name in names] == ["base", "cpu", "cuda"]
+    for target in targets[1:]:
+        (extras,) = re.findall(r"'\.\[([\w,]+)\]'", target)
+        assert set(extras.split(",")) <= EXTRAS
+        assert "transformers" in extras, "the demo runs models of it"
+        copied = re.findall(r"^COPY (\S+) ", target, re.M)
+        assert set(copied) <= {".", *build_context()}
+        assert 'ENTRYPOINT ["mk"]\nCMD ["demo"]\n' in target
+    hosts = set(re.findall(r"https?://([^/\s]+)", text))
+    assert hosts == {"download.pytorch.org"}, "images and packages come from the usual places"
 
 
 def read(wheel: zipfile.ZipFile, name: str) -> str:
@@ -75,7 +118,7 @@ def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in {".py", ".c", ".json", ".html", ".css", ".typed"}
+        if path.suffix in {".py", ".c", ".json", ".html", ".css", ".js", ".typed"}
     }
     assert in_tree - set(wheel.namelist()) == set()
     assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree

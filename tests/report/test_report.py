@@ -29,8 +29,11 @@ from modular_kernel.report.judge_all import (
 )
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
-from modular_kernel.report.pages.document import Heading, Items, Table, Text
+from modular_kernel.report.matrix_picture import matrix_picture
+from modular_kernel.report.pages.document import Heading, Items, MatrixPicture, Table, Text
+from modular_kernel.report.pages.html import page
 from modular_kernel.report.records import read_records
+from modular_kernel.report.shipped_times import NAME, shipped_report
 from modular_kernel.spec.problem import Machine, Parallel
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
@@ -130,9 +133,9 @@ def test_other_packages_parts_are_on_the_page_and_not_in_the_docs() -> None:
 
 def test_twice_is_the_same(mk: Run, tmp_path: Path) -> None:
     pages = [tmp_path / "a/one.html", tmp_path / "two.html"]
-    for page in pages:
-        code, said = mk("--html", str(page), "--docs", str(DOCS))
-        assert (code, said) == (0, f"written: {page}\n")
+    for path in pages:
+        code, said = mk("--html", str(path), "--docs", str(DOCS))
+        assert (code, said) == (0, f"written: {path}\n")
     assert pages[0].read_bytes() == pages[1].read_bytes()
 
 
@@ -282,7 +285,7 @@ def test_a_report_without_times_has_no_drawing() -> None:
 class _Page(HTMLParser):
     """Tags that are open, and whatever a browser would fetch."""
 
-    void = ("meta", "rect", "line", "polyline")
+    void = ("meta", "line", "polyline")
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,29 +316,105 @@ class _Page(HTMLParser):
 def test_the_page_is_whole_and_fetches_nothing(docs: Path) -> None:
     _record().write(docs / "benchmarks/new.json")
     text = html_page(load_catalog(), docs)
-    page = _Page()
-    page.feed(text)
-    assert page.open == []
-    assert page.fetched == []
-    assert "script" not in page.count
+    read = _Page()
+    read.feed(text)
+    assert read.open == []
+    assert read.fetched == []
+    assert read.count["script"] == 2  # the filters of the matrix, and their data
     assert "@import" not in text
     assert "url(" not in text
     drawn = [r for r in read_records(docs / "benchmarks") if r.report]
     figures = [f for r in drawn if r.report and (f := figure(r.name, r.report))]
-    assert page.count["svg"] == sum(len(f.panels) for f in figures)
-    assert len(figures) >= 1
+    assert len(figures) == 1, "drawn at the top and in its section, after the matrix"
+    assert read.count["svg"] == 1 + 2 * len(figures[0].panels)
     for part in load_catalog().parts:
         assert part.kind == "topk_reduce" or part.name in text
     linked = {piece.partition('"')[0] for piece in text.split('href="#')[1:]}
     assert linked
-    assert linked <= page.anchors
+    assert linked <= read.anchors
 
 
 def test_a_page_without_records(tmp_path: Path) -> None:
     text = html_page(load_catalog(), tmp_path)
     assert text.index('id="support-matrix"') < text.index("No records were found.")
     assert "TorchExperts" in text
-    assert "<svg" not in text
+    panels = figure(NAME, shipped_report())
+    assert panels is not None
+    assert text.count("<svg") == 1 + len(panels.panels)
+
+
+def test_the_page_opens_with_the_picture_and_the_plot(tmp_path: Path) -> None:
+    text = html_page(load_catalog(), tmp_path)
+    places = [
+        text.index(mark)
+        for mark in ('class="matrix"', "NVIDIA H200, 2026-11-20", "<nav>", "<table>")
+    ]
+    assert places == sorted(places)
+
+
+class _Squares(HTMLParser):
+    """The squares of the picture: pair -> (class, tooltip); and the data of its script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, str] = {}
+        self.titles: dict[str, str] = {}
+        self.data = ""
+        self.reading = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if "data-pair" in values:
+            self.kinds[values["data-pair"]] = values["class"]
+        self.reading = "data" if values.get("type") == "application/json" else tag
+
+    def handle_data(self, data: str) -> None:
+        if self.reading == "data":
+            self.data += data
+        elif self.reading == "title" and self.kinds:
+            self.titles[list(self.kinds)[-1]] = data
+        self.reading = ""
+
+
+def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
+    shown = _Squares()
+    shown.feed(page("picture", [matrix_picture(matrix)]))
+    data = json.loads(shown.data)
+    for size in matrix.world_sizes:
+        for quant in matrix.quants:
+            refusals = data["cells"][f"{quant} {size}"]
+            for pair, refusal in zip(matrix.pairs, refusals, strict=True):
+                texts = [data["texts"][index] for index in data["refusals"][refusal]]
+                cell = matrix.by_key[*pair, quant, size]
+                assert len(texts) == len(set(cell.rejections))
+                for text, rejection in zip(texts, dict.fromkeys(cell.rejections), strict=True):
+                    assert text.startswith(f"{rejection.rule}: ")
+                    assert f"got {rejection.got}, need {rejection.need}" in text
+                if (quant, size) == (matrix.quants[0], matrix.world_sizes[0]):
+                    name = " x ".join(pair)
+                    assert shown.kinds[name] == ("valid" if cell.ok else "refused")
+                    assert shown.titles[name] == "\n".join([name, *(texts or ["valid"])])
+    assert list(shown.kinds) == [" x ".join(pair) for pair in matrix.pairs]
+
+
+def test_no_text_of_the_picture_ends_its_script() -> None:
+    text = "<b>&</script>"
+    block = MatrixPicture(["p"], ["e"], ["none"], [1], [text], [(), (0,)], {"none 1": [1]})
+    shown = _Squares()
+    html = page("picture", [block])
+    shown.feed(html)
+    assert json.loads(shown.data)["texts"] == [text]
+    assert text not in html
+    assert shown.titles["p x e"] == f"p x e\n{text}"
+
+
+def test_the_shipped_times_are_those_of_the_record() -> None:
+    rows = {(r.shape, r.tokens, r.layer, r.quant): r for r in shipped_report().rows}
+    assert len(rows) == 204
+    ours = rows["qwen3_30b", 128, "TritonExperts", "none"]
+    peer = rows["qwen3_30b", 128, "vLLM Triton", "none"]
+    assert (ours.us, peer.us, ours.hidden, ours.experts) == (288.57, 300.07, 2048, 128)
+    assert (ours.origin, peer.origin) == (OURS, PEER)
 
 
 def test_markdown_escapes_and_wraps() -> None:

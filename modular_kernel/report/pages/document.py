@@ -3,7 +3,7 @@
 Texts are plain, with two kinds of markup that both renderers support: `code` and [text](target).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -104,6 +104,23 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class MatrixPicture:
+    """A square for each pair of a row and a column, which a reader filters.
+
+    texts: reasons of refusals. refusals: indices of the texts of each distinct refusal; the first
+    is empty, of valid pairs. cells: "SCHEME RANKS" -> the refusal of each pair, row by row.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    schemes: Sequence[str]
+    world_sizes: Sequence[int]
+    texts: Sequence[str]
+    refusals: Sequence[Sequence[int]]
+    cells: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
 class Contents:
     """The position of the table of contents."""
 
@@ -119,4 +136,4 @@ class Collapsible:
 Block = Heading | Text | Items | Table | Code | Figure
 Document = tuple[Block, ...]
 # Blocks of HTML pages; some are not supported in Markdown.
-PageBlock = Block | Tiles | Facts | Note | Bars | Contents | Collapsible
+PageBlock = Block | Tiles | Facts | Note | Bars | MatrixPicture | Contents | Collapsible

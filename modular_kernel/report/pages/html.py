@@ -1,5 +1,10 @@
-"""HTML rendering of documents as one self-contained file, without scripts or external resources."""
+"""HTML rendering of documents as one self-contained file, without external resources.
 
+The only script is that of a `MatrixPicture`, for its filters. Without scripts the page shows the
+first scheme and number of ranks.
+"""
+
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -7,8 +12,8 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from modular_kernel.report.pages.document import Bars, Heading, PageBlock
-from modular_kernel.report.pages.plots import Scale
+from modular_kernel.report.pages.document import Bars, Heading, MatrixPicture, PageBlock
+from modular_kernel.report.pages.plots import Scale, line, text
 
 _LISTED = 2  # levels of headings in the table of contents
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
@@ -39,6 +44,8 @@ def _templates() -> Environment:
     environment.filters |= {
         "anchor": _anchor,
         "inline": _inline,
+        "matrix_data": _matrix_data,
+        "matrix_svg": _matrix_svg,
         "kind": lambda block: type(block).__name__,
         "logarithmic": lambda block: _scale(block).log,
         "places": _places,
@@ -81,3 +88,45 @@ def _places(block: Bars) -> list[tuple[float, float | None]]:
         (scale.at(bar.value), None if bar.mark is None else scale.at(bar.mark))
         for bar in block.bars
     ]
+
+
+_SQUARE, _LEFT, _TOP = 26, 260, 190  # of the matrix: size of a square, margins for the names
+
+
+def _matrix_data(block: MatrixPicture) -> Markup:
+    """Return the JSON that the script reads, with "<" escaped so that no text ends the element."""
+    data = {"texts": block.texts, "refusals": block.refusals, "cells": block.cells}
+    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _matrix_svg(block: MatrixPicture) -> Markup:
+    """Draw the squares for the first scheme and number of ranks."""
+    refusals = block.cells[f"{block.schemes[0]} {block.world_sizes[0]}"]
+    width = _LEFT + _SQUARE * len(block.columns) + 110
+    height = _TOP + _SQUARE * len(block.rows) + 8
+    shapes = []
+    for index, name in enumerate(block.columns):
+        x = _LEFT + _SQUARE * (index + 0.65)
+        shapes.append(text(x, _TOP - 8, name, f' transform="rotate(-55 {x:.1f} {_TOP - 8})"'))
+    for row, name in enumerate(block.rows):
+        y = _TOP + _SQUARE * row
+        label = name.removesuffix("PrepareAndFinalize") or name
+        shapes.append(text(_LEFT - 8, y + 17, label, ' text-anchor="end"'))
+        shapes.append(line(0, y, width, y))
+        for column, experts in enumerate(block.columns):
+            refusal = block.refusals[refusals[row * len(block.columns) + column]]
+            lines = [block.texts[index] for index in refusal] or ["valid"]
+            pair = f"{name} x {experts}"
+            place = f'x="{_LEFT + _SQUARE * column + 2}" y="{y + 2}"'
+            kind = "refused" if refusal else "valid"
+            size = f'width="{_SQUARE - 4}" height="{_SQUARE - 4}" rx="3"'
+            title = escape("\n".join([pair, *lines]))
+            shapes.append(
+                f'<rect class="{kind}" {place} {size} tabindex="0" data-pair="{escape(pair)}">'
+                f"<title>{title}</title></rect>"
+            )
+    frame = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    body = "\n".join(shapes)
+    return Markup(  # names and texts are escaped above
+        f'<svg {frame} role="group" aria-label="Compatibility of pairs" font-size="12">{body}</svg>'
+    )

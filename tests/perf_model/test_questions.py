@@ -1,0 +1,155 @@
+"""The selection table: pairs that are valid by `mk check` and fit, and pages that are current."""
+
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_mk import Mk, runs_mk
+
+from modular_kernel.models.registry import MODELS
+from modular_kernel.perf_model import questions
+from modular_kernel.perf_model.machines import parse_machine
+from modular_kernel.perf_model.questions import (
+    CLUSTERS,
+    LAYERS,
+    LIMIT,
+    Answer,
+    answer,
+    answers,
+    layer_times_markdown,
+    record_errors,
+    records_markdown,
+)
+from modular_kernel.perf_model.recommend import PHASE_TOKENS
+
+mk = runs_mk()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# Weights of all MoE layers that four H200 cannot hold, and experts that 16 ranks cannot share.
+TOO_LARGE = {"deepseek-v3", "kimi-k2", "glm-4.5", "qwen3-coder-480b-a35b"}
+WITHOUT_ANSWER = {(model, "4xh200") for model in TOO_LARGE} | {("mixtral-8x7b", "2x8xh200")}
+# Bytes of a weight with its share of scales.
+WEIGHT_BYTES = {"none": 2.0, "fp8_w8a8_block": 1 + 4 / 128**2, "mxfp4_w4a16": 0.5 + 1 / 32}
+
+
+def test_forty_questions_have_an_answer_or_a_reason() -> None:
+    assert len(LAYERS) * len(CLUSTERS) == 40
+    found = answers()
+    assert len(found) == 40 * len(PHASE_TOKENS)
+    assert {(a.model, a.cluster) for a in found if a.best is None} == WITHOUT_ANSWER
+    for each in found:
+        expected = ""
+        if each.best is None:
+            expected = (
+                "need an expert for each of 16 ranks" if "2x8" in each.cluster else "no pair fits"
+            )
+        assert expected in each.reason
+        assert bool(expected) is bool(each.reason)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_recommended_pair_is_valid_by_mk_check_and_fits(mk: Mk, model: str, cluster: str) -> None:
+    for each in (a for a in answers() if (a.model, a.cluster) == (model, cluster)):
+        tokens = str(PHASE_TOKENS[each.phase])
+        words = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
+        if each.best is None:
+            planned = mk("plan", *words, "--layers", str(LAYERS[model]), "--json")
+            assert planned.code == (2 if "2x8" in cluster else 1)
+            continue
+        pair = each.best.prepare_finalize, each.best.experts_part
+        checked = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
+        assert checked.code == 0, checked.out
+        _check_memory(each)
+
+
+def _check_memory(each: Answer) -> None:
+    assert each.best is not None
+    model, cluster = MODELS[each.model], parse_machine(each.cluster)
+    memory = each.best.memory
+    weights = 3 * model.hidden * model.intermediate * WEIGHT_BYTES[model.quant]
+    expected = LAYERS[each.model] * model.experts / cluster.gpus * weights
+    assert memory.weights == pytest.approx(expected, rel=0.01)
+    assert memory.total <= cluster.gpu.memory
+    assert memory.total > memory.weights
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"), [("deepseek-v3", "2x8xh200"), ("qwen3-30b-a3b", "4xh200")]
+)
+def test_the_answer_is_that_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:
+    words = ("--model", model, "--machine", cluster, "--packages", "all")
+    planned = mk("plan", *words, "--layers", str(LAYERS[model]), "--json").json
+    taken = {row["phase"]: row["pairing"] for row in planned["recommendations"]}
+    here = [a for a in answers() if (a.model, a.cluster) == (model, cluster)]
+    assert taken == {a.phase: a.best.pairing for a in here if a.best is not None}
+
+
+def test_other_pairs_differ_in_the_part_that_they_are_shown_for() -> None:
+    for each in answers():
+        best, exchange, experts = each.best, each.other_exchange, each.other_experts
+        if best is not None:
+            assert exchange is not None
+            assert experts is not None
+            assert exchange.prepare_finalize != best.prepare_finalize
+            assert experts.experts_part != best.experts_part
+
+
+def test_memory_counts_the_weights_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(questions.LAYERS, "qwen3-30b-a3b", 2000)
+    refused = answer("qwen3-30b-a3b", "4xh200", "decode")
+    assert refused.best is None
+    least = re.fullmatch(r"no pair fits: ([\d.]+) GB or more, of 141.0 GB", refused.reason)
+    assert least is not None
+    assert float(least[1]) == pytest.approx(2000 * 128 / 4 * 3 * 2048 * 768 * 2 / 1e9, rel=0.01)
+
+
+def test_records_are_of_the_recommended_parts() -> None:
+    errors = record_errors()
+    parts = {
+        (a.model, part)
+        for a in answers()
+        if a.best is not None and "h200" in a.cluster
+        for part in (a.best.prepare_finalize, a.best.experts_part)
+    }
+    assert {(e.model, e.part) for e in errors} <= parts
+    assert {
+        ("deepseek-v3", "DeepEPHTPrepareAndFinalize", 16),
+        ("qwen3-30b-a3b", "TritonExperts", 1),
+    } <= {(e.model, e.part, e.ranks) for e in errors}
+    assert any(e.error for e in errors), "a record is not compared with itself"
+
+
+def test_the_page_lists_each_error_beyond_the_limit() -> None:
+    far = [e for e in record_errors() if abs(e.error) > LIMIT]
+    listed = records_markdown().partition(f"{len(far)} of ")[2]
+    for each in far:
+        line = f"| {each.model} | `{each.part}` | {each.ranks} | {each.quant} | {each.tokens} |"
+        assert line in listed
+
+
+@pytest.fixture
+def tables() -> list[tuple[str, str, Callable[[], str]]]:
+    return list(runpy.run_path(str(DOCS.parent / "tools" / "plan_tables.py"))["TABLES"])
+
+
+def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
+    """`python tools/plan_tables.py` renews them."""
+    assert len(tables) == 7
+    for page, mark, table in tables:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        part = f"<!-- {mark}:begin -->\n\n{table()}\n\n<!-- {mark}:end -->"
+        assert part in text, f"{page}, {mark}"
+
+
+def test_each_model_with_recorded_times_shows_them(
+    tables: list[tuple[str, str, Callable[[], str]]],
+) -> None:
+    """Pages of the other recipes say that there are none."""
+    shown = {Path(page).stem for page, mark, _ in tables if mark == "times"}
+    for page in (DOCS / "recipes").glob("*.md"):
+        if page.stem in MODELS:
+            rows = layer_times_markdown(page.stem).splitlines()[2:]
+            assert bool(rows) is (page.stem in shown)
+            assert all(float(row.split("|")[6]) > 0 for row in rows)

@@ -1,0 +1,89 @@
+"""Execute the notebooks of examples/ in place, and store what their cells print and return.
+
+    python tools/run_notebook.py
+
+Runs without Jupyter: cells are plain Python, run in order in one namespace. --check writes nothing
+and exits with 1 if a notebook's outputs differ from the stored ones in anything but numbers.
+"""
+
+import argparse
+import ast
+import contextlib
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+Notebook = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    differ = False
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        executed = execute(stored)
+        differ |= shown(executed) != shown(stored)
+        if not check:
+            path.write_text(dump(executed), encoding="utf-8")
+    return int(differ and check)
+
+
+def execute(notebook: Notebook) -> Notebook:
+    """Return the notebook with the outputs of its code cells, run in order in one namespace."""
+    names: dict[str, Any] = {"__name__": "notebook"}
+    cells, count = [], 0
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            cells.append(cell)
+            continue
+        count += 1
+        outputs = _run("".join(cell["source"]), names, count)
+        cells.append(cell | {"execution_count": count, "outputs": outputs})
+    return notebook | {"cells": cells}
+
+
+def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Run a cell; return what it printed, and the value of an expression that ends it."""
+    body = ast.parse(source).body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(ast.Module(body, []), f"cell {count}", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), f"cell {count}", "eval"), names)
+    outputs: list[dict[str, Any]] = []
+    if printed.getvalue():
+        lines = printed.getvalue().splitlines(keepends=True)
+        outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
+    if value is not None:
+        data = {"text/plain": repr(value).splitlines(keepends=True)}
+        result = {"data": data, "execution_count": count, "metadata": {}}
+        outputs.append(result | {"output_type": "execute_result"})
+    return outputs
+
+
+def shown(notebook: Notebook) -> list[str]:
+    """Return the text of each output, with numbers and the width of columns left out."""
+    texts = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            text = "".join(output.get("text") or output["data"]["text/plain"])
+            texts.append(" ".join(re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", text).split()))
+    return texts
+
+
+def dump(notebook: Notebook) -> str:
+    """Return the text of the file, in the form in which Jupyter writes it."""
+    return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
