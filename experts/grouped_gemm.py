@@ -28,16 +28,16 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-# Weight-only schemes gain nothing from permuting the rows first; use TritonExperts for them.
+# Weight-only schemes do not benefit from permuting the rows first; use TritonExperts for them.
 _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 
 
 class GroupedGemmExperts(TritonExpertsBase):
     """Permute contiguous tokens into expert order, run both GEMMs, weight and sum over top-k.
 
-    The rows of each local expert form one segment, and segments follow each other without gaps.
-    Pairs of other ranks' experts get no row. The output of a token without a local expert is zero,
-    so the outputs of all ranks add up to the layer's output. Results are bitwise reproducible.
+    The rows of each local expert form a segment; there are no gaps between segments. Pairs whose
+    expert is on another rank get no row. The output of a token without a local expert is zero, so
+    the sum of the outputs of all ranks is the layer's output. Results are bitwise reproducible.
     """
 
     replayable = True

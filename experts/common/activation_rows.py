@@ -42,13 +42,13 @@ def hidden_rows(
     *,
     along_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply the activation and quantize: return GEMM 2's rows (R, I) and their scales.
+    """Apply the activation and quantize. Returns (rows (R, I) for GEMM 2, their scales).
 
     The scales are `Quantized.scale_of_rows`, or None for a scheme with 16-bit activations.
 
     gate_up_RN: (R, N), in equal segments, one for each element of counts_e. Only the first
-    counts_e[i] rows of segment i are valid. Other rows may hold anything, and so may their results.
-    along_rows: store the scales along the rows: (R, groups) with a stride of 1 between rows.
+    counts_e[i] rows of segment i are valid; the results of other rows are undefined. along_rows:
+    store the scales column-major, (R, groups) with stride(0) = 1.
     """
     rows, scheme = len(gate_up_RN), problem.scheme
     shape = (rows, problem.intermediate)
@@ -84,6 +84,6 @@ def _values_and_scale(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has_tensor_scale(problem: Problem) -> bool:
-    """Return whether the scale depends on all of h, so that no value can be rounded before it."""
+    """Return whether the scale depends on all of h, so that it must be computed before rounding."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,4 +1,4 @@
-"""Batched rows through a library's grouped GEMMs.
+"""Base classes of experts parts that call a library's grouped GEMM on batched rows.
 
 Launches: GEMM 1; activation [and quantize]; GEMM 2.
 """
@@ -39,9 +39,9 @@ class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 class BatchedRowsExperts(UnweightedRowsExperts):
     """Base of parts that call a library's grouped GEMM on (e, C, K) rows.
 
-    library_allocates_output: the library allocates its results; GEMM 2's are then copied.
-    scales_along_rows: the scales of GEMM 2's rows are stored along the rows of each expert: (e, C,
-    groups) with a stride of 1 between rows.
+    library_allocates_output: whether the library allocates its results; those of GEMM 2 are then
+    copied. scales_along_rows: whether the library takes the scales of GEMM 2's rows column-major,
+    (e, C, groups) with stride(1) = 1.
     """
 
     library_allocates_output: ClassVar[bool] = False

@@ -1,7 +1,7 @@
-"""`ep_scatter` and `ep_gather`: received rows to rows by expert, and back, as in SGLang.
+"""`ep_scatter` and `ep_gather`: copy received rows into expert order and back, as in SGLang.
 
-Rows of one expert are contiguous and padded to ALIGNMENT rows, the layout of DeepGEMM's contiguous
-products. `DeepGemmExperts` makes this layout itself, in fewer launches.
+The rows of an expert are contiguous and padded to a multiple of ALIGNMENT, the layout of DeepGEMM's
+contiguous grouped GEMM. `DeepGemmExperts` creates this layout itself, with fewer launches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,20 +45,22 @@ def ep_scatter(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
     m_indices: torch.Tensor,
     output_index: torch.Tensor,
 ) -> None:
-    """Copy each received row to the rows of its experts, and write where it went.
+    """Copy each received row to the rows of its experts, and write the assignment.
 
     recv_x: (R, H). recv_x_scale: its scales (R, G) float32, or None.
     recv_topk: (R, K) int32 or int64 local ids, -1 for experts of other ranks.
     num_recv_tokens_per_expert: pairs of each expert, which `padded_counts` rounds up.
 
-    Written: expert_start_loc, (e,) int32, the first row of each expert. output_tensor, (M, H), and
-    output_tensor_scale, (M, G), where M is at least the sum of the padded counts; padding rows are
-    left as they are. m_indices, (M,) int32, the expert of each row, -1 for padding. output_index,
-    (R, K) int32, the row of each pair, -1 if it has none.
+    Outputs:
+    expert_start_loc: (e,) int32, the first row of each expert.
+    output_tensor: (M, H), and output_tensor_scale: (M, G). M is at least the sum of the padded
+        counts; padding rows are not written.
+    m_indices: (M,) int32, the expert of each row, -1 for padding.
+    output_index: (R, K) int32, the row of each pair, -1 if it has none.
 
     Pairs of an expert keep the order of recv_topk. Raises InputError for tensors that do not match,
-    CapacityError if M is too small, and RoutingError if the counts are not those of recv_topk. The
-    comparison of the counts synchronizes with the GPU.
+    CapacityError if M is too small, and RoutingError if the counts differ from those of recv_topk.
+    Comparing the counts synchronizes with the GPU.
     """
     inputs = {"recv_x": recv_x, "recv_topk": recv_topk}
     outputs = {"expert_start_loc": expert_start_loc, "output_tensor": output_tensor}
@@ -118,11 +120,11 @@ def ep_gather(
     input_index: torch.Tensor,
     output_tensor: torch.Tensor,
 ) -> None:
-    """Write to output_tensor (R, H) the weighted sum of each received row's results.
+    """Write the weighted sum of each received row's results to output_tensor (R, H).
 
     input_tensor: (M, H). recv_topk_ids: (R, K), not read. recv_topk_weight: (R, K) float32.
-    input_index: `output_index` of ep_scatter; pairs with -1 are left out. The sum is accumulated in
-    float32. On a CPU the values of input_index are checked; on a GPU they are not.
+    input_index: `output_index` of ep_scatter; pairs with -1 are skipped. Sums are accumulated in
+    float32. The values of input_index are checked on a CPU, but not on a GPU.
     """
     inputs = {"input_tensor": input_tensor, "recv_topk_ids": recv_topk_ids}
     inputs |= {"recv_topk_weight": recv_topk_weight, "input_index": input_index}

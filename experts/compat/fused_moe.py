@@ -1,4 +1,4 @@
-"""Steps of SGLang's and vLLM's fused_moe under their names: one product, the sum, and its tile.
+"""Steps of SGLang's and vLLM's fused_moe under their names: a GEMM, its tile, and the sum.
 
     sorted_ids, expert_ids, num_post = moe_align_block_size(topk_ids_TK, config["BLOCK_SIZE_M"], E)
     invoke_fused_moe_kernel(x_TH, w1, None, h_PN, None, None, None, topk_weights_TK, topk_ids_TK,
@@ -63,12 +63,12 @@ def try_get_optimal_moe_config(
     *,
     quant: str = "none",
 ) -> dict[str, int]:
-    """Return the tile of the two products of `TritonExperts`' aligned path for M tokens.
+    """Return a tile for both GEMMs of `TritonExperts`' aligned path with M tokens.
 
     w1_shape: (E, 2I, H). w2_shape: (E, H, I), unpacked. The keys are those of
-    `invoke_fused_moe_kernel`. An override, else a tuned file, else the heuristics determine the
-    second product's tile, which suits the first as well. Raises ConfigurationError for sizes that
-    do not belong together.
+    `invoke_fused_moe_kernel`. It is the tile of GEMM 2, from an override, a tuned file or the
+    heuristics, which can also be used for GEMM 1. Raises ConfigurationError for sizes that do not
+    match.
     """
     expect("M", M, Count)
     if len(w1_shape) != 3 or len(w2_shape) != 3 or w1_shape[2] != w2_shape[1]:
@@ -101,22 +101,22 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     *,
     quant: str = "none",
 ) -> None:
-    """C[p] = (A[p // top_k] @ B[expert of p]^T + bias) times the router weight of p, if asked.
+    """C[p] = A[p // top_k] @ B[expert of p]^T + bias, times the router weight of p if requested.
 
-    A: (P / top_k, K), unquantized: the tokens with their top_k, or with 1 a row for each pair.
-    B: (e, N, K) with any strides, or packed. bias: (e, N). C: (..., N), contiguous, P rows, of A's
-        dtype; rows of pairs without an expert here are set to 0.
-    A_scale: a static scale (1,) of a scheme that has one, else None: rows are quantized here.
+    A: (P / top_k, K), unquantized. With top_k > 1 it has one row per token, with 1 one per pair.
+    B: (e, N, K) with any strides, or packed. bias: (e, N).
+    C: (..., N), contiguous, P rows, A's dtype. Rows of pairs without a local expert are set to 0.
+    A_scale: (1,) for a scheme with a static scale, else None. The rows of A are quantized here.
     B_scale, B_zp: as w2_scale and w2_zero_point in an `ExpertWeights` of the scheme.
-    topk_weights: float32, P values, read with mul_routed_weight. With a bias, the product is
-        rounded before it is weighted. topk_ids: (T, K), P = T K.
-    sorted_token_ids, expert_ids, num_tokens_post_padded: of `moe_align_block_size` with
-        config["BLOCK_SIZE_M"]. On a CPU their values are checked; on a GPU they are not, and wrong
-        ones read invalid memory.
+    topk_weights: P float32 values, read if mul_routed_weight. With a bias, the product is rounded
+        before it is weighted. topk_ids: (T, K), P = T K.
+    sorted_token_ids, expert_ids, num_tokens_post_padded: results of `moe_align_block_size` with
+        config["BLOCK_SIZE_M"]. Their values are checked on a CPU, but not on a GPU, where invalid
+        ones cause out-of-bounds reads.
     config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, and num_warps and num_stages.
 
     Raises InputError for arguments that violate this, and IncompatibleError if the kernel does not
-    have the scheme.
+    support the scheme.
     """
     optional = {"bias": bias, "A_scale": A_scale, "B_scale": B_scale, "B_zp": B_zp}
     tensors = {"A": A, "B": B, "topk_ids": topk_ids, "sorted_token_ids": sorted_token_ids}
@@ -175,7 +175,7 @@ def _problem(
     bias: bool,
     quant: str,
 ) -> Problem:
-    """Return the problem whose second product this is, after checks of A, C and the devices."""
+    """Check A, C and the devices; return the problem of which this GEMM is GEMM 2."""
     expect("top_k", top_k, Count)
     for name, tensor in {**tensors, "C": C}.items():
         check_tensor(name, tensor)

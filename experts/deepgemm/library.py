@@ -1,4 +1,4 @@
-"""DeepGEMM: where to find it, and wrappers of its grouped GEMMs.
+"""DeepGEMM: how to find the library, and wrappers of its grouped GEMMs.
 
 DeepGEMM compiles a kernel at its first launch for N, K, the number of experts, and a configuration
 chosen by the expected number of rows. Run a call of every size before capturing a CUDA graph.

@@ -27,10 +27,9 @@ _SCALES = "scales_of_tokens"
 
 
 class DeepGemmExperts(SortedRowsExperts):
-    """For contiguous tokens in bf16, or in fp8 with 128 x 128 blocks.
+    """Contiguous tokens in bf16 or fp8 with 128 x 128 blocks; weights and sums over top-k itself.
 
-    It multiplies by the router weights and sums over top-k itself.
-    The rows of each expert begin at a multiple of 128, the tile size. Weights that are not
+    The rows of each expert start at a multiple of 128, the tile size. Weights that are not
     row-major and 16-byte aligned are copied in every call.
     """
 
@@ -83,9 +82,8 @@ class DeepGemmExperts(SortedRowsExperts):
 
 
 class BatchedDeepGemmExperts(BatchedRowsExperts):
-    """For batched rows in bf16, or in fp8 with 128 x 128 blocks.
+    """Batched rows in and out, unweighted, in bf16 or fp8 with 128 x 128 blocks.
 
-    The output is batched too, without the router weights.
     The capacity of an expert is a multiple of 128, because DeepGEMM stores whole tiles.
     """
 

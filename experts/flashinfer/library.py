@@ -1,7 +1,7 @@
-"""FlashInfer: where to find it, its fused MoE layer, and the values it is configured with.
+"""FlashInfer: how to find the library, and a wrapper of its fused MoE layer.
 
-FlashInfer builds the kernels of the layer at first use, which takes many minutes, unless they were
-built before: by its ahead-of-time build, or in the package flashinfer-jit-cache.
+FlashInfer compiles the kernels of the layer on first use, which takes many minutes, unless they
+come from its ahead-of-time build or from the package flashinfer-jit-cache.
 """
 
 from collections.abc import Mapping

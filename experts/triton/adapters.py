@@ -1,7 +1,7 @@
 """LoRA adapters for the Triton GEMMs: the shrink u = A x and the operands of the expand B u.
 
 The shrink runs as a launch before each GEMM. u is (rows, R or 2R) in the problem's dtype, one row
-per row of the GEMM. The expand is fused into the GEMM: `add_adapters` adds B u to each float32
+per row of the GEMM. The expand is fused into the GEMM: `expand_adapters` adds B u to each float32
 accumulator tile, before router weight, bias and activation. No delta buffer is materialized.
 """
 

@@ -158,8 +158,8 @@ class Path(ABC):
 class WorkspaceCache:
     """A cache of workspace shapes, keyed by the shape of a call and its kinds.
 
-    A configuration override can add kinds. Only the first _MOST_ROOMS entries are kept, because
-    serving uses few.
+    A configuration override can add kinds. Only the first _MAX_ENTRIES entries are kept, because a
+    server uses few shapes.
     """
 
     def __init__(self) -> None:

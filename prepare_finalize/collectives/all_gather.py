@@ -1,4 +1,4 @@
-"""All-gather of all tokens, and a reduce-scatter of their sums to the ranks they came from."""
+"""All-gather of all tokens, and reduce-scatter of the partial sums to the tokens' ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,8 +25,9 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
     Rows are padded to the largest T of all ranks. Partial sums are sent in the problem's dtype and
     added in float32 in rank order, so equal inputs give equal bits.
 
-    Every rank receives every token, which suits small W, or a top-k that reaches most ranks anyway.
-    Counts are exchanged first and read on the host: T may differ between ranks and may be 0.
+    Every rank receives every token. This is efficient for few ranks, or if top-k is so large that
+    most tokens have an expert on most ranks. Row counts are exchanged first and read on the host. T
+    may differ between ranks and may be 0.
     """
 
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies

@@ -1,4 +1,4 @@
-"""all_to_all of torch.distributed with uneven splits: a row goes once to each rank it needs."""
+"""all_to_all of torch.distributed with uneven splits: sends a row once to each rank it needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,10 +40,10 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
     """Send each token's row once to each rank that holds one of its experts.
 
     The row contains K slots (-1 for experts of other ranks) and weights. The receiving rank sums
-    the row's pairs and sends the sum back in the problem's dtype. The sender adds the sums in
+    the row's pairs and sends the sum back in the problem's dtype. The token's rank adds the sums in
     float32 in rank order.
 
-    Counts are exchanged first and read on the host: T may differ between ranks and may be 0.
+    Row counts are exchanged first and read on the host. T may differ between ranks and may be 0.
     """
 
     requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True, bounds_received=True)

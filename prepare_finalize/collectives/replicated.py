@@ -19,9 +19,9 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     """Compute the pairs of local experts on each rank, and all-reduce the sums.
 
-    x and routing must be the same on all ranks; the output is too. Sums are reduced in float32 and
-    rounded to the problem's dtype once. The backend chooses the order of the all-reduce, so the
-    last bits are not deterministic.
+    x, routing and the output are the same on all ranks. Sums are reduced in float32 and rounded to
+    the problem's dtype once. The backend chooses the order of the all-reduce, so the last bits are
+    not deterministic.
     """
 
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
@@ -44,7 +44,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
-        with stages.stage(stages.DISPATCH):  # sends no rows, but agreement takes time
+        with stages.stage(stages.DISPATCH):  # sends no rows, but the handshake takes time
             agreement, slots_TK, weights_TK = self._agree(x_TH, routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK

@@ -79,12 +79,12 @@ class ExchangeManager(ABC, Generic[Shape]):
         """Initialize the library once all ranks are connected. Collective."""
 
     def agree(self, properties: Properties) -> None:
-        """Raise CommunicationError on every rank unless all ranks pass the same facts."""
+        """Raise CommunicationError on every rank unless all ranks pass the same properties."""
         self._check_open()
         self._meeting.agree(properties)
 
     def reserve(self, shape: Shape) -> None:
-        """Allocate the first buffers of a shape, unless it has some. Collective."""
+        """Allocate the first buffers of a shape, unless they exist. Collective."""
         self._check_open()
         if shape not in self._exchanges:
             self._exchanges[shape] = []
@@ -93,8 +93,8 @@ class ExchangeManager(ABC, Generic[Shape]):
     def take(self, shape: Shape) -> Exchange[Shape]:
         """Return buffers for one call; pass them to `release` after its combine.
 
-        Raises UnsupportedError, before anything is sent, if `in_flight` calls of this shape still
-        wait for their combine. Every rank must start and finish its calls in the same order.
+        Raises UnsupportedError, before anything is sent, if `in_flight` calls of this shape have
+        not combined yet. All ranks must start and finish their calls in the same order.
         """
         self._check_open()
         exchanges = self._exchanges[shape]
@@ -113,10 +113,10 @@ class ExchangeManager(ABC, Generic[Shape]):
         exchange.in_use = False
 
     def destroy(self) -> None:
-        """Free all buffers once every rank calls this; collective.
+        """Free all buffers. Collective: waits until every rank calls it.
 
-        Later use raises UnsupportedError. If calls still wait for their combine, the buffers are
-        kept, because a peer may be writing to them; the process should then exit.
+        Later use raises UnsupportedError. If calls have not combined yet, the buffers are kept,
+        because a peer may still be writing to them; the process should then exit.
         """
         check_process(self._generation)
         if self._destroyed:

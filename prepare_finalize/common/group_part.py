@@ -36,7 +36,7 @@ from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
 
 @dataclass(frozen=True)
 class PartHandle(Handle):
-    """Handle of every GroupPart: the part that made it, and the call."""
+    """Base of the handles of all GroupParts: the part that created it, and the call."""
 
     part: "GroupPart[Any]"
     call: Call
@@ -44,7 +44,7 @@ class PartHandle(Handle):
 
 @dataclass(frozen=True)
 class GroupHandle(PartHandle):
-    """Handle with what the ranks agreed on, and the router weights still to apply to the rows."""
+    """Handle with the agreement of the call, and the router weights still to apply to rows."""
 
     agreement: Agreement
     topk_weights_RK: torch.Tensor | None
@@ -81,7 +81,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     manager_class: ClassVar[type[Any]] = TorchGroup
     prefer_local_copies: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
-    ids_dtype = torch.int32  # of the expert numbers passed to a library
+    ids_dtype = torch.int32  # dtype of the expert numbers that are passed to a library
     manager: M
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -135,9 +135,9 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
-        """Return the numbering of experts that the library gets, for ids on `device`.
+        """Return the numbering of experts that the library uses, for ids on `device`.
 
-        sinks: additional numbers per rank, for dropped pairs (`modular_kernel.ops.expert_slots`).
+        sinks: additional numbers per rank, for skipped pairs (`modular_kernel.ops.expert_slots`).
         """
         return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
 
@@ -152,7 +152,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def pairs(
         self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0, sinks: int = 0
     ) -> Pairs:
-        """Return the pairs of a call with the buffers of their expert numbers and weights."""
+        """Return the pairs of a call, with buffers for their expert numbers and weights."""
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
         return Pairs(
             routing,
@@ -205,11 +205,11 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return handle
 
     def has_local_scales(self, call: Call) -> bool:
-        """Return whether no scale depends on other ranks' tokens."""
+        """Return whether all scales depend on this rank's tokens only."""
         return not (dispatches_quantized(self.problem, call) and has_shared_scale(self.problem))
 
     def local_amax(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
-        """Return this rank's largest magnitude, (1,) float32, if ranks share a scale; else None."""
+        """Return amax of this rank's tokens, (1,) float32, if ranks share a scale; else None."""
         if self.has_local_scales(call):
             return None
         if x_TH.numel() == 0:
@@ -252,7 +252,7 @@ class FusedDispatchPart(GroupPart[M]):
 
 
 class AgreeingPart(GroupPart[TorchGroup]):
-    """Base of parts whose ranks agree on each call before it sends anything."""
+    """Base of parts whose ranks agree on each call (`agree`) before they send any row."""
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
@@ -283,7 +283,7 @@ class RowsPart(AgreeingPart):
 
     @property
     def max_rows(self) -> int:
-        """The largest number of rows that may arrive: problem.tokens of every rank, or less."""
+        """Maximum number of rows that may arrive: W * problem.tokens, or max_received."""
         problem = self.problem
         max_rows = problem.parallel.world_size * problem.tokens
         return max_rows if problem.max_received is None else min(max_rows, problem.max_received)
@@ -338,7 +338,7 @@ class RowsPart(AgreeingPart):
 
 
 def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Return the rejections of a part that places experts by Parallel(placement=...)."""
+    """Return the rejections of a part that looks up experts in Parallel(placement=...)."""
     rejections = list[Rejection]()
     num_local_experts = len(problem.placement.slots[problem.parallel.rank])
     parties = (part, "problem")

@@ -24,7 +24,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, **columns: tuple[int, torch.dtype]) -> "RowLayout":
-        """Return the layout of (columns, dtype) sections; those without columns are left out."""
+        """Return the layout of (columns, dtype) sections; sections without columns are omitted."""
         sections, end = {}, 0
         for name, (count, dtype) in columns.items():
             if count:
@@ -35,12 +35,12 @@ class RowLayout:
     def put(self, rows_RB: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Write `values` (R, columns), of the section's dtype, to a section of every row."""
         if values.numel():
-            # A tensor with one value may have any stride, but a view as bytes needs a stride of 1.
+            # A tensor with one value may have any stride, but viewing it as bytes needs stride 1.
             flat = values.contiguous().as_strided((values.numel(),), (1,))
             self._section(rows_RB, name).copy_(flat.view(torch.uint8).view(len(values), -1))
 
     def take(self, blocks: Sequence[torch.Tensor], name: str, out: torch.Tensor) -> None:
-        """out (R, columns), contiguous = one section of the rows of all blocks, concatenated."""
+        """Copy one section of the rows of all blocks, concatenated, to `out` (R, columns)."""
         out_bytes = out.view(torch.uint8)
         start = 0
         for block in blocks:

@@ -48,8 +48,8 @@ def quantize_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tokens to dispatch and their scales: quantized, or unchanged with None as scales.
 
-    Takes the buffers of `token_specs`. amax: largest magnitude among the tokens of all ranks, if
-    they share one scale.
+    Takes the buffers of `token_specs`. amax: maximum absolute value over the tokens of all ranks,
+    if they share one scale.
     """
     if not dispatches_quantized(problem, call):
         return x_TH, None
@@ -62,7 +62,7 @@ def number_and_quantize_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `quantize_tokens`, and `number_pairs` for the tokens' pairs, in one launch.
 
-    Not for schemes whose scale is computed from all tokens.
+    Does not support schemes with one dynamic scale for all tokens.
     """
     if not dispatches_quantized(problem, call):
         number_pairs(pairs)
@@ -109,7 +109,7 @@ def weight_and_reduce(
     out: torch.Tensor,
     routing: DispatchedRouting | None = None,
 ) -> None:
-    """Apply the reduction that experts left: `reduce`, or the contiguous reducer for DELEGATE.
+    """Apply `reduce`, the reduction that the experts left, or the contiguous one for DELEGATE.
 
     routing: the dispatched routing; may be omitted if the weights of its skipped pairs are 0.
     """

@@ -1,13 +1,13 @@
-"""TorchGroup: state of one process group for the parts over torch.distributed.
+"""TorchGroup: the manager of one process group, for the parts over torch.distributed.
 
     manager = TorchGroup(group, deadline_s=2.0)
     kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
     ...
     manager.destroy()
 
-It creates a separate communicator, so that neither the traffic nor the timeout of the caller's
-group is mixed with the toolkit's. Creating and destroying a manager is collective: every rank of
-the group must do it, in the same order.
+It creates its own communicator, so that it shares neither traffic nor timeouts with the caller's
+group. Creating and destroying managers is collective: every rank of the group must do it, in the
+same order.
 """
 
 import re
@@ -44,7 +44,7 @@ from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, cul
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
-_GRACE_S = 1.0  # time after the deadline in which survivors post their records on the board
+_GRACE_S = 1.0  # time after the deadline in which ranks publish their failure records
 _MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that ended after its deadline
 _POLL_S = 20e-6
 _MAX_STEPS = 64  # number of steps whose layer and call are kept for errors
@@ -54,7 +54,7 @@ class TorchGroup:
     """Exchanges over one process group, each with a deadline.
 
     - group: a ProcessGroup of torch.distributed; None is the default one.
-    - deadline_s: longest time of an exchange from its start; None is MK_DEADLINE_S, or 10 s.
+    - deadline_s: timeout of an exchange from its start; None means MK_DEADLINE_S, or 10 s.
     - device: "cpu" (a gloo backend) or "cuda" (NCCL); None selects what the group supports, a GPU
       first.
     - history: number of exchanges that `last_calls` keeps.
@@ -188,7 +188,7 @@ class TorchGroup:
         self.last_calls.end(self._refusal.record, f"refused: {reason}")
 
     def break_off(self, error: Exception) -> None:
-        """Fail because of an error on this rank between exchanges; peers detect it at once."""
+        """Close the manager after an error on this rank between exchanges, and notify peers."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
         if self._generation != forks.generation():  # the connections are the parent's
@@ -204,10 +204,10 @@ class TorchGroup:
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
     ) -> CommunicationError:
-        """Return the error for a call that the exchanged counts rule out.
+        """Return the error for a call that is impossible according to the exchanged counts.
 
-        Every rank sees the same counts and raises the same error, so none waits, and the manager
-        remains usable.
+        Every rank receives the same counts and raises the same error, so no rank waits, and the
+        manager remains usable.
         """
         return self._error("ranks of one call", got, need, "counts", step, peers)
 

@@ -1,6 +1,6 @@
 """DeepEPGroup: DeepEP's buffers for one process group.
 
-    manager = DeepEPGroup(group)                     # may serve the parts of many layers
+    manager = DeepEPGroup(group)                     # can be shared by the parts of many layers
     kernel = make_kernel("DeepEPHTPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
@@ -74,10 +74,10 @@ class DeepEPGroup:
     """Buffers over one process group, whose backend for GPUs is NCCL.
 
     - group: a ProcessGroup of torch.distributed; None is the default one.
-    - deadline_s: how long ranks wait for each other before something is created or freed; None is
-      MK_DEADLINE_S, or 10 s. In a call, the library's own timeout of about 100 s applies.
-    - num_sms: SMs of those kernels whose number of SMs can be set, even; None is the library's
-      choice.
+    - deadline_s: timeout for collective steps that create or free buffers; None means
+      MK_DEADLINE_S, or 10 s. Calls have the library's own timeout of about 100 s.
+    - num_sms: number of SMs, even, for the kernels that allow to set it; None means the library's
+      default.
 
     Raises ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
     respond.
@@ -140,7 +140,7 @@ class DeepEPGroup:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
     def agree(self, properties: Properties) -> None:
-        """Raise CommunicationError on every rank unless all pass the same facts.
+        """Raise CommunicationError on every rank unless all pass the same properties.
 
         Launches nothing on the device.
         """

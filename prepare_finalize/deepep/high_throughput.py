@@ -25,11 +25,12 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks:
     bfloat16 rows, added in float32.
 
-    On a single host nothing waits on the host CPU. A call then has the largest possible number of
-    rows; rows without a token have ids of -1, and their values and weights are undefined. Between
-    hosts, of 8 ranks each, the CPU waits for the number of rows, so a call cannot be captured; a
-    row goes once to each host, and from there to its ranks. Activations are quantized before they
-    are sent, if the scheme quantizes them. T may differ between ranks and may be 0.
+    On a single host, the CPU does not wait. A call then has the maximum number of rows; rows
+    without a token have ids of -1, and their values and weights are undefined. With several hosts,
+    of 8 ranks each, the CPU waits for the number of rows, so a call cannot be captured in a CUDA
+    graph; a row is sent once to each host, which forwards it to its ranks. Activations are
+    quantized before they are sent, if the scheme quantizes them. T may differ between ranks and may
+    be 0.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -83,8 +84,8 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         self.manager.high_throughput(self.problem.hidden)
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        # Other ranks may pass problem.tokens, whatever this rank passes. With a capacity of 0 the
-        # library would make the CPU wait for the number of rows.
+        # Other ranks may pass up to problem.tokens even if this rank passes fewer. With a capacity
+        # of 0, the library would make the CPU wait for the number of rows.
         rows = self.world_size * max(1, self.problem.tokens)
         return ContiguousShape(rows, self.problem.top_k)
 

@@ -51,13 +51,13 @@ class LowLatencyHandle(DeepEPHandle):
 
 
 class DeepEPLLPrepareAndFinalize(DeepEPPart):
-    """Send one row per pair to (e, world_size * tokens, H), where an expert's rows come first.
+    """Send one row per pair to (e, world_size * tokens, H); valid rows of an expert come first.
 
     The combine returns all rows, weights them and sums them in float32.
 
-    If the scheme has one scale per 128 values of float8_e4m3fn, the library quantizes on the way
-    (with scales of at least 1e-4 / 448). Otherwise rows are sent in bfloat16 and quantized by the
-    receiver. Nothing waits on the host. T may differ between ranks and may be 0.
+    If the scheme has one scale per 128 values of float8_e4m3fn, the library quantizes during
+    dispatch (with scales of at least 1e-4 / 448). Otherwise rows are sent in bfloat16 and quantized
+    by the receiver. The CPU does not wait. T may differ between ranks and may be 0.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -103,7 +103,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         self._buffer()
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        # Other ranks may pass problem.tokens, whatever this rank passes.
+        # Other ranks may pass up to problem.tokens even if this rank passes fewer.
         return BatchedShape(self.problem.e, self.world_size * buffer_tokens(self.problem.tokens))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:

@@ -1,9 +1,10 @@
 """LowLatency: one of DeepEP's low-latency buffers, and the order in which it may be used.
 
 The library alternates between the two halves of a buffer, one exchange in each. A dispatch that was
-sent but not received still occupies its half, which the exchange after next would overwrite. A
-dispatch is therefore received, at the latest, when the next exchange begins; any number of calls
-can then be in flight. If nothing runs in between, the library sends and receives in one launch.
+sent but not received still occupies its half, and the second exchange after it would overwrite it.
+This wrapper therefore receives a dispatch no later than the start of the next exchange, so any
+number of calls can be in flight. If nothing runs in between, the library sends and receives in one
+launch.
 """
 
 from collections.abc import Callable

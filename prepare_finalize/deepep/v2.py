@@ -34,9 +34,9 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks:
     bfloat16 rows, added in float32.
 
-    Nothing waits on the host. A call has the largest possible number of rows; rows without a token
-    have ids of -1 and are never read. Activations are quantized before they are sent, if the scheme
-    quantizes them. The library compiles its kernels for the layer's sizes at the first call, in
+    The CPU does not wait. A call has the maximum number of rows; rows without a token have ids of
+    -1 and are never read. Activations are quantized before they are sent, if the scheme quantizes
+    them. In the first call, the library compiles its kernels for the layer's sizes, which takes
     some seconds.
     """
 

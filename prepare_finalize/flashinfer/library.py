@@ -1,4 +1,4 @@
-"""FlashInfer's all-to-all: where to find it, and the functions and classes that are used."""
+"""FlashInfer's all-to-all: how to find the library, and the functions and classes in use."""
 
 from functools import cache
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""FlashInfer's one-sided all-to-all: a row goes over NVLink to each rank that needs it."""
+"""FlashInfer's one-sided all-to-all, which writes a row over NVLink to each rank that needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

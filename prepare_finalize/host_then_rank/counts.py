@@ -1,7 +1,7 @@
 """Row counts of a two-level exchange, and the splits that each rank derives from them.
 
-A token's row is sent to the rank of the same local number on each host that needs it, which passes
-it on to the ranks of that host. Tokens are divided into chunks by their index.
+On each host that needs a token's row, the row is sent to the rank with the same local rank, which
+forwards it to the ranks of that host. Tokens are divided into chunks by their index.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class RowCounts:
 
     @cached_property
     def forwarded(self) -> list[int]:
-        """Rows that this rank receives in order to pass them on, by chunk."""
+        """Rows that this rank receives to forward them, by chunk."""
         forwarded: list[int] = self._from_hosts.sum(1).tolist()
         return forwarded
 
@@ -122,7 +122,7 @@ class RowCounts:
 
     @cached_property
     def _rows_within_host(self) -> torch.Tensor:
-        """(C, L, L): rows that each rank of this host passes to each rank of it."""
+        """(C, L, L): rows that each rank of this host forwards to each rank of this host."""
         geometry, per_host = self.geometry, self.geometry.ranks_per_host
         to_this_host = self._to_ranks[
             :, :, geometry.host * per_host : (geometry.host + 1) * per_host
@@ -135,7 +135,7 @@ class RowCounts:
 
     @cached_property
     def has_rows(self) -> list[bool]:
-        """Whether ranks of this host pass any row of a chunk; the same on each of them."""
+        """Whether ranks of this host forward any row of a chunk; the same on each of them."""
         has_rows: list[bool] = self._rows_within_host.sum((1, 2)).gt(0).tolist()
         return has_rows
 
@@ -143,7 +143,7 @@ class RowCounts:
     def write_bounds(self) -> torch.Tensor:
         """(2, C, L): first row and end row that this rank writes at each rank of its host.
 
-        Rows there are ordered by chunk, then by passing rank.
+        Rows there are ordered by chunk, then by forwarding rank.
         """
         geometry = self.geometry
         flat = self._rows_within_host.reshape(-1, geometry.ranks_per_host)
@@ -155,12 +155,12 @@ class RowCounts:
 
     @cached_property
     def received(self) -> int:
-        """Number of rows passed to this rank."""
+        """Number of rows forwarded to this rank."""
         return int(self._rows_within_host[:, :, self.geometry.local_rank].sum())
 
     @cached_property
     def max_rows_W(self) -> list[int]:
-        """Rows that each rank receives: as final destination or to pass on, whichever is more."""
+        """Maximum of the rows that each rank receives as their destination and to forward."""
         geometry = self.geometry
         final = self._to_ranks.sum((0, 1))
         passed_on = (

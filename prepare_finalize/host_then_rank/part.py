@@ -1,4 +1,4 @@
-"""Two-level dispatch: a row crosses the network once per host, and its sum once back."""
+"""Two-level dispatch: a row is sent once to each host, and one sum is sent back from each."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -53,16 +53,16 @@ class HostThenRankHandle(GroupHandle):
 class HostThenRankPrepareAndFinalize(RowsPart):
     """Send each token's row once to each host with one of its experts, then to ranks of that host.
 
-    A row is sent over torch.distributed to the rank of the same local number on that host. That
+    A row is sent over torch.distributed to the rank with the same local rank on that host. That
     rank writes it over NVLink (on a CPU: shared files) to the ranks of its host that hold the
-    experts. On the way back, the sums of a host's ranks are added on the host in float32 in rank
-    order, and one row is returned in the problem's dtype. The token's rank adds the rows of all
-    hosts in float32 in the order of hosts.
+    experts. In the combine, each host adds the sums of its ranks in float32 in rank order, and
+    returns one row in the problem's dtype. The token's rank adds the rows of all hosts in float32
+    in the order of hosts.
 
-    Large calls are split into chunks: while one is passed on within the hosts, the next is sent
-    between them. Counts are exchanged first and read on the host: T may differ between ranks and
-    may be 0. All hosts must have the same number of ranks, at most 8, numbered consecutively. Two
-    calls may be in flight.
+    Large calls are split into chunks: while one chunk is forwarded within the hosts, the next is
+    sent between them. Row counts are exchanged first and read on the CPU. T may differ between
+    ranks and may be 0. All hosts must have the same number of ranks, at most 8, numbered
+    consecutively. Two calls may be in flight.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -217,7 +217,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         call: Call,
         step: int,
     ) -> tuple[SymmetricExchange | None, ...]:
-        """Write the rows of each chunk, as they arrive, to ranks of this host; wait for theirs."""
+        """Forward the rows of each chunk as they arrive; wait for rows from ranks of this host."""
         arrived_rows, host_exchanges = (
             self.rows.allocate(call, len(forwarded)),
             list[SymmetricExchange | None](),

@@ -1,4 +1,4 @@
-"""Batched format on one rank, as low-latency all-to-all libraries produce across ranks."""
+"""Batched format on a single rank: the layout that low-latency all-to-all libraries produce."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -172,7 +172,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         problem, scheme = self.problem, self.problem.scheme
         out = take_quantized(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
-            # The weight of a skipped pair may hold anything: its token must not affect the scale.
+            # The weight of a skipped pair is undefined, and its token must not affect the scale.
             live = PairRows(dispatched, problem.e)
             row_weights_T = router_TK.flatten()
             quantize_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
@@ -221,5 +221,5 @@ def _permute_adapters(
 
 
 def _has_tensor_scale(scheme: QuantScheme) -> bool:
-    """Return whether the scale depends on all tokens, so that no value can be rounded before it."""
+    """Return whether the scale depends on all tokens, so that it must be computed first."""
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,4 +1,4 @@
-"""pplx-kernels, intranode: a row goes directly to the batch of each of its experts."""
+"""pplx-kernels within one host: writes a row directly to the batch of each of its experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

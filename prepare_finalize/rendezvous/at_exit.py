@@ -1,9 +1,9 @@
 """Cleanup that must happen before the interpreter is finalized.
 
-A gloo thread frees the tensors of a finished exchange, and a thread that waits for a store returns
-to Python; both take the GIL. A thread that requests the GIL during finalization is terminated in
-the middle of C++ code, which aborts the process or leaves a lock held forever. An exit hook
-therefore ends these threads first.
+Two kinds of threads take the GIL late: gloo threads, when they free the tensors of a finished
+exchange, and threads that return to Python from waiting for a store. A thread that requests the GIL
+during finalization is terminated in the middle of C++ code, which aborts the process or leaves a
+lock held forever. An exit hook therefore ends these threads first.
 """
 
 import atexit
@@ -29,7 +29,7 @@ def run_in_thread(function: Callable[[], object]) -> threading.Thread:
 
 
 class Communicator:
-    """Holder of the process group of `owner`, which is released with it.
+    """Holds the process group of `owner`, and releases it together with `owner`.
 
     A gloo group is also released at process exit. Closing one joins its threads, which takes no
     longer than an exchange in flight. An NCCL group is left to torch at exit, because peers may

@@ -59,9 +59,10 @@ class LastCalls:
 
 
 class FailureBoard:
-    """Failure records of all ranks in the store; a rank without one is a culprit.
+    """Failure records of all ranks, published in the store. A rank without one is a culprit.
 
-    ended: whether the store closed the connection at the last access, as when its process exits.
+    ended: whether the store closed the connection in the last access, which means that its process
+    has exited.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -124,14 +125,14 @@ def culprits(
 
     The first of these that applies:
 
-    - ranks that broke off a call;
-    - ranks that published nothing;
+    - ranks that aborted a call;
+    - ranks that published no record;
     - ranks in an earlier exchange than others, unless they waited there for a peer ("awaited");
-    - ranks that came late to the exchange;
-    - if this rank came late, the ranks that gave up on it.
+    - ranks that were late to the exchange;
+    - if this rank was late, the ranks that timed out waiting for it.
 
-    A rank came late if it waited for less time than others. Each rank measures its own time, so no
-    two clocks are compared.
+    A rank was late if it waited for less time than others. Each rank measures its own waiting time,
+    so clocks of different ranks are not compared.
     """
     broke_off = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
     if broke_off:

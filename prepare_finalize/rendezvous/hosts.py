@@ -1,4 +1,4 @@
-"""Hosts of a group's ranks, determined by shared memory and not by host names."""
+"""Detects which ranks of a group share a host, by shared memory instead of host names."""
 
 import secrets
 import socket
@@ -16,9 +16,10 @@ from prepare_finalize.rendezvous.store_rounds import Meeting
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts of a group. index_W: host index of each rank, in order of first rank. names: by host.
+    """The hosts of a group's ranks.
 
-    Two containers on one machine that do not share /dev/shm are two hosts.
+    index_W: host index of each rank; hosts are numbered in the order of their first rank. names:
+    name of each host. Two containers on one machine that do not share /dev/shm are two hosts.
     """
 
     index_W: tuple[int, ...]
@@ -54,9 +55,10 @@ ONE_PROCESS = Hosts((0,), ("this host",))
 def find_hosts(meeting: Meeting, rank: int) -> Hosts:
     """Determine which ranks share a host; collective, with the same result on every rank.
 
-    Each rank creates a file in memory and opens those of its peers. If it can read a peer's file,
-    both are on one host. Ranks with different MK_HOST_ID are treated as on different hosts, for
-    testing several hosts on one machine. Raises CommunicationError if a rank does not respond.
+    Each rank creates a file in shared memory and tries to read those of its peers. Ranks that can
+    read each other's files share a host. Ranks with different MK_HOST_ID are treated as ranks of
+    different hosts, to simulate several hosts on one machine. Raises CommunicationError if a rank
+    does not respond.
     """
     token = secrets.token_hex(16)
     with memory_file("host") as host_file:

@@ -1,4 +1,4 @@
-"""Rounds over a store in which ranks exchange facts before they share a library's buffers."""
+"""Exchange of properties through a store, before ranks share a library's buffers."""
 
 import json
 import time
@@ -14,10 +14,11 @@ _POLL_S = 0.005  # poll: the timeout of a store's own wait may be in whole secon
 
 
 class Meeting:
-    """Rounds over a store: each rank sends its facts and receives those of all, or all ranks fail.
+    """Rounds over a store. In a round, each rank publishes properties and receives those of all.
 
-    store: with a prefix of `connect.new_prefix_store`. Every rank must run the same rounds in the
-    same order. deadline_s: of each round.
+    Every rank must run the same rounds in the same order. If a rank does not respond, all ranks
+    raise. store: a store with a prefix from `connect.new_prefix_store`. deadline_s: timeout of a
+    round.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline_s: float) -> None:
@@ -25,7 +26,7 @@ class Meeting:
         self._deadline_s, self._round = deadline_s, 0
 
     def exchange(self, properties: Properties) -> tuple[dict[str, str], ...]:
-        """Publish `properties`; return those of every rank, by rank, as text.
+        """Publish `properties`; return those of every rank, by rank, as strings.
 
         Raises CommunicationError with the ranks that did not respond.
         """
@@ -48,7 +49,7 @@ class Meeting:
         return tuple(received[rank] for rank in range(self._world_size))
 
     def _poll(self, received: dict[int, dict[str, str]]) -> None:
-        """Read the facts that have arrived; sleep briefly if some have not."""
+        """Read the properties that have arrived; sleep briefly if some are missing."""
         for rank in range(self._world_size):
             if rank not in received and self._store.check([self._key(rank)]):
                 received[rank] = self._read(rank)
@@ -56,7 +57,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _read(self, rank: int) -> dict[str, str]:
-        """Read the facts of a rank; raise RuntimeError if the entry is not valid."""
+        """Read the properties of a rank; raise RuntimeError if the entry is not valid."""
         entry = self._store.get(self._key(rank))
         try:
             properties = json.loads(entry)
@@ -67,7 +68,7 @@ class Meeting:
         return {str(name): str(value) for name, value in properties.items()}
 
     def agree(self, properties: Properties) -> None:
-        """Raise CommunicationError on every rank unless all ranks pass the same facts."""
+        """Raise CommunicationError on every rank unless all ranks pass the same properties."""
         gathered = self.exchange(properties)
         own_facts = gathered[self._rank]
         peers = [rank for rank, other in enumerate(gathered) if other != own_facts]

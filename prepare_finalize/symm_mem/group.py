@@ -5,10 +5,10 @@
     ...
     manager.destroy()
 
-On GPUs this is torch's symmetric memory (CUDA backend): peers are accessed over NVLink through
+On GPUs, this is torch's symmetric memory (CUDA backend): kernels access peers over NVLink through
 pointers, without multicast. On a CPU, Triton's interpreter runs the same kernels, and the ranks of
-one machine share files. Allocating a heap is collective: every rank of the group must do it, in the
-same order.
+a machine share memory through files. Allocating a heap is collective: every rank of the group must
+do it, in the same order.
 """
 
 import math
@@ -55,7 +55,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Heap:
-    """Memory of this rank that peers can access, with the offsets of theirs.
+    """Memory of this rank that peers can access, and the address offsets of their memory.
 
     bytes_N: (N,) uint8, this rank's memory; the layout is the same on every rank. deltas_W: (W,)
     int64 on the device; adding deltas_W[r] to an address of this rank's heap gives rank r's
@@ -223,7 +223,7 @@ class SharedMemory(ABC):
         )
 
     def destroy(self) -> None:
-        """Refuse further use. The memory is freed with the parts that use it."""
+        """Make later use raise. The memory is freed together with the parts that use it."""
         self._destroyed = True
 
 

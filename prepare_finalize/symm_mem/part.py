@@ -40,15 +40,16 @@ class SymmMemHandle(PartHandle):
 
 
 class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
-    """Send each token's row once to each rank that holds one of its experts, quantizing on the way.
+    """Write each token's row once to each rank that holds one of its experts.
 
-    Each rank sums the pairs of a received row. The token's rank reads those sums and adds them in
-    float32 in rank order. Dispatch and combine are one launch each, and nothing waits on the host.
+    The dispatch kernel can quantize the rows. Each rank sums the pairs of a received row. The
+    token's rank reads those sums and adds them in float32 in rank order. Dispatch and combine are
+    one launch each, and the host does not wait.
 
     Rows have fixed positions: token t of rank r is row r * problem.tokens + t on every rank,
-    whatever the routing. No counts are exchanged, T may differ between ranks, and a call can be
-    captured in a CUDA graph. Experts get world_size * problem.tokens rows; rows without a token
-    have no experts. To serve calls of very different sizes, compose one kernel for few tokens and
+    regardless of the routing. No counts are exchanged, T may differ between ranks, and a call can
+    be captured in a CUDA graph. Experts receive world_size * problem.tokens rows; rows without a
+    token have ids of -1. For calls of very different sizes, compose one kernel for few tokens and
     one for many.
 
     A wait that reaches its deadline leaves NaN in the output; the next call, or `check`, raises the

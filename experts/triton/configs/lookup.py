@@ -79,9 +79,9 @@ class Source:
     """The configurations of a problem and their origin.
 
     origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: token counts in the
-    file. lenders: the layer that each step is borrowed from. notes: remarks for `explain`.
-    looked_in: locations without a usable file, in order. foreign: a file of vLLM or SGLang.
-    prepared: the steps apply to calls with prepared weights.
+    file. lenders: the layer from which each step is borrowed. notes: remarks for `explain`.
+    looked_in: locations without a usable file, in order of search. foreign: whether the file is
+    from vLLM or SGLang. prepared: whether the steps are for calls with prepared weights.
     """
 
     steps: ConfigSteps
@@ -295,7 +295,7 @@ def fit_to_problem(
             )
             notes |= dict.fromkeys(clamps)
         config = MoEConfig(launch1, launch2, dict(recipe.paths).get(tokens, BASE.name))
-        # A path that does not support the problem is replaced later; see Steps.within.
+        # `ConfigSteps.within` replaces a path that does not support the problem.
         if BY_NAME[config.path].serves(problem, device):
             require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
         configs.append(config)

@@ -1,4 +1,4 @@
-"""Choosing, explaining and overriding the launch configuration of a call.
+"""Chooses, explains and overrides the launch configuration of a call.
 
 config = choose_config(problem, tokens)          # from a tuned file or a fallback, configs.lookup
 print(explain(problem, tokens))                  # the configuration, its origin and the reason
@@ -47,12 +47,12 @@ def choose_config(
 ) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens.
 
-    tokens: on this rank; in the batched format, the capacity per expert. paths: those that the
-    caller supports; if a file names another, the heuristics are used. prepared: for calls with
-    prepared weights. A gated GEMM 1 computes block_n gate columns and block_n up columns.
+    tokens: tokens on this rank; in the batched format, the capacity C. paths: the paths that the
+    caller supports; if a file names another one, the heuristics are used. prepared: whether the
+    call uses prepared weights. A gated GEMM 1 computes block_n gate columns and block_n up columns.
 
-    Files are read at the first call; a repeated call takes about a microsecond. Raise
-    ConfigurationError if a file or an override is malformed or does not fit.
+    Files are read in the first call; a repeated call takes about a microsecond. Raises
+    ConfigurationError if a file or an override is malformed or cannot be launched for the problem.
     """
     return _cached_config(
         problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
@@ -93,7 +93,7 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
 
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
-    """Choose configurations for `device` inside the block, in this thread; it may be absent."""
+    """Inside the block, in this thread, choose configurations for `device`, which may be absent."""
     token = _device.set(device)
     try:
         yield
@@ -111,9 +111,9 @@ def explain(
 ) -> str:
     """Describe what a call of `tokens` tokens launches, its origin and the reason, in text lines.
 
-    device_name: the GPU to choose for; None means this machine's. paths: those that the caller
-    supports there. prepared: with prepared weights. Weights and tokens are assumed to have the
-    strides that the importers produce.
+    device_name: the GPU to choose for; None means this machine's. paths: the paths that the caller
+    supports there. prepared: whether weights are prepared. Weights and tokens are assumed to have
+    the strides that the checkpoint readers produce.
     """
     store = current_lookup()
     recipe = _override.get()
@@ -255,7 +255,7 @@ def triton_version() -> str | None:
 
 
 class _Context(NamedTuple):
-    """Cache key: everything besides problem and tokens that determines a configuration."""
+    """Cache key: everything that determines a configuration, except problem and tokens."""
 
     recipe: TunedConfigs | None
     device: Device | None  # of `on_device`
@@ -274,7 +274,7 @@ def _steps(problem: Problem, context: _Context) -> ConfigSteps:
 def _source(
     store: ConfigLookup, recipe: TunedConfigs | None, problem: Problem, prepared: bool
 ) -> Source:
-    """Return the source of configurations: the override, or what `store` finds."""
+    """Return the source of configurations: the override, or the result of the file lookup."""
     if recipe is None:
         return store.source(problem, prepared=prepared)
     return fit_to_problem(recipe, problem, store.device, prepared=prepared)

@@ -51,10 +51,10 @@ def serves(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the most tokens of a call that takes this path without a tuned file.
+    """Return the maximum tokens of an untuned call on this path.
 
-    Each token reads the weights of its experts separately, so the path pays off while few tokens
-    share an expert. The aligned path overtakes it earlier with quantized weights.
+    Each token reads the weights of its experts separately, so the path is faster only while few
+    tokens share an expert. With quantized weights, the aligned path overtakes it earlier.
     """
     limit, share = (4, 4) if problem.scheme.quantized else (8, 2)
     return min(limit, max(1, problem.experts // (share * problem.top_k)))

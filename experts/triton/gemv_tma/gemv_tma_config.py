@@ -53,15 +53,13 @@ def _halves_share_scales(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the most tokens of a call that takes this path without a tuned file.
-
-    Return 0 if no call should.
+    """Return the maximum tokens of an untuned call on this path; 0 if it is never faster.
 
     Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22,
     triton 3.6.0) with 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: the path is
     faster than the aligned path while pairs <= experts / 2, with block scales while pairs <=
-    experts / 4. With 1 and 2 tokens on the layers of all tuned files: block scales add a cost that
-    pays off with vectors of 1408 values, but not with 768.
+    experts / 4. With 1 and 2 tokens on the layers of all tuned files, block scales have a cost that
+    pays off for vectors of 1408 values, but not of 768.
     """
     block = problem.scheme.granularity == "block"
     if block and problem.intermediate < PIECE:
@@ -96,7 +94,7 @@ def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
 
 
 def default(problem: Problem, device: Device) -> MoEConfig:
-    """Return the launches without a tuned file: the largest block_k with at least _MIN_SLOTS."""
+    """Return the launches without a tuned file: the largest block_k with _MIN_STAGES or more."""
     launch1, launch2 = (_tile(gemm, device) for gemm in gemms(problem))
     return MoEConfig(launch1, launch2, NAME)
 

@@ -25,11 +25,11 @@ _MAX_TOKENS = 8  # of an untuned call: 16 tokens were slightly slower
 
 @dataclass(frozen=True)
 class GemvW4Config:
-    """Launch of one GEMM: a program computes block_n columns (of gate, and as many of up) of a row.
+    """Launch of one GEMM. A program computes block_n columns of one row (and as many up columns).
 
     The num_warps warps split K, and in GEMM 2 also the pairs of a token, in blocks of block_k. Each
-    warp has num_stages blocks in registers or being loaded. In GEMM 2 block_n may be 8: the 16 rows
-    of an MMA are then the same 8 weight rows twice, each time with one half of a block.
+    warp has num_stages blocks in registers or being loaded. In GEMM 2, block_n may be 8. The 16
+    rows of an MMA are then 8 weight rows, each with both halves of a block.
     """
 
     block_n: int
@@ -95,7 +95,7 @@ def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the most tokens of a call that takes this path without a tuned file.
+    """Return the maximum tokens of an untuned call on this path.
 
     Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22,
     triton 3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): faster than the

@@ -133,7 +133,7 @@ def _order_by_threads(
 def _undo_order_by_threads(
     scales: torch.Tensor, tiles: int, steps: int, form: PackedFormat
 ) -> torch.Tensor:
-    """Invert `_in_fours`: return (tiles * 256, steps, groups)."""
+    """Invert `_order_by_threads`: return (tiles * 256, steps, groups)."""
     if form.groups > 1:
         split = scales.reshape(tiles, steps, 2, 2, 4, 8, 2, form.groups)
         split = split.permute(0, 2, 3, 4, 6, 5, 1, 7)

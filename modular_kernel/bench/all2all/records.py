@@ -19,11 +19,14 @@ _SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # a row has the worst status 
 class ExchangeRow:
     """Result of one transport in one case; times are set only if the status is ok.
 
-    *_us: maximum over the ranks of their median times. pair_us: dispatch followed by combine.
-    *_rows: rows from other ranks that the busiest rank receives, one per token and rank. *_bytes:
-    bytes of those rows. *_gbs: bytes over time, in GB/s. *_floor_us: see `TransportLink`. error:
-    maximum relative error of a row against x. The other fields are as in `ExchangeCase` and
-    `ExchangeTimes`.
+    *_us: maximum over ranks of the rank's median time. pair_us: time of dispatch followed by
+        combine.
+    *_rows: rows that the busiest rank receives from other ranks, one per token and rank.
+    *_bytes: bytes of those rows. *_gbs: *_bytes divided by the time, in GB/s.
+    *_floor_us: roofline, see `TransportLink.floor_us`.
+    error: maximum error of a row, relative to x.
+
+    The other fields are as in `ExchangeCase` and `ExchangeTimes`.
     """
 
     transport: str

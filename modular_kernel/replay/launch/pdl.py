@@ -1,14 +1,15 @@
-"""overlap: programmatic dependent launch, where a kernel starts while its predecessor finishes.
+"""Programmatic dependent launch (PDL): a kernel starts while its predecessor finishes.
 
-Between two launches of a CUDA graph the GPU idles for a microsecond or two. A kernel that begins
-with `after_predecessor` can be set up in that time; in a normal launch the function does nothing.
+Between two launches of a CUDA graph, the GPU idles for one or two microseconds. A kernel that calls
+`pdl_wait` before it reads the results of its predecessor can be set up in that time. In a normal
+launch, `pdl_wait` does nothing.
 """
 
 from modular_kernel.replay.launch.runtime import HAS_TRITON
 
 
 def pdl_arguments() -> dict[str, object]:
-    """Return the launch arguments that enable it; none in the interpreter and before sm_90."""
+    """Return the launch arguments that enable PDL; {} in the interpreter and before sm_90."""
     if not HAS_TRITON:
         return {}
     import triton

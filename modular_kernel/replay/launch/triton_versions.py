@@ -49,9 +49,10 @@ _OVERSIZED_SHARED = 228 * 1024
 
 
 def for_programs(count: int) -> dict[str, str]:
-    """Return launch options for a kernel with `count` programs per multiprocessor.
+    """Return launch options for a kernel with `count` programs per SM.
 
-    Limits the occupancy that registers are allocated for, in the releases that may spill for more.
+    In triton releases that may spill to fit more programs, they make ptxas allocate registers for
+    this occupancy.
     """
     if RELEASE not in _TOO_MANY_PROGRAMS or triton.knobs.runtime.interpret:
         return {}
