@@ -14,14 +14,21 @@ import torch
 from modular_kernel.checkpoints.gptq_awq import fit_group
 from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.quantization_config import gptq_version, quantizes_inputs, scheme_of
+from modular_kernel.models.quantization_config import (
+    check_method,
+    gptq_version,
+    quantizes_inputs,
+    scheme_of,
+)
 from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
 _MIN_TILE = 32  # minimum columns of a block after a split, as in `fit_group` for groups
+MX_BLOCK = (1, 32)  # rows and columns of a scale of mxfp8
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,6 +90,7 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
         )
     quant = scheme_of(path, {"quantization_config": dict(config)}, depth=depth)
     scheme = QuantScheme.parse(str(quant))
+    config = check_method(path, dict(config))
     method = str(config["quant_method"])
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
@@ -157,6 +165,8 @@ def _scaled(
     if scheme.granularity == "block":
         dims["block"] = (Dim("N", scheme.group[0]), Dim("K", scheme.group[1]))
     floats = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
+    if scheme.group == MX_BLOCK:  # bytes of mxfp8 are E8M0
+        floats = (*floats, torch.uint8)
     scale = StoredTensor(names[0], "scale", dims[scheme.granularity], floats, names[1:])
     tensors = [StoredTensor("weight", "w", (_N, _K), (weight,)), scale]
     if scheme.static:
@@ -169,6 +179,11 @@ def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.granularity != "block":
         names = ("weight_scale", "weight_scale_inv", "scale")
     return _scaled(scheme, names, ("input_scale", "activation_scale"))
+
+
+def _fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    bound = StoredTensor("input_scale_ub", "unused", (), _SCALES, optional=True)
+    return (*_scaled(scheme, ("weight_scale",), ()), bound)
 
 
 def _modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
@@ -201,7 +216,7 @@ def _compressed(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.weight == "float4_e2m1":
         return (
             StoredTensor("weight_packed", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
-            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
+            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
         )
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _modelopt(scheme)
@@ -247,13 +262,15 @@ def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     groups = Dim("K", 32, indivisible=True)
     return (
         StoredTensor("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
-        StoredTensor("scales", "scale", (_N, groups), (torch.uint8,)),
+        StoredTensor("scales", "scale", (_N, groups), _E8M0),
     )
 
 
 _STORED: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
     "none": _plain,
     "fp8": _fp8,
+    "mxfp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,
     "awq": _awq,

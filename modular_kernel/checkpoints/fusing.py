@@ -32,9 +32,9 @@ from modular_kernel.checkpoints.gptq_awq import (
     sort_columns,
     without_zero_points,
 )
-from modular_kernel.checkpoints.matrix_layout import Range, refine
+from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
-from modular_kernel.quant.scale_tiles import pack_pairs, unpack_pairs
+from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import expect, expect_each
@@ -118,7 +118,19 @@ def convert_share(
         if stored.role == "order" and stored.name in remaining and not coarse.scheme.act_order:
             order = remaining.pop(stored.name)
             check_group_index(order, columns, coarse.scheme.group[0], "g_idx")
+    for stored in coarse.stored:
+        if stored.role == "scale" and stored.name in remaining:
+            remaining[stored.name] = _decoded_e8m0(stored, remaining[stored.name])
     return refine(coarse.stored, fine.stored, remaining, rows, columns)
+
+
+def _decoded_e8m0(stored: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return E8M0 scales, of either dtype, as the bytes or the floats that the scheme has."""
+    if scale.dtype is torch.float8_e8m0fnu and stored.dtypes[0] is torch.uint8:
+        return scale.view(torch.uint8)
+    if scale.dtype is torch.uint8 and stored.dtypes[0] is not torch.uint8:
+        return from_e8m0(scale)
+    return scale
 
 
 def fuse(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
@@ -376,6 +388,8 @@ def _concatenate(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor
 _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "none": _read_plain,
     "fp8": _read_scaled,
+    "mxfp8": _read_scaled,
+    "fbgemm_fp8": _read_scaled,
     "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,

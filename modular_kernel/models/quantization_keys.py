@@ -32,6 +32,9 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
         "scale_fmt",
         "expert_dtype",
     ),
+    "mxfp8": ("activation_scheme", "weight_block_size", "fmt", "scale_fmt"),
+    # Inputs are not clipped to the bound of a token's scale, by which large outliers saturate.
+    "fbgemm_fp8": ("activation_scale_ub",),
     "mxfp4": (),
     "gptq": (*_GPTQ, "extra_config"),
     "awq": (*_AWQ, "extra_config"),
@@ -109,9 +112,11 @@ _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
 _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
     # With true, transformers does not round activations, but the schemes of these formats do.
     "fp8": {"dequantize": (False,)},
+    "fbgemm_fp8": {"dequantize": (False,)},
     "compressed-tensors": {"dequantize": (False,)},
     # Activations stay in 16 bits in either case.
     "mxfp4": {"dequantize": (False, True)},
+    "mxfp8": {"dequantize": (False, True)},
     # GPTQModel and transformers also write GPTQ's keys for AWQ. `zero_point` states the zero
     # points; the backend "llm-awq" packs in another order.
     "awq": {

@@ -1,0 +1,172 @@
+"""Formats with the tensors of others: mxfp8, fp8 of FBGEMM and modelopt, auto-round, E8M0 dtypes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import modular_kernel as mk
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.models.quantization_aliases import REFUSED_ALGORITHMS, REFUSED_METHODS
+from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import Tensors, write
+
+AUTO_ROUND = CHECKPOINT_FORMATS["auto-round"].config
+
+
+def changed(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_fbgemm_scales_of_llama4_have_the_shapes_that_transformers_writes(tmp_path: Path) -> None:
+    """Stacks (e, K, N): scales of gate_up (e, 1, 2I), of down (e, H, 1); whole and in TP shares."""
+
+    def reshape(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("down_proj_weight_scale")]:
+            scale = tensors.pop(name)
+            tensors[name.replace("_weight_scale", "_scale")] = scale.mT.contiguous()
+        assert {t.shape for n, t in tensors.items() if n.endswith("scale")} == {
+            torch.Size([4, 1, 512]),
+            torch.Size([4, 128, 1]),
+        }
+
+    sample = write(tmp_path, "llama4_text", "fbgemm fp8, fused", change=reshape)
+    loaded = mk.load_experts(tmp_path, 0)
+    for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
+        values = dequantized_weights(loaded.weights, name, loaded.problem(1)).double()
+        torch.testing.assert_close(values, exact, rtol=1e-6, atol=1e-12)
+    share = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    w1 = dequantized_weights(share.weights, "w1", share.problem(1)).double()
+    exact = torch.cat([sample.w1[:, 128:256], sample.w1[:, 384:512]], 1)
+    torch.testing.assert_close(w1, exact, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "modelopt mxfp8", "mxfp4, E8M0 dtype"])
+def test_an_e8m0_scale_that_is_nan_is_refused(kind: str, tmp_path: Path) -> None:
+    def set_nan(tensors: Tensors) -> None:
+        name = next(name for name in tensors if ".2." in name and "scale" in name and "up" in name)
+        tensors[name].view(torch.uint8)[0, 0] = 255
+
+    families = {"mxfp4, E8M0 dtype": "gpt_oss"}
+    if kind in families:
+
+        def set_nan(tensors: Tensors) -> None:
+            name = next(name for name in tensors if name.endswith("gate_up_proj_scales"))
+            tensors[name].view(torch.uint8)[2, 0, 0] = 255
+
+    write(tmp_path, families.get(kind, "qwen3_moe"), kind, change=set_nan)
+    with pytest.raises(WeightsError, match=r"scale: got (nan|255)"):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_dimensions_of_1_are_ignored_in_scales_only(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    changed(tmp_path, lambda t: t.update({name: t[name][:, None]}))
+    with pytest.raises(ShapeError, match=rf"{name}: got \(256, 1, 128\)"):
+        mk.load_experts(tmp_path, 0)
+    write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
+    scale = f"{name}_scale"
+    changed(tmp_path, lambda t: t.update({scale: t[scale].reshape(1, 2)}))
+    with pytest.raises(ShapeError, match=rf"{scale}: got \(1, 2\), need \(2, 1\)"):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_bytes_are_scales_of_mxfp8_only(tmp_path: Path) -> None:
+    def to_bytes(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("scale_inv")]:
+            tensors[name] = torch.full(tensors[name].shape, 120, dtype=torch.uint8)
+
+    write(tmp_path, "qwen3_moe", "qwen3 fp8", change=to_bytes)
+    with pytest.raises(DtypeError, match="weight_scale_inv: got uint8"):
+        mk.load_experts(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        ({}, "int4_w4a16_group:group=64"),
+        ({"packing_format": "auto_round:gptq", "bits": 8}, "int8_w8a16_group:group=64"),
+        ({"packing_format": "auto_round:gptqmodel", "sym": False},
+         "int4_w4a16_group:group=64,zero_points=true"),
+        ({"packing_format": "auto_round:auto_awq"}, "int4_w4a16_group:group=64"),
+        ({"packing_format": "auto_round:awq", "sym": False},
+         "int4_w4a16_group:group=64,zero_points=true"),
+    ],
+)  # fmt: skip
+def test_packings_of_auto_round(config: dict[str, Any], scheme: str) -> None:
+    format = format_of(AUTO_ROUND | config)
+    assert str(format.scheme) == scheme
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    assert format.method == ("awq" if "awq" in packing else "gptq")
+    assert format.minus_one == ("gptqmodel" not in packing)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"packing_format": "auto_round:llm_compressor"}, "packing_format = .*llm_compressor"),
+        ({"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        ({"act_bits": 8}, "act_bits = 8"),
+        ({"bits": 3}, "bits = 3"),
+    ],
+)
+def test_other_variants_of_auto_round_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(AUTO_ROUND | config)
+
+
+def test_symmetry_by_module_of_auto_round_in_awq_packing(tmp_path: Path) -> None:
+    """extra_config says `sym`, which AWQ calls zero_point."""
+    other = {"model.layers.0.mlp.experts": {"sym": False}}
+    config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": other}
+    sample = write(tmp_path, "qwen3_moe", "auto-round, AWQ")
+    text = sample.config | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    loaded = mk.load_experts(tmp_path, 0)
+    assert str(loaded.format) == "int4_w4a16_group:group=64,zero_points=true (awq)"
+    assert inspect(tmp_path).problem_fields["quant"] == loaded.problem_fields["quant"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size"),
+        ({"quant_method": "mxfp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "group_size": 64}, "group_size"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "big"}, "activation_scale_ub"),
+        ({"quant_method": "fbgemm_fp8", "transposed": True}, "transposed"),
+    ],
+)
+def test_variants_without_a_scheme_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
+
+
+REFUSED = [
+    *(({"quant_method": name}, *texts) for name, texts in REFUSED_METHODS.items()),
+    *(
+        ({"quant_method": "modelopt", "quant_algo": name}, *texts)
+        for name, texts in REFUSED_ALGORITHMS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "meaning", "nearest"), REFUSED)
+def test_a_refused_method_is_told_with_its_meaning_and_what_works(
+    config: dict[str, str], meaning: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        format_of(config)
+    assert list(config.values())[-1] in str(caught.value.got)
+    assert meaning in str(caught.value.got)
+    assert str(caught.value.need) == nearest
