@@ -175,6 +175,15 @@ def _scaled(
 
 
 def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    if scheme.weight == "float4_e2m1":  # the experts of DeepSeek-V4
+        return (
+            StoredTensor(
+                "weight", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8, torch.int8)
+            ),
+            StoredTensor(
+                "scale", "scale", (_N, Dim("K", 32)), _E8M0, ("weight_scale_inv", "weight_scale")
+            ),
+        )
     names = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity != "block":
         names = ("weight_scale", "weight_scale_inv", "scale")

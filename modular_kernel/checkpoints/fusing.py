@@ -121,6 +121,8 @@ def convert_share(
     for stored in coarse.stored:
         if stored.role == "scale" and stored.name in remaining:
             remaining[stored.name] = _decoded_e8m0(stored, remaining[stored.name])
+        if stored.role == "w" and stored.dtypes[0] is torch.uint8 and stored.name in remaining:
+            remaining[stored.name] = remaining[stored.name].view(torch.uint8)  # or int8
     return refine(coarse.stored, fine.stored, remaining, rows, columns)
 
 
@@ -214,6 +216,12 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
     scale = scale.float()
     _check_scale(scale, ~(scale.isfinite() & (scale >= 0)), "finite numbers from 0 on")
     return Matrix(w, scale, None, a_scale)
+
+
+def _read_fp8(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.scheme.weight == "float4_e2m1":
+        return _mxfp4(tensors["weight"], tensors["scale"])
+    return _read_scaled(format, tensors, dtype)
 
 
 def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
@@ -387,7 +395,7 @@ def _concatenate(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor
 
 _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "none": _read_plain,
-    "fp8": _read_scaled,
+    "fp8": _read_fp8,
     "mxfp8": _read_scaled,
     "fbgemm_fp8": _read_scaled,
     "modelopt": _read_modelopt,

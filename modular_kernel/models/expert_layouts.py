@@ -77,7 +77,11 @@ def _modules(
 _MLP, _W = "mlp.experts", "w1 w3 w2"
 _PLAIN = (_per_expert(_MLP), _fused(_MLP))
 _MIXTRAL = (_per_expert("block_sparse_moe.experts", _W),)
-_GRANITE = (_modules("block_sparse_moe", "input_linear", "", "output_linear"),)
+# llm-compressor makes modules of the stacked experts of Granite, Step-3.5 and Step-3.7.
+_GRANITE = (
+    _modules("block_sparse_moe", "input_linear", "", "output_linear"),
+    _per_expert("block_sparse_moe.experts"),
+)
 _ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_PLAIN)
 _GEMMA = (_fused("experts"), _per_expert("experts"))
 _LATENT = (_per_expert("experts", _W),)
@@ -111,6 +115,6 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
     "openai_privacy_filter": (_fused(_MLP, transposed=True),),
     "qwen3_vl_moe_text": _ANY_ORIENTATION,
-    "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"),),
+    "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts")),
 }
 # fmt: on

@@ -168,11 +168,14 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
 def _fp8(path: str, config: Config) -> str:
     """Return the scheme of fp8: block or tensor scales, dynamic or static activation scales."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
-    _require_one_of(path, config, "expert_dtype", ("fp8", None))
+    expert_dtype = _require_one_of(path, config, "expert_dtype", ("fp8", "fp4", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", "float", None))
     activation_scheme = _require_one_of(
         path, config, "activation_scheme", ("dynamic", "static", None)
     )
+    if expert_dtype == "fp4":  # of the experts; the other options are of other modules
+        _require_one_of(path, config, "activation_scheme", ("dynamic", None))
+        return "mxfp4_w4a16"
     block = config.get("weight_block_size")
     for key in ("weight_per_tensor", "act_per_tensor"):
         _require_one_of(path, config, key, (block is None, None))

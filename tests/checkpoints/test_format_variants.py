@@ -1,6 +1,7 @@
-"""Formats with the tensors of others: mxfp8, fp8 of FBGEMM and modelopt, auto-round, E8M0 dtypes."""
+"""Formats with the tensors of others: mxfp8, fp8 of FBGEMM and modelopt, auto-round, E8M0."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ from safetensors.torch import load_file, save_file
 import modular_kernel as mk
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.checkpoints.quantization_map import QuantizationMap
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.models.quantization_aliases import REFUSED_ALGORITHMS, REFUSED_METHODS
 from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
-from modular_kernel.testing.checkpoints.samples import Tensors, write
+from modular_kernel.testing.checkpoints.samples import (
+    FAMILIES,
+    Tensors,
+    per_expert_modules,
+    write,
+)
 
 AUTO_ROUND = CHECKPOINT_FORMATS["auto-round"].config
 
@@ -134,6 +142,54 @@ def test_symmetry_by_module_of_auto_round_in_awq_packing(tmp_path: Path) -> None
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.format) == "int4_w4a16_group:group=64,zero_points=true (awq)"
     assert inspect(tmp_path).problem_fields["quant"] == loaded.problem_fields["quant"]
+
+
+def test_the_expert_dtype_is_that_of_experts_only(tmp_path: Path) -> None:
+    """In the config.json itself or in its quantization_config; other modules are fp8 by block."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    for inside, beside in ((None, "fp4"), ("fp4", None)):
+        config = quantization | ({} if inside is None else {"expert_dtype": inside})
+        formats = QuantizationMap(config, expert_dtype=beside)
+        expert = formats.format_of("layers.0.ffn.experts.3.w1")
+        assert str(expert) == "mxfp4_w4a16 (fp8)"
+        for module in ("layers.0.attn.wq_a", "layers.0.ffn.shared_experts.w1"):
+            assert str(formats.format_of(module)) == "fp8_w8a8_block (fp8)"
+    write(tmp_path, "deepseek_v4", "deepseek fp4")
+    text = json.loads((tmp_path / "config.json").read_text())
+    del text["quantization_config"]["expert_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(text | {"expert_dtype": "fp4"}))
+    assert mk.load_experts(tmp_path, 0).problem_fields["quant"] == "mxfp4_w4a16"
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ShapeError, match=r"w1.weight: got \(256, 64\), need \(256, 128\)"):
+        mk.load_experts(tmp_path, 0)
+
+
+@pytest.mark.parametrize(("family", "block"), [
+    ("granitemoe", "block_sparse_moe.experts"),
+    ("step3p5", "moe.experts"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
+def test_experts_of_stacked_families_may_be_modules(
+    family: str, block: str, kind: str, tmp_path: Path
+) -> None:
+    """llm-compressor writes them that way; the numbers, the scheme and a share are right."""
+    names = replace(FAMILIES[family], names=per_expert_modules(block))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, family, names)
+        sample = write(tmp_path, family, kind)
+    assert f"model.layers.0.{block}.3.down_proj." in " ".join(
+        load_file(tmp_path / "model.safetensors")
+    )
+    half = mk.load_experts(tmp_path, 0, ep=(1, 2))
+    for loaded, first in ((mk.load_experts(tmp_path, 0), 0), (half, 2)):
+        quant = str(loaded.problem_fields["quant"])
+        assert str(QuantScheme.parse(quant)) == CHECKPOINT_FORMATS[kind].scheme
+        for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
+            stored = getattr(loaded.weights, name)
+            if quant != "none":
+                stored = dequantized_weights(loaded.weights, name, loaded.problem(1))
+            torch.testing.assert_close(stored.double(), exact[first:], rtol=1e-6, atol=1e-12)
+    assert inspect(tmp_path).layers == (0,)
 
 
 @pytest.mark.parametrize(

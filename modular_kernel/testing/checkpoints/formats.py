@@ -303,6 +303,13 @@ def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatri
     return StoredMatrix({"blocks": packed.reshape(rows, -1, 16), "scales": scale}, values)
 
 
+def mxfp4_deepseek(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+    """Make DeepSeek-V4's experts: codes in int8, and scales in their own dtype."""
+    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    tensors = {"weight": packed.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)}
+    return StoredMatrix(tensors, values)
+
+
 def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     packed, scale, values = _mxfp4(rows, depth, g, gain)
     return StoredMatrix({"weight_packed": packed, "weight_scale": scale}, values)

@@ -17,6 +17,7 @@ from modular_kernel.testing.checkpoints.formats import (
     int8_channel,
     mxfp4,
     mxfp4_compressed,
+    mxfp4_deepseek,
     mxfp8,
     nvfp4,
     plain,
@@ -246,6 +247,11 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     "compressed mxfp4, E8M0 dtype": CheckpointFormat(
         _compressed_config("mxfp4-pack-quantized", _MXFP4),
         with_e8m0_dtype(mxfp4_compressed, "weight_scale"),
+        "mxfp4_w4a16",
+    ),
+    "deepseek fp4": CheckpointFormat(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+        mxfp4_deepseek,
         "mxfp4_w4a16",
     ),
     "modelopt fp8 block, weights": CheckpointFormat(
