@@ -195,6 +195,16 @@ def _fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return (*_scaled(scheme, ("weight_scale",), ()), bound)
 
 
+def _quark(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    if scheme.weight == "float4_e2m1":
+        return (
+            StoredTensor("weight", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
+            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
+            StoredTensor("input_scale", "unused", (), _SCALES, optional=True),
+        )
+    return _scaled(scheme, ("weight_scale",), ("input_scale",))
+
+
 def _modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
         return _nvfp4(scheme, "weight", "weight_scale_2", "input_scale")
@@ -281,6 +291,7 @@ _STORED: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
     "mxfp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
+    "quark": _quark,
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,

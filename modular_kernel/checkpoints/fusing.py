@@ -220,7 +220,8 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
 
 def _read_fp8(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.scheme.weight == "float4_e2m1":
-        return _mxfp4(tensors["weight"], tensors["scale"])
+        scale = next(stored.name for stored in format.stored if stored.role == "scale")
+        return _mxfp4(tensors["weight"], tensors[scale])
     return _read_scaled(format, tensors, dtype)
 
 
@@ -399,6 +400,7 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "mxfp8": _read_scaled,
     "fbgemm_fp8": _read_scaled,
     "modelopt": _read_modelopt,
+    "quark": _read_fp8,
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,
     "gptq": _read_gptq,

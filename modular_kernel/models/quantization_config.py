@@ -24,13 +24,20 @@ from modular_kernel.models.quantization_keys import (
     unknown_group_keys,
     unknown_keys,
 )
+from modular_kernel.models.quark_config import (
+    quark_scheme,
+    unknown_quark_keys,
+    unknown_quark_options,
+)
 
 _MAX_SIZE = 1 << 20
 _METHODS = (
     *("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-round"),
-    *("compressed-tensors", "modelopt"),
+    *("compressed-tensors", "modelopt", "quark"),
 )
-UNQUANTIZED_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+UNQUANTIZED_KEYS = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
+)
 # Names of expert modules in the model families, used to test patterns. No model has a layer 77777,
 # which stands for any layer: a pattern that matches it does not name one layer.
 _MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
@@ -90,6 +97,7 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
         "awq": _awq,
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
+        "quark": _quark,
         "modelopt_fp4": _modelopt,
     }[method]
     quantization = {"expert_dtype": config.get("expert_dtype")} | quantization
@@ -194,6 +202,20 @@ def _mxfp8(path: str, config: Config) -> str:
     _require_one_of(path, config, "scale_fmt", ("ue8m0", None))
     _require_one_of(path, config, "weight_block_size", ([1, _MX_GROUP], None))
     return _MXFP8
+
+
+def _quark(path: str, config: Config) -> str:
+    _raise_first(path, unknown_quark_keys(config))
+    options = config.get("global_quant_config")
+    if not isinstance(options, dict):
+        raise config_error(path, f"global_quant_config = {shorten(options)}", "an object")
+    _raise_first(path, unknown_quark_options(options))
+    scheme = quark_scheme(options)
+    if scheme is None:
+        weight, inputs = options.get("weight"), options.get("input_tensors")
+        need = "fp8 by tensor, by channel and token, or by blocks of 128; mxfp8; mxfp4"
+        raise config_error(path, f"weight {shorten(weight)}, input {shorten(inputs)}", need)
+    return scheme
 
 
 def _fbgemm_fp8(path: str, config: Config) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_samples import write_mixed
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
@@ -142,6 +143,72 @@ def test_symmetry_by_module_of_auto_round_in_awq_packing(tmp_path: Path) -> None
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.format) == "int4_w4a16_group:group=64,zero_points=true (awq)"
     assert inspect(tmp_path).problem_fields["quant"] == loaded.problem_fields["quant"]
+
+
+def quark(**changes: Any) -> dict[str, Any]:
+    """A config of Quark, mxfp4, with other options of weights."""
+    config = json.loads(json.dumps(CHECKPOINT_FORMATS["quark mxfp4"].config))
+    config["global_quant_config"]["weight"] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("weight", "inputs", "scheme"),
+    [
+        ({"dtype": "fp4"}, None, "mxfp4_w4a16"),
+        ({"dtype": "fp8_e4m3"}, None, "fp8_w8a16_block:block=1x32"),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, None, "fp8_w8a16_tensor"),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]},
+         {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 128, "is_dynamic": True},
+         "fp8_w8a8_block"),
+    ],
+)  # fmt: skip
+def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
+    config = quark(**weight)
+    config["global_quant_config"]["input_tensors"] = inputs
+    assert str(format_of(config).scheme) == scheme
+    config["global_quant_config"]["weight"] = [config["global_quant_config"]["weight"]]
+    assert str(format_of(config).scheme) == scheme
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (quark(dtype="int4"), "need fp8 by tensor"),
+        (quark(group_size=64), "need fp8 by tensor"),
+        (quark(is_dynamic=True), "need fp8 by tensor"),
+        (quark(symmetric=False), "weight.symmetric = False"),
+        (quark(is_scale_quant=True), "weight.is_scale_quant = True"),
+        (quark(rotated=1), "weight.rotated = 1"),
+        (quark() | {"algo_config": [{"name": "rotation"}]}, "algo_config: 'rotation'"),
+        (quark() | {"layer_type_quant_config": {"Linear": {"weight": None}, "x": {"y": 1}}},
+         "layer_type_quant_config"),
+        (quark() | {"export": {"weight_format": "fake_quantized"}}, "weight_format"),
+        (quark() | {"global_quant_config": None}, "global_quant_config = None"),
+        (quark() | {"rotation": {"r1": 1}}, "rotation"),
+    ],
+)  # fmt: skip
+def test_what_quark_says_and_no_scheme_has_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
+
+
+def test_layers_of_quark_have_options_of_their_own(tmp_path: Path) -> None:
+    """Excluded, with fp8, and with the options of all."""
+    fp8 = CHECKPOINT_FORMATS["quark fp8, channels"].config["global_quant_config"]  # type: ignore[index]
+    config = quark() | {
+        "exclude": ["lm_head", "*.1.mlp.*"],
+        "layer_quant_config": {"model.layers.2.*": fp8},
+    }
+    kinds = {0: "quark mxfp4", 1: "bf16", 2: "quark fp8, channels"}
+    samples = write_mixed(tmp_path, kinds, config)
+    for layer, kind in kinds.items():
+        loaded = mk.load_experts(tmp_path, layer)
+        quant = str(loaded.problem_fields["quant"])
+        assert quant == CHECKPOINT_FORMATS[kind].scheme
+        if quant != "none":
+            w1 = dequantized_weights(loaded.weights, "w1", loaded.problem(1)).double()
+            torch.testing.assert_close(w1, samples[layer].w1, rtol=1e-6, atol=1e-12)
 
 
 def test_the_expert_dtype_is_that_of_experts_only(tmp_path: Path) -> None:

@@ -310,6 +310,11 @@ def mxfp4_deepseek(rows: int, depth: int, g: torch.Generator, gain: float) -> St
     return StoredMatrix(tensors, values)
 
 
+def mxfp4_quark(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    return StoredMatrix({"weight": packed, "weight_scale": scale}, values)
+
+
 def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     packed, scale, values = _mxfp4(rows, depth, g, gain)
     return StoredMatrix({"weight_packed": packed, "weight_scale": scale}, values)

@@ -18,6 +18,7 @@ from modular_kernel.testing.checkpoints.formats import (
     mxfp4,
     mxfp4_compressed,
     mxfp4_deepseek,
+    mxfp4_quark,
     mxfp8,
     nvfp4,
     plain,
@@ -76,6 +77,39 @@ _FP4 = {
     "symmetric": True,
     "strategy": "tensor_group",
     "group_size": 16,
+}
+
+
+def _quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": weight,
+            "input_tensors": inputs,
+            "output_tensors": None,
+            "bias": None,
+        },
+        "exclude": ["lm_head"],
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "algo_config": None,
+        "quant_mode": "eager_mode",
+        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+    }
+
+
+def _quark_fp8(qscheme: str, dynamic: bool) -> dict[str, Any]:
+    kind = {"dtype": "fp8_e4m3", "qscheme": qscheme, "is_dynamic": dynamic, "symmetric": True}
+    return kind | {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+
+
+_QUARK_MXFP4 = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "group_size": 32,
+    "scale_format": "e8m0",
+    "ch_axis": -1,
+    "is_scale_quant": False,
 }
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 _MXFP8_SCHEME = "fp8_w8a16_block:block=1x32"
@@ -252,6 +286,23 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     "deepseek fp4": CheckpointFormat(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
         mxfp4_deepseek,
+        "mxfp4_w4a16",
+    ),
+    "quark fp8": CheckpointFormat(
+        _quark_config(_quark_fp8("per_tensor", False), _quark_fp8("per_tensor", False)),
+        fp8_tensor(static=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8_BOUND,
+    ),
+    "quark fp8, channels": CheckpointFormat(
+        _quark_config(_quark_fp8("per_channel", False), _quark_fp8("per_channel", True)),
+        fp8_channel(torch.float32),
+        "fp8_w8a8_channel",
+        _W8A8_BOUND,
+    ),
+    "quark mxfp4": CheckpointFormat(
+        _quark_config(_QUARK_MXFP4 | {"is_dynamic": False}, _QUARK_MXFP4 | {"is_dynamic": True}),
+        mxfp4_quark,
         "mxfp4_w4a16",
     ),
     "modelopt fp8 block, weights": CheckpointFormat(
