@@ -19,15 +19,22 @@ from modular_kernel.checkpoints.padding import (
     too_few_groups,
 )
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.quantization_config import gptq_version, quantizes_inputs, scheme_of
+from modular_kernel.models.quantization_config import (
+    check_method,
+    gptq_version,
+    quantizes_inputs,
+    scheme_of,
+)
 from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.quant.scale_tiles import ceil_div
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
 _MIN_TILE = 32  # minimum columns of a block after a split, as in `fit_group` for groups
+MX_BLOCK = (1, 32)  # rows and columns of a scale of mxfp8
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,6 +96,7 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
         )
     quant = scheme_of(path, {"quantization_config": dict(config)}, depth=depth)
     scheme = QuantScheme.parse(str(quant))
+    config = check_method(path, dict(config))
     method = str(config["quant_method"])
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
@@ -192,6 +200,8 @@ def _scaled(
     if scheme.granularity == "block":
         dims["block"] = (Dim("N", scheme.group[0]), Dim("K", scheme.group[1]))
     floats = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
+    if scheme.group == MX_BLOCK:  # bytes of mxfp8 are E8M0
+        floats = (*floats, torch.uint8)
     scale = StoredTensor(names[0], "scale", dims[scheme.granularity], floats, names[1:])
     tensors = [StoredTensor("weight", "w", (_N, _K), (weight,)), scale]
     if scheme.static:
@@ -200,10 +210,34 @@ def _scaled(
 
 
 def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    if scheme.weight == "float4_e2m1":  # the experts of DeepSeek-V4
+        return (
+            StoredTensor(
+                "weight", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8, torch.int8)
+            ),
+            StoredTensor(
+                "scale", "scale", (_N, Dim("K", 32)), _E8M0, ("weight_scale_inv", "weight_scale")
+            ),
+        )
     names = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity != "block":
         names = ("weight_scale", "weight_scale_inv", "scale")
     return _scaled(scheme, names, ("input_scale", "activation_scale"))
+
+
+def _fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    bound = StoredTensor("input_scale_ub", "unused", (), _SCALES, optional=True)
+    return (*_scaled(scheme, ("weight_scale",), ()), bound)
+
+
+def _quark(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    if scheme.weight == "float4_e2m1":
+        return (
+            StoredTensor("weight", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
+            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
+            StoredTensor("input_scale", "unused", (), _SCALES, optional=True),
+        )
+    return _scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
 def _modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
@@ -236,7 +270,7 @@ def _compressed(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.weight == "float4_e2m1":
         return (
             StoredTensor("weight_packed", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
-            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
+            StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
         )
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _modelopt(scheme)
@@ -282,14 +316,17 @@ def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     groups = Dim("K", 32, indivisible=True)
     return (
         StoredTensor("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
-        StoredTensor("scales", "scale", (_N, groups), (torch.uint8,)),
+        StoredTensor("scales", "scale", (_N, groups), _E8M0),
     )
 
 
 _STORED: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
     "none": _plain,
     "fp8": _fp8,
+    "mxfp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
+    "quark": _quark,
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,

@@ -32,9 +32,9 @@ from modular_kernel.checkpoints.gptq_awq import (
     sort_columns,
     without_zero_points,
 )
-from modular_kernel.checkpoints.matrix_layout import Range, refine
+from modular_kernel.checkpoints.matrix_layout import Range, StoredTensor, refine
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
-from modular_kernel.quant.scale_tiles import pack_pairs, unpack_pairs
+from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import expect, expect_each
@@ -118,7 +118,21 @@ def convert_share(
         if stored.role == "order" and stored.name in remaining and not coarse.scheme.act_order:
             order = remaining.pop(stored.name)
             check_group_index(order, columns, coarse.scheme.group[0], "g_idx")
+    for stored in coarse.stored:
+        if stored.role == "scale" and stored.name in remaining:
+            remaining[stored.name] = _decoded_e8m0(stored, remaining[stored.name])
+        if stored.role == "w" and stored.dtypes[0] is torch.uint8 and stored.name in remaining:
+            remaining[stored.name] = remaining[stored.name].view(torch.uint8)  # or int8
     return refine(coarse.stored, fine.stored, remaining, rows, columns)
+
+
+def _decoded_e8m0(stored: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return E8M0 scales, of either dtype, as the bytes or the floats that the scheme has."""
+    if scale.dtype is torch.float8_e8m0fnu and stored.dtypes[0] is torch.uint8:
+        return scale.view(torch.uint8)
+    if scale.dtype is torch.uint8 and stored.dtypes[0] is not torch.uint8:
+        return from_e8m0(scale)
+    return scale
 
 
 def fuse(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
@@ -202,6 +216,13 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
     scale = scale.float()
     _check_scale(scale, ~(scale.isfinite() & (scale >= 0)), "finite numbers from 0 on")
     return Matrix(w, scale, None, a_scale)
+
+
+def _read_fp8(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.scheme.weight == "float4_e2m1":
+        scale = next(stored.name for stored in format.stored if stored.role == "scale")
+        return _mxfp4(tensors["weight"], tensors[scale])
+    return _read_scaled(format, tensors, dtype)
 
 
 def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
@@ -375,8 +396,11 @@ def _concatenate(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor
 
 _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "none": _read_plain,
-    "fp8": _read_scaled,
+    "fp8": _read_fp8,
+    "mxfp8": _read_scaled,
+    "fbgemm_fp8": _read_scaled,
     "modelopt": _read_modelopt,
+    "quark": _read_fp8,
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,
     "gptq": _read_gptq,

@@ -46,8 +46,8 @@ class StoredTensor:
     """One tensor that a checkpoint stores for a matrix.
 
     name: suffix after the matrix's name. aliases: alternative names. dims: () is a single number,
-    stored as () or (1,); trailing dimensions of 1 are ignored. role: its meaning to `fusing.fuse`;
-    tensors with a role in UNREAD are not read.
+    stored as () or (1,); dimensions of 1 are ignored as in `kept_dims`. role: its meaning to
+    `fusing.fuse`; tensors with a role in UNREAD are not read.
     """
 
     name: str
@@ -86,14 +86,25 @@ class StoredTensor:
         self, what: str, got: Sequence[int], dtype: torch.dtype, need: tuple[int, ...]
     ) -> None:
         """Raise ShapeError unless the shape `got` is `need`, DtypeError for another dtype."""
-        trimmed = tuple(got)
-        while len(trimmed) > len(need) and trimmed[-1] == 1:
-            trimmed = trimmed[:-1]
-        if trimmed != need:
+        if self.kept_dims(got, need) is None:
             raise ShapeError(what, got=tuple(got), need=need)
         if dtype not in self.dtypes:
             names = " or ".join(map(dtype_name, self.dtypes))
             raise DtypeError(what, got=dtype_name(dtype), need=names)
+
+    def kept_dims(self, got: Sequence[int], need: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the dimensions of a shape `got` that are those of `need`, or None if it differs.
+
+        Trailing dimensions of 1 are left out, and all of 1 that a scale has in excess, such as
+        those of modelopt's scales of blocks, (N / 128, 1, K / 128, 1).
+        """
+        kept = list[int]()
+        for dim, size in enumerate(got):
+            if len(kept) < len(need) and size == need[len(kept)]:
+                kept.append(dim)
+            elif size != 1 or (self.role != "scale" and len(kept) < len(need)):
+                return None
+        return tuple(kept) if len(kept) == len(need) else None
 
     def check_cut(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
         """Raise ConfigurationError if a share splits a packed word."""

@@ -42,7 +42,8 @@ class QuantizationMap:
         self._quantization = ModuleQuantization(path, given)
         self._read_scheme = SchemeReader(path, {"expert_dtype": expert_dtype}, depth)
         self._path, self._depth = path, depth
-        self._formats: dict[int, Format] = {}
+        self._expert_dtype = {} if expert_dtype is None else {"expert_dtype": expert_dtype}
+        self._formats: dict[tuple[int, bool], Format] = {}
 
     @property
     def quantized(self) -> bool:
@@ -58,9 +59,13 @@ class QuantizationMap:
         found = self._quantization.of(module)
         if found.config is None:
             return None
-        if found.number not in self._formats:
-            self._formats[found.number] = self._read(found.config)
-        return self._formats[found.number]
+        is_expert = "experts" in module.split(".")
+        key = found.number, is_expert
+        if key not in self._formats:
+            # `expert_dtype` is that of experts only.
+            config = found.config if is_expert else found.config | {"expert_dtype": None}
+            self._formats[key] = self._read(config, expert=is_expert)
+        return self._formats[key]
 
     def experts_to_try(self, experts: int) -> Sequence[int]:
         """Return numbers of experts that stand for all: those that no entry tells apart are alike.
@@ -77,8 +82,9 @@ class QuantizationMap:
         """
         return common_value(self._quantization, modules, self._read, what)
 
-    def _read(self, config: dict[str, Any] | None) -> Format:
+    def _read(self, config: dict[str, Any] | None, *, expert: bool = True) -> Format:
         if config is None:
             return UNQUANTIZED
+        config = (self._expert_dtype if expert else {}) | config
         self._read_scheme(config)
         return format_of(config, path=self._path, depth=self._depth)

@@ -219,10 +219,18 @@ class LayerSource:
         rows: Range,
         columns: Range,
     ) -> torch.Tensor:
-        single = spec.is_scalar and location.is_shared_scalar(
-            spec, self.files.shape_and_dtype(key)[0]
-        )
-        tensor = self.files.read(key, () if single else location.slices(spec, rows, columns))
+        shape = self.files.shape_and_dtype(key)[0]
+        single = spec.is_scalar and location.is_shared_scalar(spec, shape)
+        slices = () if single else location.slices(spec, rows, columns)
+        kept = spec.kept_dims(shape, location.shape(spec))
+        if len(shape) == len(slices) or kept is None:
+            tensor = self.files.read(key, slices)
+        else:  # with dimensions of 1
+            by_dim = dict(zip(kept, slices, strict=True))
+            tensor = self.files.read(
+                key, tuple(by_dim.get(dim, slice(0, 1)) for dim in range(len(shape)))
+            )
+            tensor = tensor.reshape([tensor.shape[dim] for dim in kept])
         if location.transposed and len(spec.dims) > 1:
             tensor = tensor.transpose(-1, -2)
         return tensor.reshape(
@@ -310,10 +318,11 @@ def find_source(
 def _is_unknown_transposed(source: LayerSource) -> bool:
     """Return whether a layout stores (K, N) in a format that no quantizer stores that way.
 
-    ModelOpt does so with float8 and nvfp4 of Llama-4 and gpt-oss.
+    ModelOpt does so with float8 and nvfp4 of Llama-4 and gpt-oss, FBGEMM with float8 of Llama-4.
     """
     scheme = source.format.scheme
     stored_transposed = scheme.granularity in ("block", "tensor") or scheme.matrix_scales
+    stored_transposed |= source.format.method == "fbgemm_fp8"
     return bool(source.layer.layout.transposed) and not stored_transposed
 
 

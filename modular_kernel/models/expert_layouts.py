@@ -77,7 +77,12 @@ def _modules(
 _MLP, _W = "mlp.experts", "w1 w3 w2"
 _PLAIN = (_per_expert(_MLP), _fused(_MLP))
 _MIXTRAL = (_per_expert("block_sparse_moe.experts", _W),)
-_GRANITE = (_modules("block_sparse_moe", "input_linear", "", "output_linear"),)
+# llm-compressor makes modules of the stacked experts of Granite, Step-3.5 and Step-3.7.
+_GRANITE = (
+    _modules("block_sparse_moe", "input_linear", "", "output_linear"),
+    _per_expert("block_sparse_moe.experts"),
+)
+_STEP = (_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts"))
 _ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_PLAIN)
 _GEMMA = (_fused("experts"), _per_expert("experts"))
 _LATENT = (_per_expert("experts", _W),)
@@ -85,7 +90,7 @@ _LATENT = (_per_expert("experts", _W),)
 # fmt: off
 LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     **dict.fromkeys((
-        "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text",
+        "afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe", "beam", "cohere2_moe", "deepseek", "deepseek_ocr2_text",
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe",
         "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
         "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl_text", "kimi_k2", "kolibri1",
@@ -111,6 +116,6 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
     "openai_privacy_filter": (_fused(_MLP, transposed=True),),
     "qwen3_vl_moe_text": _ANY_ORIENTATION,
-    "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"),),
+    **dict.fromkeys(("step3_text", "step3p5"), _STEP),
 }
 # fmt: on

@@ -82,9 +82,11 @@ FAMILIES: dict[str, Family] = {
     "axk1": _family("axk1 AXK1Experts AXK1TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "axk2": _family("axk2 AXK2Experts AXK2TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "bailing_hybrid": _family("bailing_hybrid BailingHybridExperts BailingHybridTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_PER_TOKEN),
+    "bailing_moe": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_PER_TOKEN),  # by its own code (Ling)
     "beam": _family("beam BeamExperts BeamMoE", _NUM_EXPERTS, _SCALING_KEY),
     "cohere2_moe": _family("cohere2_moe Cohere2MoeExperts", _NUM_EXPERTS, intermediate=_INTERMEDIATE),
     "dbrx": _family("dbrx DbrxExpertGLU DbrxExperts", "moe_num_experts", top_k="moe_top_k", intermediate="ffn_hidden_size", hidden="d_model", nested_in="ffn_config", activation="ffn_act_fn", default_activation="silu"),
+    "deepseek": _family("deepseek_v2 DeepseekV2Experts", _N_ROUTED_EXPERTS, f"{_SCALING_KEY}?"),  # by its own code (DeepSeekMoE 16B)
     "deepseek_ocr2_text": _family("deepseek_ocr2 DeepseekOcr2TextExperts DeepseekOcr2TextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "deepseek_v2": _family("deepseek_v2 DeepseekV2Experts DeepseekV2TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "deepseek_v3": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
@@ -127,7 +129,7 @@ FAMILIES: dict[str, Family] = {
     "lara_mini": _family("lara_mini LaraMiniExperts LaraMiniTopKRouter", _NUM_EXPERTS),
     "lfm2_moe": _family("lfm2_moe Lfm2MoeExperts Lfm2MoeTopKRouter", _NUM_EXPERTS, _SCALING_KEY, activation="=silu"),
     "llama4_text": _family("llama4 Llama4TextExperts Llama4TextMoe", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, on_input=True),
-    "longcat_flash": _family("longcat_flash LongcatFlashExperts LongcatFlashTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, top_k="moe_topk num_experts_per_tok", intermediate="expert_ffn_hidden_size", required=("zero_expert_num", (0, None))),
+    "longcat_flash": _family("longcat_flash LongcatFlashExperts LongcatFlashTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, top_k="moe_topk num_experts_per_tok", intermediate="expert_ffn_hidden_size", required=("zero_expert_type", ("identity", None))),
     "mellum": _family("mellum MellumExperts", _NUM_OR_LOCAL),
     "mimo_v2_flash": _family("mimo_v2_flash MiMoV2FlashExperts MiMoV2FlashTopkRouter", _N_ROUTED_EXPERTS, f"{_SCALING_KEY}?"),
     "minimax": _family("minimax MiniMaxExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
@@ -153,6 +155,7 @@ FAMILIES: dict[str, Family] = {
     "sarvam_mla": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", f"{_N_ROUTED_EXPERTS} {_NUM_EXPERTS}", _SCALING_KEY),  # AutoModel maps it to DeepseekV3
     "sarvam_moe": _family("glm4_moe Glm4MoeExperts Glm4MoeTopkRouter", f"{_N_ROUTED_EXPERTS} {_NUM_EXPERTS}", _SCALING_KEY),
     "solar_open": _family("solar_open SolarOpenExperts SolarOpenTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
+    "step3_text": _family("step3p7 Step3p7Experts", "moe_num_experts", top_k="moe_top_k", activation="=silu"),  # by its own code (Step-3)
     "step3p5": _family("step3p7 Step3p7Experts Step3p7SparseMoeBlock", "n_routed_experts moe_num_experts", "moe_router_scaling_factor", top_k="num_experts_per_tok moe_top_k", gate="clamp_after"),
     "switch_transformers": _unsupported("switch_transformers SwitchTransformersExperts", "its experts are ungated with ReLU, and have a capacity"),
     "unlimited_ocr_text": _family("unlimited_ocr UnlimitedOcrTextExperts UnlimitedOcrTextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),

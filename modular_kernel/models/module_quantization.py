@@ -128,7 +128,7 @@ class ModuleQuantization:
         self._base = {
             key: value
             for key, value in config.items()
-            if key not in (*UNQUANTIZED_KEYS, "dynamic", "extra_config")
+            if key not in (*UNQUANTIZED_KEYS, "dynamic", "extra_config", "layer_quant_config")
             and key != "modules_in_block_to_quantize"
             and not (key == "quantized_layers" and self._layers)
         }
@@ -313,6 +313,9 @@ def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[
         is_skipped = pattern.startswith("-:") or options is False
         label = f"dynamic has {shorten(pattern)}"
         yield label, Entry(text, "regex"), _options(path, label, None if is_skipped else options)
+    for name, options in _objects(path, config, "layer_quant_config"):
+        label = f"layer_quant_config has {shorten(name)}"
+        yield label, entry_of(name), {"global_quant_config": options}
     exact, patterns = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for name, options in _objects(path, config, "extra_config"):
         is_pattern = not re.fullmatch(r"[\w.\-]+", name, re.ASCII)

@@ -13,16 +13,31 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
+from modular_kernel.models.quantization_aliases import (
+    REFUSED_ALGORITHMS,
+    REFUSED_METHODS,
+    canonical,
+)
 from modular_kernel.models.quantization_keys import (
     Mismatch,
     is_empty,
     unknown_group_keys,
     unknown_keys,
 )
+from modular_kernel.models.quark_config import (
+    quark_scheme,
+    unknown_quark_keys,
+    unknown_quark_options,
+)
 
 _MAX_SIZE = 1 << 20
-_METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
-UNQUANTIZED_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_METHODS = (
+    *("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-round"),
+    *("compressed-tensors", "modelopt", "quark"),
+)
+UNQUANTIZED_KEYS = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
+)
 # Names of expert modules in the model families, used to test patterns. No model has a layer 77777,
 # which stands for any layer: a pattern that matches it does not name one layer.
 _MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
@@ -38,7 +53,7 @@ _PACKING_FORMATS = {
     "fp8_w8a8_block": _UNPACKED,
     "fp8_w8a16_tensor": _UNPACKED,
     "fp8_w8a16_channel": _UNPACKED,
-    "fp8_w8a16_block": _UNPACKED,
+    "fp8_w8a16_block": (*_UNPACKED, "mxfp8-quantized"),
     "int8_w8a8_channel": _UNPACKED,
     "int8_w8a16_channel": ("pack-quantized",),
     "int8_w8a16_group": ("pack-quantized",),
@@ -47,6 +62,9 @@ _PACKING_FORMATS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
+_MX_GROUP = 32  # columns of a scale of mxfp8
+_MXFP8 = "fp8_w8a16_block:block=1x32"
+_GROUP_SIZES = {"FP8_PB_WO": 128, "FP8_BLOCK_SCALES": 128, "MXFP8": _MX_GROUP}
 MIXED = "MIXED_PRECISION"  # modelopt's quant_algo for a format per module
 _GROUP_SIZE_KEYS = ("group_size", "q_group_size")
 
@@ -72,11 +90,14 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
     _check_overrides(path, quantization)
     parse = {
         "fp8": _fp8,
+        "mxfp8": _mxfp8,
+        "fbgemm_fp8": _fbgemm_fp8,
         "mxfp4": lambda *_: "mxfp4_w4a16",
         "gptq": _gptq,
         "awq": _awq,
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
+        "quark": _quark,
         "modelopt_fp4": _modelopt,
     }[method]
     quantization = {"expert_dtype": config.get("expert_dtype")} | quantization
@@ -86,13 +107,20 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
 
 
 def check_method(path: str, quantization: object) -> Config:
-    """Return a quantization_config whose method and keys are known.
+    """Return a quantization_config whose method and keys are known, under its canonical name.
 
     Raises ConfigurationError for another one.
     """
     if not isinstance(quantization, dict):
         raise config_error(path, shorten(quantization), "an object")
+    try:
+        quantization = canonical(quantization)
+    except ValueError as error:
+        raise config_error(path, *error.args) from None
     method = quantization.get("quant_method")
+    if isinstance(method, str) and method in REFUSED_METHODS:
+        meaning, nearest = REFUSED_METHODS[method]
+        raise config_error(path, f"quant_method = {method!r}, {meaning}", nearest)
     if method not in (*_METHODS, "modelopt_fp4"):
         need = f"one of {', '.join(_METHODS)}; for other methods pass the sizes and --quant"
         raise config_error(path, f"quant_method = {shorten(method)}", need)
@@ -148,11 +176,14 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
 def _fp8(path: str, config: Config) -> str:
     """Return the scheme of fp8: block or tensor scales, dynamic or static activation scales."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
-    _require_one_of(path, config, "expert_dtype", ("fp8", None))
+    expert_dtype = _require_one_of(path, config, "expert_dtype", ("fp8", "fp4", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", "float", None))
     activation_scheme = _require_one_of(
         path, config, "activation_scheme", ("dynamic", "static", None)
     )
+    if expert_dtype == "fp4":  # of the experts; the other options are of other modules
+        _require_one_of(path, config, "activation_scheme", ("dynamic", None))
+        return "mxfp4_w4a16"
     block = config.get("weight_block_size")
     for key in ("weight_per_tensor", "act_per_tensor"):
         _require_one_of(path, config, key, (block is None, None))
@@ -162,6 +193,37 @@ def _fp8(path: str, config: Config) -> str:
     if activation_scheme == "static":
         raise config_error(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
     return _block_scheme(path, "weight_block_size", block)
+
+
+def _mxfp8(path: str, config: Config) -> str:
+    """Return the scheme of mxfp8: activations, which the recipe also rounds, stay in 16 bits."""
+    _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
+    _require_one_of(path, config, "activation_scheme", ("dynamic", None))
+    _require_one_of(path, config, "scale_fmt", ("ue8m0", None))
+    _require_one_of(path, config, "weight_block_size", ([1, _MX_GROUP], None))
+    return _MXFP8
+
+
+def _quark(path: str, config: Config) -> str:
+    _raise_first(path, unknown_quark_keys(config))
+    options = config.get("global_quant_config")
+    if not isinstance(options, dict):
+        raise config_error(path, f"global_quant_config = {shorten(options)}", "an object")
+    _raise_first(path, unknown_quark_options(options))
+    scheme = quark_scheme(options)
+    if scheme is None:
+        weight, inputs = options.get("weight"), options.get("input_tensors")
+        need = "fp8 by tensor, by channel and token, or by blocks of 128; mxfp8; mxfp4"
+        raise config_error(path, f"weight {shorten(weight)}, input {shorten(inputs)}", need)
+    return scheme
+
+
+def _fbgemm_fp8(path: str, config: Config) -> str:
+    """Return the scheme of FBGEMM's float8: scales by row of weights and by token."""
+    bound = config.get("activation_scale_ub")
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
+        raise config_error(path, f"activation_scale_ub = {shorten(bound)}", "a number")
+    return "fp8_w8a8_channel"
 
 
 def _block_scheme(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") -> str:
@@ -234,10 +296,19 @@ def _modelopt(path: str, config: Config) -> str:
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
         "NVFP4": "nvfp4_w4a16",
         "W4A16_NVFP4": "nvfp4_w4a16",
+        # By blocks of 128 x 128: weights only, and with inputs.
+        "FP8_PB_WO": "fp8_w8a16_block:block=128x128",
+        "FP8_BLOCK_SCALES": "fp8_w8a8_block:block=128x128",
+        "MXFP8": _MXFP8,
     }
+    refused = REFUSED_ALGORITHMS.get(str(config.get("quant_algo")))
+    if refused is not None:
+        raise config_error(path, f"quant_algo = {config['quant_algo']!r}, {refused[0]}", refused[1])
     algorithm = str(_require_one_of(path, config, "quant_algo", tuple(schemes)))
     if algorithm.endswith("NVFP4") and config.get("group_size") is not None:
         _require_one_of(path, config, "group_size", (16,))
+    if algorithm in _GROUP_SIZES:
+        _require_one_of(path, config, "group_size", (_GROUP_SIZES[algorithm], None))
     groups = config.get("config_groups") or {}
     if not isinstance(groups, dict):
         raise config_error(path, f"config_groups = {shorten(groups)}", "an object of objects")
@@ -312,9 +383,14 @@ def _float_scheme(path: str, weights: Config, inputs: Config | None) -> str | No
         return "nvfp4_w4a16" if _has_values(weights, group_size=16) and inputs_known else None
     if not _has_values(weights, num_bits=8):
         return None
+    inputs_are_fp8 = inputs is None or _has_values(inputs, num_bits=8, type="float")
+    if weights.get("strategy") == "group":
+        inputs_are_mx = inputs is None or _has_values(inputs, group_size=_MX_GROUP)
+        is_mxfp8 = _has_values(weights, group_size=_MX_GROUP) and inputs_are_fp8 and inputs_are_mx
+        return _MXFP8 if is_mxfp8 else None
     if inputs is None:
         return _weight_only_fp8(path, weights)
-    if not _has_values(inputs, num_bits=8, type="float"):
+    if not inputs_are_fp8:
         return None
     strategy = (weights.get("strategy"), inputs.get("strategy"))
     dynamic = inputs.get("dynamic")

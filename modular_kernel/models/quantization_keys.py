@@ -32,7 +32,14 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
         "scale_fmt",
         "expert_dtype",
     ),
+    "mxfp8": ("activation_scheme", "weight_block_size", "fmt", "scale_fmt"),
+    # Inputs are not clipped to the bound of a token's scale, by which large outliers saturate.
+    "fbgemm_fp8": ("activation_scale_ub",),
     "mxfp4": (),
+    "quark": (
+        *("global_quant_config", "layer_quant_config", "layer_type_quant_config"),
+        *("exclude", "algo_config", "export"),
+    ),
     "gptq": (*_GPTQ, "extra_config"),
     "awq": (*_AWQ, "extra_config"),
     "compressed-tensors": ("config_groups", "format", "sparsity_config"),
@@ -57,6 +64,7 @@ _HARMLESS_KEYS = frozenset(
         *("model_name_or_path", "model_file_base_name", "model_free"),
         # The KV cache, which experts do not use.
         *("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method"),
+        *("kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec"),
         # Progress and statistics of the quantizer. Dtypes and shapes of tensors are checked.
         *("quantization_status", "global_compression_ratio", "is_checkpoint_fp8_serialized"),
         # Quantized modules. If experts are not among them, loading fails on their missing tensors.
@@ -109,9 +117,12 @@ _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
 _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
     # With true, transformers does not round activations, but the schemes of these formats do.
     "fp8": {"dequantize": (False,)},
+    "fbgemm_fp8": {"dequantize": (False,)},
     "compressed-tensors": {"dequantize": (False,)},
     # Activations stay in 16 bits in either case.
     "mxfp4": {"dequantize": (False, True)},
+    "mxfp8": {"dequantize": (False, True)},
+    "quark": {"quant_mode": ("eager_mode", "fx_graph_mode"), "custom_mode": ("quark",)},
     # GPTQModel and transformers also write GPTQ's keys for AWQ. `zero_point` states the zero
     # points; the backend "llm-awq" packs in another order.
     "awq": {

@@ -25,6 +25,7 @@ class RoutingRule:
     renormalize: whether the top-k weights are renormalized. None means the file's norm_topk_prob,
         or `renormalize_default` if the file has none.
     groups: default (n_group, topk_group); None if the code has no groups.
+    zero_key: key of the number of zero experts.
     method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
     required_values: (key, value) pairs. A file with another value of a key is refused; the key may
         be absent.
@@ -41,6 +42,7 @@ class RoutingRule:
     score_key: str = ""
     bias_key: str = ""
     floor_key: str = ""
+    zero_key: str = ""
     method_key: str = ""
     required_values: tuple[tuple[str, object], ...] = ()
 
@@ -80,6 +82,7 @@ RULES: dict[str, RoutingRule] = {
     "aria_text": _TOPK_FIRST,
     "axk1": _deepseek_v3((8, 4)),
     "cohere2_moe": RoutingRule(order="topk_first", score_key="expert_selection_fn"),
+    "deepseek": RoutingRule(eps=1e-20, renormalize_default=False, required_values=_SOFTMAX),
     "deepseek_ocr2_text": _DEEPSEEK_V2,
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _deepseek_v3((8, 4)),
@@ -107,7 +110,7 @@ RULES: dict[str, RoutingRule] = {
     "laguna": replace(_BIASED_SIGMOID, required_values=(("moe_router_logit_softcapping", 0.0),)),
     "lfm2_moe": RoutingRule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
     "llama4_text": RoutingRule(score="sigmoid", order="topk_first", renormalize=False),
-    "longcat_flash": RoutingRule(bias=True, renormalize=False),
+    "longcat_flash": RoutingRule(bias=True, renormalize=False, zero_key="zero_expert_num"),
     "mellum": _renormalized_by_key(default=True),
     "mimo_v2_flash": _deepseek_v3(),
     "minimax": _RENORMALIZED,
@@ -165,6 +168,7 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
         renormalize=renormalize,
         eps=rule.eps if renormalize else 0.0,
         floor=_floor(path, config, rule),
+        zero_experts=_zero_experts(path, config, rule),
     )
 
 
@@ -184,6 +188,15 @@ def _floor(path: Path, config: Config, rule: RoutingRule) -> float:
     if type(floor) is not float or not 0 <= floor < 1:
         raise _config_error(path, rule.floor_key, floor, "a number from 0 to 1")
     return floor
+
+
+def _zero_experts(path: Path, config: Config, rule: RoutingRule) -> int:
+    count = config.get(rule.zero_key) if rule.zero_key else None
+    if count is None:
+        return 0
+    if type(count) is not int or count < 0:
+        raise _config_error(path, rule.zero_key, count, "an integer >= 0")
+    return count
 
 
 def _groups(path: Path, config: Config, rule: RoutingRule) -> tuple[int, int]:

@@ -25,6 +25,7 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 PUBLISHERS = {
     "deepseek fp8": "deepseek_v3",
     "deepseek fp8, UE8M0": "deepseek_v3",
+    "deepseek fp4": "deepseek_v4",
     "qwen3 fp8": "qwen3_moe",
     "compressed int4": "kimi_k2",
     "compressed fp8 block": "step3p5",
@@ -124,8 +125,13 @@ def test_scales_of_integers_stay_in_16_bits(
         assert torch.equal(got, want)
 
 
-# Whole stacks stored (e, K, N), with one scale of all their experts.
-TURNED = [(family, kind) for family in ("llama4_text", "gpt_oss") for kind in FUSED_FORMATS]
+# Whole stacks stored (e, K, N), with one scale of all their experts, or one of each row.
+TURNED = [
+    (family, kind)
+    for family in ("llama4_text", "gpt_oss")
+    for kind in FUSED_FORMATS
+    if (family, kind) != ("gpt_oss", "fbgemm fp8, fused")  # nobody writes it
+]
 
 
 @pytest.mark.parametrize(("family", "kind"), TURNED)
@@ -159,7 +165,7 @@ def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: P
 
 # -------------------------------------------------------------- that a bound can be exceeded
 
-SCALES = ("weight_scale_inv", "weight_scale", "scales")
+SCALES = ("weight_scale_inv", "weight_scale", "scales", ".scale")
 
 
 def exchange(tensors: Tensors) -> None:

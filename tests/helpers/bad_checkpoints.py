@@ -263,7 +263,7 @@ BAD: dict[str, Case] = {
     "an unknown format": (
         config(quantization_config={"quant_method": "bitnet"}),
         ConfigurationError,
-        "quant_method = 'bitnet', need one of fp8",
+        "quant_method = 'bitnet', ternary weights",
     ),
     "nvfp4 of modelopt by 32": (
         config(

@@ -48,11 +48,12 @@ CASES = [
     *(
         ("mixtral", kind)
         for kind in CHECKPOINT_FORMATS
-        if kind not in ("bf16", "fp16", "fp32", "mxfp4")
+        if kind not in ("bf16", "fp16", "fp32", "mxfp4", "mxfp4, E8M0 dtype", "deepseek fp4")
     ),
     ("qwen3_moe", "qwen3 fp8"),
     ("deepseek_v3", "deepseek fp8, UE8M0"),
     ("gpt_oss", "mxfp4"),
+    ("gpt_oss", "mxfp4, E8M0 dtype"),
     *(("mixtral", kind) for kind in ACT_ORDER_FORMATS),
     ("gpt_oss", "compressed fp8 channel"),
     ("gpt_oss", "compressed int4"),

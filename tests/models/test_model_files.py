@@ -148,7 +148,7 @@ HOSTILE: dict[str, Any] = {
         "quantization_config": FP8,
     },
     "two dtypes": MIXTRAL | {"dtype": "float16"},
-    "experts in a dtype of their own": DEEPSEEK | {"expert_dtype": "fp4"},
+    "experts in an unknown dtype": DEEPSEEK | {"expert_dtype": "fp6"},
     "experts in a dtype without a scheme": MIXTRAL | {"expert_dtype": "fp4"},
     "inside nothing": {"text_config": None},
     "inside itself, again": {"text_config": {"text_config": {"text_config": QWEN3}}},

@@ -84,6 +84,29 @@ def fp8_block(
     return make
 
 
+def fp8_block_4d(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+    """Make modelopt's FP8_PB_WO, whose scales have the shape (blocks, 1, blocks, 1)."""
+    stored = fp8_block(torch.float32, "weight_scale")(rows, depth, g, gain)
+    scale = stored.tensors["weight_scale"]
+    return StoredMatrix(
+        stored.tensors | {"weight_scale": scale[:, None, :, None].contiguous()}, stored.values
+    )
+
+
+def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
+    """Make e4m3 codes with E8M0 scales, of bytes or of their own dtype, per 32 columns."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        w = _fp8_codes(rows, depth, g)
+        exponents = torch.randint(118, 121, (rows, depth // 32), generator=g)
+        exponents = exponents + round(3 * (gain - 1)) - int(torch.tensor(depth).log2().item() / 2)
+        scale = exponents.to(torch.uint8).view(scale_dtype)
+        values = w.to(F64) * expand_tiles(torch.exp2(exponents.to(F64) - 127), rows, depth, 1, 32)
+        return StoredMatrix({"weight": w, name: scale}, values)
+
+    return make
+
+
 def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool = False) -> Make:
     """Make fp8 matrices with per-tensor scales; static adds an input scale.
 
@@ -264,9 +287,32 @@ def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
     return packed, scale.to(torch.uint8), values
 
 
+def with_e8m0_dtype(make: Make, name: str) -> Make:
+    """Make matrices like `make` whose bytes of scales have the dtype float8_e8m0fnu."""
+
+    def make_with_dtype(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        stored = make(rows, depth, g, gain)
+        scale = stored.tensors[name].view(torch.float8_e8m0fnu)
+        return StoredMatrix(stored.tensors | {name: scale}, stored.values)
+
+    return make_with_dtype
+
+
 def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     packed, scale, values = _mxfp4(rows, depth, g, gain)
     return StoredMatrix({"blocks": packed.reshape(rows, -1, 16), "scales": scale}, values)
+
+
+def mxfp4_deepseek(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+    """Make DeepSeek-V4's experts: codes in int8, and scales in their own dtype."""
+    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    tensors = {"weight": packed.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)}
+    return StoredMatrix(tensors, values)
+
+
+def mxfp4_quark(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
+    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    return StoredMatrix({"weight": packed, "weight_scale": scale}, values)
 
 
 def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:

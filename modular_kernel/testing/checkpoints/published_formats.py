@@ -10,15 +10,20 @@ from modular_kernel.testing.checkpoints.formats import (
     awq,
     compressed_tensors,
     fp8_block,
+    fp8_block_4d,
     fp8_channel,
     fp8_tensor,
     gptq,
     int8_channel,
     mxfp4,
     mxfp4_compressed,
+    mxfp4_deepseek,
+    mxfp4_quark,
+    mxfp8,
     nvfp4,
     plain,
     with_act_order,
+    with_e8m0_dtype,
 )
 
 
@@ -72,6 +77,50 @@ _FP4 = {
     "symmetric": True,
     "strategy": "tensor_group",
     "group_size": 16,
+}
+
+
+def _quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": weight,
+            "input_tensors": inputs,
+            "output_tensors": None,
+            "bias": None,
+        },
+        "exclude": ["lm_head"],
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "algo_config": None,
+        "quant_mode": "eager_mode",
+        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+    }
+
+
+def _quark_fp8(qscheme: str, dynamic: bool) -> dict[str, Any]:
+    kind = {"dtype": "fp8_e4m3", "qscheme": qscheme, "is_dynamic": dynamic, "symmetric": True}
+    return kind | {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+
+
+_QUARK_MXFP4 = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "group_size": 32,
+    "scale_format": "e8m0",
+    "ch_axis": -1,
+    "is_scale_quant": False,
+}
+_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+_MXFP8_SCHEME = "fp8_w8a16_block:block=1x32"
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 64,
+    "sym": True,
+    "data_type": "int",
+    "autoround_version": "0.9.0",
 }
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -226,6 +275,81 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         "int4_w4a16_group:group=256",
     ),
     "mxfp4": CheckpointFormat({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
+    "mxfp4, E8M0 dtype": CheckpointFormat(
+        {"quant_method": "mxfp4"}, with_e8m0_dtype(mxfp4, "scales"), "mxfp4_w4a16"
+    ),
+    "compressed mxfp4, E8M0 dtype": CheckpointFormat(
+        _compressed_config("mxfp4-pack-quantized", _MXFP4),
+        with_e8m0_dtype(mxfp4_compressed, "weight_scale"),
+        "mxfp4_w4a16",
+    ),
+    "deepseek fp4": CheckpointFormat(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+        mxfp4_deepseek,
+        "mxfp4_w4a16",
+    ),
+    "quark fp8": CheckpointFormat(
+        _quark_config(_quark_fp8("per_tensor", False), _quark_fp8("per_tensor", False)),
+        fp8_tensor(static=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8_BOUND,
+    ),
+    "quark fp8, channels": CheckpointFormat(
+        _quark_config(_quark_fp8("per_channel", False), _quark_fp8("per_channel", True)),
+        fp8_channel(torch.float32),
+        "fp8_w8a8_channel",
+        _W8A8_BOUND,
+    ),
+    "quark mxfp4": CheckpointFormat(
+        _quark_config(_QUARK_MXFP4 | {"is_dynamic": False}, _QUARK_MXFP4 | {"is_dynamic": True}),
+        mxfp4_quark,
+        "mxfp4_w4a16",
+    ),
+    "modelopt fp8 block, weights": CheckpointFormat(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8_block_4d, "fp8_w8a16_block"
+    ),
+    "modelopt fp8 block": CheckpointFormat(
+        {"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES"},
+        fp8_block(torch.float32, "weight_scale"),
+        "fp8_w8a8_block",
+        _W8A8_BOUND,
+    ),
+    "modelopt mxfp8": CheckpointFormat(
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32},
+        mxfp8("weight_scale", torch.uint8),
+        _MXFP8_SCHEME,
+    ),
+    "mxfp8": CheckpointFormat(
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        mxfp8("weight_scale_inv", torch.float8_e8m0fnu),
+        _MXFP8_SCHEME,
+    ),
+    "compressed mxfp8": CheckpointFormat(
+        _compressed_config(
+            "mxfp8-quantized",
+            _float_config("group", False, group_size=32, scale_dtype="torch.uint8"),
+            _float_config("group", True, group_size=32),
+        ),
+        mxfp8("weight_scale", torch.uint8),
+        _MXFP8_SCHEME,
+    ),
+    "fbgemm fp8": CheckpointFormat(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        fp8_channel(torch.float32),
+        "fp8_w8a8_channel",
+        _W8A8_BOUND,
+    ),
+    "auto-round": CheckpointFormat(_AUTO_ROUND, gptq(4, 64), "int4_w4a16_group:group=64"),
+    "auto-round, zero points": CheckpointFormat(
+        _AUTO_ROUND | {"sym": False, "packing_format": "auto_round"},
+        gptq(4, 64, symmetric=False, zero_point_offset=0),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "auto-round, AWQ": CheckpointFormat(
+        _AUTO_ROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
+        awq(64),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
 }
 
 # Act-order: columns not sorted by group; supported by `load_experts` only.
@@ -253,8 +377,15 @@ ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
     ),
 }
 
-# ModelOpt's fused experts of Llama 4 and gpt-oss: (e, K, N), with one scale for all experts.
+# Fused experts of Llama 4 and gpt-oss, (e, K, N): ModelOpt's, with one scale for all experts, and
+# FBGEMM's.
 FUSED_FORMATS: dict[str, CheckpointFormat] = {
+    "fbgemm fp8, fused": CheckpointFormat(
+        CHECKPOINT_FORMATS["fbgemm fp8"].config,
+        fp8_channel(torch.float32),
+        "fp8_w8a8_channel",
+        _W8A8_BOUND,
+    ),
     "modelopt fp8, fused": CheckpointFormat(
         CHECKPOINT_FORMATS["modelopt fp8"].config,
         fp8_tensor(static=True, shared_scale=True),

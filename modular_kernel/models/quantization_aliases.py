@@ -1,0 +1,91 @@
+"""Quantization methods that are other names for a format, and methods that are refused.
+
+`canonical` rewrites a quantization_config to the method that describes the same tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Packings of auto-round's integers. In the first, zero points are stored minus one, as in GPTQ's
+# first version; in the others as they are.
+_GPTQ_VERSIONS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round": "gptq_v2",
+}
+_AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
+_AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+
+_REQUANTIZE = "unquantized files, and quantize= to quantize them while they are loaded"
+_INT4_FP8 = "int4 codes with scales for float8 activations, which no kernel here has"
+_INT4 = "int4 weights of GPTQ, AWQ or compressed-tensors, with 16-bit activations"
+# Methods whose tensors are not read: (what they store, the nearest thing that works).
+REFUSED_METHODS: dict[str, tuple[str, str]] = {
+    "torchao": (
+        "tensor subclasses whose layout only the metadata of each file describes",
+        f"files of compressed-tensors, or {_REQUANTIZE}",
+    ),
+    "bitsandbytes": (
+        "codes of nf4, fp4 or int8, and scales of blocks that ignore rows",
+        f"files of GPTQ or AWQ, or {_REQUANTIZE}",
+    ),
+    "hqq": ("half-quadratic codes with zero points of 16 bits along either axis", _REQUANTIZE),
+    "aqlm": ("indices of codebooks with vectors of weights", _REQUANTIZE),
+    "vptq": ("indices of codebooks with vectors of weights", _REQUANTIZE),
+    "higgs": ("indices of grids, of weights rotated by a Hadamard transform", _REQUANTIZE),
+    "fp_quant": (
+        "fp4 codes of weights rotated by a Hadamard transform",
+        f"nvfp4 files, or {_REQUANTIZE}",
+    ),
+    "spqr": ("codes of 3 bits and sparse outliers", _REQUANTIZE),
+    "bitnet": ("ternary weights of linear layers", _REQUANTIZE),
+    "eetq": (
+        "int8 that is interleaved for one kernel",
+        f"compressed-tensors int8, or {_REQUANTIZE}",
+    ),
+    "quanto": ("tensor subclasses of optimum-quanto", f"compressed-tensors, or {_REQUANTIZE}"),
+    "sinq": ("codes with scales of both rows and columns", _REQUANTIZE),
+    "metal": ("codes that are packed for Apple's kernels", _REQUANTIZE),
+    "w4afp8": (_INT4_FP8, _INT4),
+}
+# Algorithms of modelopt that are refused, likewise.
+REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
+    "W4A8_AWQ": (_INT4_FP8, _INT4),
+    "W4A16_AWQ": ("int4 codes in modelopt's packing, and factors on the inputs", _INT4),
+    "NVFP4_AWQ": ("nvfp4 with factors on the inputs, which no kernel here applies", "NVFP4"),
+    "W8A8_SQ_PER_CHANNEL": (
+        "int8 codes with factors on the inputs, which no kernel here applies",
+        "compressed-tensors int8",
+    ),
+}
+
+
+def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a quantization_config under the name of the method that reads its tensors.
+
+    Raises ValueError(got, need) for a variant of auto-round that has no such method.
+    """
+    found = dict(config)
+    if found.get("quant_method") not in _AUTO_ROUND:
+        return found
+    packing = found.pop("packing_format", "auto_round:auto_gptq")
+    if packing in _AWQ_PACKINGS:
+        extra = found.get("extra_config")
+        if isinstance(extra, Mapping):
+            found["extra_config"] = {name: _awq_options(options) for name, options in extra.items()}
+        options: dict[str, Any] = _awq_options({"sym": True} | found)
+        return options | {"quant_method": "awq"}
+    if packing not in _GPTQ_VERSIONS:
+        need = f"one of {', '.join((*_GPTQ_VERSIONS, *_AWQ_PACKINGS))}"
+        raise ValueError(f"packing_format = {str(packing)[:80]!r} of auto-round", need)
+    version = _GPTQ_VERSIONS[packing]
+    return {"sym": True} | found | {"quant_method": "gptq", "checkpoint_format": version}
+
+
+def _awq_options(options: Any) -> Any:
+    """Replace auto-round's `sym` by AWQ's `zero_point`, which is its opposite."""
+    if not isinstance(options, Mapping) or not isinstance(options.get("sym"), bool):
+        return options
+    others = {key: value for key, value in options.items() if key != "sym"}
+    return others | {"zero_point": not options["sym"]}

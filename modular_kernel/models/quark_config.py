@@ -1,0 +1,96 @@
+"""The scheme of one module in a quantization_config of AMD Quark.
+
+Each tensor of a module has a specification: dtype, granularity (`qscheme`), and whether its scales
+are computed in each call (`is_dynamic`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from modular_kernel.models.quantization_keys import Mismatch, is_empty
+
+_MX_GROUP = 32
+_READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
+# The search for scales, and the rounding of what is stored already.
+_HARMLESS = ("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type")
+_ALLOWED: dict[str, tuple[object, ...]] = {
+    "symmetric": (True,),
+    "ch_axis": (0, 1, -1),
+    "is_scale_quant": (False,),
+}
+_SPECIFICATIONS = ("weight", "input_tensors")
+_ALGORITHMS = ("gptq",)  # others may also transform activations
+
+
+def quark_scheme(options: Mapping[str, Any]) -> str | None:
+    """Return the scheme of a module, or None if there is none.
+
+    options: its entry, or the one for all modules (`global_quant_config`). Activations of mxfp4 and
+    mxfp8 stay in 16 bits.
+    """
+    if set(unknown_quark_options(options)):
+        return None
+    weight, inputs = (_single(options.get(name)) for name in _SPECIFICATIONS)
+    if not isinstance(weight, Mapping) or weight.get("is_dynamic"):
+        return None
+    kind, granularity = weight.get("dtype"), weight.get("qscheme")
+    is_mx = weight.get("group_size") == _MX_GROUP and weight.get("scale_format") == "e8m0"
+    if kind == "fp4" and granularity == "per_group" and is_mx:
+        return "mxfp4_w4a16"
+    if kind != "fp8_e4m3":
+        return None
+    if granularity == "per_group":
+        return f"fp8_w8a16_block:block=1x{_MX_GROUP}" if is_mx else None
+    if inputs is None:
+        names = {"per_tensor": "fp8_w8a16_tensor", "per_channel": "fp8_w8a16_channel"}
+        return names.get(str(granularity))
+    if not isinstance(inputs, Mapping) or inputs.get("dtype") != "fp8_e4m3":
+        return None
+    by = (granularity, inputs.get("qscheme"), bool(inputs.get("is_dynamic")))
+    if by == ("per_block", "per_group", True):
+        block = weight.get("block_size")
+        is_block = block == [128, 128] and inputs.get("group_size") == block[1]
+        return "fp8_w8a8_block:block=128x128" if is_block else None
+    return {
+        ("per_tensor", "per_tensor", False): "fp8_w8a8_tensor:static=true",
+        ("per_tensor", "per_tensor", True): "fp8_w8a8_tensor",
+        ("per_channel", "per_channel", True): "fp8_w8a8_channel",
+    }.get(by)
+
+
+def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
+    """Yield (got, need) for every entry of a module's options that may change its numbers."""
+    for name, value in options.items():
+        if name not in _SPECIFICATIONS:
+            if not is_empty(value) and name != "target_device":
+                yield f"global_quant_config.{name} = {value!r}", "weight and input_tensors only"
+            continue
+        found = _single(value)
+        for key, item in found.items() if isinstance(found, Mapping) else ():
+            if is_empty(item) or key in (*_READ, *_HARMLESS):
+                continue
+            allowed = _ALLOWED.get(key, ())
+            if not any(item == each and type(item) is type(each) for each in allowed):
+                need = " or ".join(map(repr, allowed)) or "no such key: it may change values"
+                yield f"global_quant_config.{name}.{key} = {item!r}", need
+
+
+def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
+    """Yield (got, need) for entries beside the options of modules that may change numbers."""
+    if not is_empty(config.get("layer_type_quant_config")):
+        yield "layer_type_quant_config", "options by name of module (layer_quant_config)"
+    algorithms = config.get("algo_config") or []
+    for each in algorithms if isinstance(algorithms, list) else [algorithms]:
+        name = each.get("name") if isinstance(each, Mapping) else each
+        if name not in _ALGORITHMS:
+            yield f"algo_config: {name!r}", f"{' or '.join(_ALGORITHMS)}, or none"
+    export = config.get("export")
+    packing = export.get("weight_format") if isinstance(export, Mapping) else None
+    if packing not in ("real_quantized", None):
+        yield f"export.weight_format = {packing!r}", "'real_quantized'"
+
+
+def _single(specification: Any) -> Any:
+    """Return the only element of a list of specifications, else what is given."""
+    is_single = isinstance(specification, list) and len(specification) == 1
+    return specification[0] if is_single else specification

@@ -1,0 +1,295 @@
+"""Formats with the tensors of others: mxfp8, fp8 of FBGEMM and modelopt, auto-round, E8M0."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixed_samples import write_mixed
+from safetensors.torch import load_file, save_file
+
+import modular_kernel as mk
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.checkpoints.quantization_map import QuantizationMap
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.models.quantization_aliases import REFUSED_ALGORITHMS, REFUSED_METHODS
+from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import (
+    FAMILIES,
+    Tensors,
+    per_expert_modules,
+    write,
+)
+
+AUTO_ROUND = CHECKPOINT_FORMATS["auto-round"].config
+
+
+def changed(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_fbgemm_scales_of_llama4_have_the_shapes_that_transformers_writes(tmp_path: Path) -> None:
+    """Stacks (e, K, N): scales of gate_up (e, 1, 2I), of down (e, H, 1); whole and in TP shares."""
+
+    def reshape(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("down_proj_weight_scale")]:
+            scale = tensors.pop(name)
+            tensors[name.replace("_weight_scale", "_scale")] = scale.mT.contiguous()
+        assert {t.shape for n, t in tensors.items() if n.endswith("scale")} == {
+            torch.Size([4, 1, 512]),
+            torch.Size([4, 128, 1]),
+        }
+
+    sample = write(tmp_path, "llama4_text", "fbgemm fp8, fused", change=reshape)
+    loaded = mk.load_experts(tmp_path, 0)
+    for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
+        values = dequantized_weights(loaded.weights, name, loaded.problem(1)).double()
+        torch.testing.assert_close(values, exact, rtol=1e-6, atol=1e-12)
+    share = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    w1 = dequantized_weights(share.weights, "w1", share.problem(1)).double()
+    exact = torch.cat([sample.w1[:, 128:256], sample.w1[:, 384:512]], 1)
+    torch.testing.assert_close(w1, exact, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "modelopt mxfp8", "mxfp4, E8M0 dtype"])
+def test_an_e8m0_scale_that_is_nan_is_refused(kind: str, tmp_path: Path) -> None:
+    def set_nan(tensors: Tensors) -> None:
+        name = next(name for name in tensors if ".2." in name and "scale" in name and "up" in name)
+        tensors[name].view(torch.uint8)[0, 0] = 255
+
+    families = {"mxfp4, E8M0 dtype": "gpt_oss"}
+    if kind in families:
+
+        def set_nan(tensors: Tensors) -> None:
+            name = next(name for name in tensors if name.endswith("gate_up_proj_scales"))
+            tensors[name].view(torch.uint8)[2, 0, 0] = 255
+
+    write(tmp_path, families.get(kind, "qwen3_moe"), kind, change=set_nan)
+    with pytest.raises(WeightsError, match=r"scale: got (nan|255)"):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_dimensions_of_1_are_ignored_in_scales_only(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    changed(tmp_path, lambda t: t.update({name: t[name][:, None]}))
+    with pytest.raises(ShapeError, match=rf"{name}: got \(256, 1, 128\)"):
+        mk.load_experts(tmp_path, 0)
+    write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
+    scale = f"{name}_scale"
+    changed(tmp_path, lambda t: t.update({scale: t[scale].reshape(1, 2)}))
+    with pytest.raises(ShapeError, match=rf"{scale}: got \(1, 2\), need \(2, 1\)"):
+        mk.load_experts(tmp_path, 0)
+
+
+def test_bytes_are_scales_of_mxfp8_only(tmp_path: Path) -> None:
+    def to_bytes(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("scale_inv")]:
+            tensors[name] = torch.full(tensors[name].shape, 120, dtype=torch.uint8)
+
+    write(tmp_path, "qwen3_moe", "qwen3 fp8", change=to_bytes)
+    with pytest.raises(DtypeError, match="weight_scale_inv: got uint8"):
+        mk.load_experts(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        ({}, "int4_w4a16_group:group=64"),
+        ({"packing_format": "auto_round:gptq", "bits": 8}, "int8_w8a16_group:group=64"),
+        ({"packing_format": "auto_round:gptqmodel", "sym": False},
+         "int4_w4a16_group:group=64,zero_points=true"),
+        ({"packing_format": "auto_round:auto_awq"}, "int4_w4a16_group:group=64"),
+        ({"packing_format": "auto_round:awq", "sym": False},
+         "int4_w4a16_group:group=64,zero_points=true"),
+    ],
+)  # fmt: skip
+def test_packings_of_auto_round(config: dict[str, Any], scheme: str) -> None:
+    format = format_of(AUTO_ROUND | config)
+    assert str(format.scheme) == scheme
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    assert format.method == ("awq" if "awq" in packing else "gptq")
+    assert format.minus_one == ("gptqmodel" not in packing)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"packing_format": "auto_round:llm_compressor"}, "packing_format = .*llm_compressor"),
+        ({"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        ({"act_bits": 8}, "act_bits = 8"),
+        ({"bits": 3}, "bits = 3"),
+    ],
+)
+def test_other_variants_of_auto_round_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(AUTO_ROUND | config)
+
+
+def test_symmetry_by_module_of_auto_round_in_awq_packing(tmp_path: Path) -> None:
+    """extra_config says `sym`, which AWQ calls zero_point."""
+    other = {"model.layers.0.mlp.experts": {"sym": False}}
+    config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": other}
+    sample = write(tmp_path, "qwen3_moe", "auto-round, AWQ")
+    text = sample.config | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    loaded = mk.load_experts(tmp_path, 0)
+    assert str(loaded.format) == "int4_w4a16_group:group=64,zero_points=true (awq)"
+    assert inspect(tmp_path).problem_fields["quant"] == loaded.problem_fields["quant"]
+
+
+def quark(**changes: Any) -> dict[str, Any]:
+    """A config of Quark, mxfp4, with other options of weights."""
+    config = json.loads(json.dumps(CHECKPOINT_FORMATS["quark mxfp4"].config))
+    config["global_quant_config"]["weight"] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("weight", "inputs", "scheme"),
+    [
+        ({"dtype": "fp4"}, None, "mxfp4_w4a16"),
+        ({"dtype": "fp8_e4m3"}, None, "fp8_w8a16_block:block=1x32"),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, None, "fp8_w8a16_tensor"),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]},
+         {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 128, "is_dynamic": True},
+         "fp8_w8a8_block"),
+    ],
+)  # fmt: skip
+def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
+    config = quark(**weight)
+    config["global_quant_config"]["input_tensors"] = inputs
+    assert str(format_of(config).scheme) == scheme
+    config["global_quant_config"]["weight"] = [config["global_quant_config"]["weight"]]
+    assert str(format_of(config).scheme) == scheme
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (quark(dtype="int4"), "need fp8 by tensor"),
+        (quark(group_size=64), "need fp8 by tensor"),
+        (quark(is_dynamic=True), "need fp8 by tensor"),
+        (quark(symmetric=False), "weight.symmetric = False"),
+        (quark(is_scale_quant=True), "weight.is_scale_quant = True"),
+        (quark(rotated=1), "weight.rotated = 1"),
+        (quark() | {"algo_config": [{"name": "rotation"}]}, "algo_config: 'rotation'"),
+        (quark() | {"layer_type_quant_config": {"Linear": {"weight": None}, "x": {"y": 1}}},
+         "layer_type_quant_config"),
+        (quark() | {"export": {"weight_format": "fake_quantized"}}, "weight_format"),
+        (quark() | {"global_quant_config": None}, "global_quant_config = None"),
+        (quark() | {"rotation": {"r1": 1}}, "rotation"),
+    ],
+)  # fmt: skip
+def test_what_quark_says_and_no_scheme_has_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
+
+
+def test_layers_of_quark_have_options_of_their_own(tmp_path: Path) -> None:
+    """Excluded, with fp8, and with the options of all."""
+    fp8 = CHECKPOINT_FORMATS["quark fp8, channels"].config["global_quant_config"]  # type: ignore[index]
+    config = quark() | {
+        "exclude": ["lm_head", "*.1.mlp.*"],
+        "layer_quant_config": {"model.layers.2.*": fp8},
+    }
+    kinds = {0: "quark mxfp4", 1: "bf16", 2: "quark fp8, channels"}
+    samples = write_mixed(tmp_path, kinds, config)
+    for layer, kind in kinds.items():
+        loaded = mk.load_experts(tmp_path, layer)
+        quant = str(loaded.problem_fields["quant"])
+        assert quant == CHECKPOINT_FORMATS[kind].scheme
+        if quant != "none":
+            w1 = dequantized_weights(loaded.weights, "w1", loaded.problem(1)).double()
+            torch.testing.assert_close(w1, samples[layer].w1, rtol=1e-6, atol=1e-12)
+
+
+def test_the_expert_dtype_is_that_of_experts_only(tmp_path: Path) -> None:
+    """In the config.json itself or in its quantization_config; other modules are fp8 by block."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    for inside, beside in ((None, "fp4"), ("fp4", None)):
+        config = quantization | ({} if inside is None else {"expert_dtype": inside})
+        formats = QuantizationMap(config, expert_dtype=beside)
+        expert = formats.format_of("layers.0.ffn.experts.3.w1")
+        assert str(expert) == "mxfp4_w4a16 (fp8)"
+        for module in ("layers.0.attn.wq_a", "layers.0.ffn.shared_experts.w1"):
+            assert str(formats.format_of(module)) == "fp8_w8a8_block (fp8)"
+    write(tmp_path, "deepseek_v4", "deepseek fp4")
+    text = json.loads((tmp_path / "config.json").read_text())
+    del text["quantization_config"]["expert_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(text | {"expert_dtype": "fp4"}))
+    assert mk.load_experts(tmp_path, 0).problem_fields["quant"] == "mxfp4_w4a16"
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ShapeError, match=r"w1.weight: got \(256, 64\), need \(256, 128\)"):
+        mk.load_experts(tmp_path, 0)
+
+
+@pytest.mark.parametrize(("family", "block"), [
+    ("granitemoe", "block_sparse_moe.experts"),
+    ("step3p5", "moe.experts"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
+def test_experts_of_stacked_families_may_be_modules(
+    family: str, block: str, kind: str, tmp_path: Path
+) -> None:
+    """llm-compressor writes them that way; the numbers, the scheme and a share are right."""
+    names = replace(FAMILIES[family], names=per_expert_modules(block))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, family, names)
+        sample = write(tmp_path, family, kind)
+    assert f"model.layers.0.{block}.3.down_proj." in " ".join(
+        load_file(tmp_path / "model.safetensors")
+    )
+    half = mk.load_experts(tmp_path, 0, ep=(1, 2))
+    for loaded, first in ((mk.load_experts(tmp_path, 0), 0), (half, 2)):
+        quant = str(loaded.problem_fields["quant"])
+        assert str(QuantScheme.parse(quant)) == CHECKPOINT_FORMATS[kind].scheme
+        for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
+            stored = getattr(loaded.weights, name)
+            if quant != "none":
+                stored = dequantized_weights(loaded.weights, name, loaded.problem(1))
+            torch.testing.assert_close(stored.double(), exact[first:], rtol=1e-6, atol=1e-12)
+    assert inspect(tmp_path).layers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size"),
+        ({"quant_method": "mxfp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "group_size": 64}, "group_size"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "big"}, "activation_scale_ub"),
+        ({"quant_method": "fbgemm_fp8", "transposed": True}, "transposed"),
+    ],
+)
+def test_variants_without_a_scheme_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
+
+
+REFUSED = [
+    *(({"quant_method": name}, *texts) for name, texts in REFUSED_METHODS.items()),
+    *(
+        ({"quant_method": "modelopt", "quant_algo": name}, *texts)
+        for name, texts in REFUSED_ALGORITHMS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "meaning", "nearest"), REFUSED)
+def test_a_refused_method_is_told_with_its_meaning_and_what_works(
+    config: dict[str, str], meaning: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        format_of(config)
+    assert list(config.values())[-1] in str(caught.value.got)
+    assert meaning in str(caught.value.got)
+    assert str(caught.value.need) == nearest

@@ -1,0 +1,124 @@
+"""Families whose code is published beside the model, and LongCat with its zero experts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import (
+    FAMILIES,
+    ModelFamily,
+    Sample,
+    per_expert_modules,
+    step,
+    write,
+)
+
+SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hidden_size")
+OWN: dict[str, ModelFamily] = {
+    "deepseek": ModelFamily(per_expert_modules("mlp.experts"), SIZES),
+    "bailing_moe": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZES[1:])),
+    "step3_text": ModelFamily(
+        step, ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size")
+    ),
+    "longcat_flash": ModelFamily(
+        per_expert_modules("mlp.experts"),
+        ("n_routed_experts", "moe_topk", "expert_ffn_hidden_size", "hidden_size"),
+        extra_config={"routed_scaling_factor": 6.0, "zero_expert_num": 3},
+    ),
+}
+
+
+def written(folder: Path, family: str, kind: str) -> Sample:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, family, OWN[family])
+        return write(folder, family, kind)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
+@pytest.mark.parametrize("family", OWN)
+def test_the_experts_are_read(family: str, kind: str, tmp_path: Path) -> None:
+    """Whole and in shares of EP x TP, with the numbers of the files."""
+    sample = written(tmp_path, family, kind)
+    assert inspect(tmp_path).layers == (0,)
+    for ep, tp in (((0, 1), (0, 1)), ((1, 2), (1, 2))):
+        loaded = mk.load_experts(tmp_path, 0, ep=ep, tp=tp)
+        expected = 1.0 if family != "longcat_flash" else 6.0
+        assert loaded.problem_fields.get("routed_scaling_factor", 1.0) == expected
+        experts = slice(4 * ep[0] // ep[1], 4)
+        gate, up = sample.w1[experts].chunk(2, 1)
+        rows = slice(256 * tp[0] // tp[1], 256)
+        exact = {
+            "w1": torch.cat([gate[:, rows], up[:, rows]], 1),
+            "w2": sample.w2[experts][:, :, rows],
+        }
+        for name, values in exact.items():
+            stored = getattr(loaded.weights, name)
+            if kind != "bf16":
+                stored = dequantized_weights(loaded.weights, name, loaded.partial(1)[0])
+            torch.testing.assert_close(stored.double(), values, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["deepseek", "longcat_flash"])
+def test_a_layer_is_that_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    sample = written(tmp_path, family, "fp32")
+    layer = FusedMoE.from_config(tmp_path, 0, params_dtype="float32", experts="TorchExperts")
+    layer.load(tmp_path)
+    zero = 3 if family == "longcat_flash" else 0
+    x, logits = sample.inputs(24)[0], torch.randn(24, 4 + zero)
+    scores = logits.double().softmax(-1)
+    bias = torch.zeros(4 + zero)
+    if zero:
+        bias = torch.linspace(0, 0.2, 4 + zero)
+        layer.selection_bias.copy_(bias)
+    ids = (scores + bias.double()).topk(2).indices
+    weights = scores.gather(1, ids)
+    own = weights.masked_fill(ids >= 4, 0)
+    truth = sample.expected_output(x, own, ids.clamp(max=3))
+    # A zero expert returns its input, which has the factor, too.
+    truth += (weights - own).sum(1, keepdim=True) * sample.scaling * x
+    if zero:
+        assert bool((ids >= 4).any())
+    y = layer(x.float(), logits)
+    torch.testing.assert_close(y.double(), truth, rtol=1e-4, atol=1e-4)
+    assert CHECKPOINT_FORMATS["fp32"].config is None
+
+
+def test_longcat_is_that_of_transformers(tmp_path: Path) -> None:
+    """Its own router and zero experts on the same weights."""
+    modeling = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
+    sample = written(tmp_path, "longcat_flash", "fp32")
+    config = SimpleNamespace(
+        hidden_size=128, expert_ffn_hidden_size=256, n_routed_experts=4, num_local_experts=4,
+        zero_expert_num=3, num_experts_per_tok=2, routed_scaling_factor=6.0, hidden_act="silu",
+        router_bias=False, _experts_implementation="eager",
+    )  # fmt: skip
+    module = modeling.LongcatFlashMoE(config).float()
+    torch.nn.init.normal_(module.router.classifier.weight)
+    module.router.e_score_correction_bias.copy_(torch.linspace(0, 0.2, 7))
+    with torch.no_grad():
+        module.experts.gate_up_proj[:4] = sample.w1.float()
+        module.experts.down_proj.copy_(sample.w2)
+    layer = FusedMoE.from_config(tmp_path, 0, params_dtype="float32", experts="TorchExperts")
+    layer.load(tmp_path)
+    layer.selection_bias.copy_(module.router.e_score_correction_bias)
+    x = sample.inputs(24)[0].float()
+    with torch.no_grad():
+        want = module(x[None])[0]
+        got = layer(x, module.router.classifier(x))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_other_zero_experts_are_refused(tmp_path: Path) -> None:
+    sample = written(tmp_path, "longcat_flash", "fp32")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("{", '{"zero_expert_type": "constant", ', 1))
+    with pytest.raises(ConfigurationError, match="zero_expert_type = constant, need identity"):
+        mk.load_experts(sample.folder, 0)
