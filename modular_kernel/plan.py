@@ -223,7 +223,7 @@ class BoundCalls(ABC):
         """Return why a call that is not replayed is not recorded either; "" if it is."""
         if not self.kernel.replayable:
             return call_counters.NOT_DECLARED
-        if not self._recorded.wants(signature):
+        if not self._recorded.is_new(signature):
             return self._recorded.why_refused(signature) or call_counters.OBSERVED
         return call_counters.NO_TOKENS if out.numel() == 0 else ""
 

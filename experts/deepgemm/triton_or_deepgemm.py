@@ -98,7 +98,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         is_large = size >= min_tokens(self.problem, self.min_rows)
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
-    def _take_output(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
+    def _combined_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
         """Return the buffers of both parts if the call may use DeepGEMM, else those of Triton."""
         few, part = self._triton.workspace_shapes(shape), self._part(size)
         # A plan may be called with fewer tokens than it was made for, and then uses Triton.
@@ -136,7 +136,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        shapes, scheme = self._take_output(shape.tokens, shape), self.problem.scheme
+        shapes, scheme = self._combined_shapes(shape.tokens, shape), self.problem.scheme
         if self._part(shape.tokens) is self._triton or not scheme.quantizes_activations:
             return shapes
         quantized_x = quantize_specs(_X, scheme, shape.tokens, self.problem.hidden)
@@ -194,7 +194,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
-        return self._take_output(shape.capacity, shape)
+        return self._combined_shapes(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         # The capacity decides which part runs, and it cannot be derived from x_TH.

@@ -46,10 +46,10 @@ class Requirements:
     top_k: minimum and maximum K.
     hidden_multiple: H must be a multiple of this. hidden_sizes: the only supported H, None for any.
     inplace: the output may overwrite x.
-    graph_capturable: no synchronization, no allocation, no data-dependent shape.
-    deterministic: bitwise equal output for equal input.
-    batch_invariant: if the problem requests it, a token's output is bitwise the same in a call with
-        only that token, including the part's reducers.
+    graph_capturable: a call does not synchronize or allocate, and has no data-dependent shapes.
+    deterministic: equal input gives bitwise equal output.
+    batch_invariant: if the problem requests it, the output of a token is bitwise equal to that of a
+        call with only this token. This includes the part's reducers.
     lora: supports adapters: either dispatches their slots with the tokens, or adds their deltas in
         both GEMMs.
     """
@@ -105,13 +105,13 @@ class PrepareFinalizeRequirements(Requirements):
         must have exactly that many.
     graph_across_hosts: graph_capturable also holds with several hosts.
     linear_placement: supports only blocks of E / world_size experts, with E divisible by the world
-        size. False declares that every expert is found by Problem.placement, whatever it is.
+        size. False declares that the part looks up experts in Problem.placement and supports any.
     max_tokens: maximum number of tokens of a call, None for any.
     asynchronous: implements `prepare_no_receive`.
     replicated_input: every rank passes the same tokens and routing and gets the full output;
         otherwise each rank passes its own tokens, in any number.
-    received_by_library: a library receives the rows into memory from torch's allocator in every
-        call, including planned and captured ones; only it has the received counts.
+    received_by_library: in every call, including planned and captured ones, a library allocates the
+        received rows with torch's allocator; only the library knows their number.
     bounds_received: its buffers can be sized for Problem.max_received rows.
     capacity_unit: in the batched format each expert has capacity for T tokens of every rank, with T
         rounded up to a multiple of this.
@@ -164,10 +164,10 @@ class ExpertsRequirements(Requirements):
     max_elements: bound on T * K * max(N, H) if offsets are 32-bit, None if 64-bit.
     blocks: supported (rows, depth) of weight blocks in block schemes, None for any.
     capacity_multiple: in the batched format, an expert's capacity must be a multiple of this.
-    library_allocates: a library allocates from torch's allocator in every call, including planned
-        and captured ones.
-    hides_nan: activations whose clamp, in a library, turns a NaN of weights, scales or biases into
-        the limit; a NaN of x or of a router weight is still propagated.
+    library_allocates: in every call, including planned and captured ones, a library allocates with
+        torch's allocator.
+    hides_nan: activations for which a library's clamp turns a NaN in weights, scales or biases into
+        the limit. A NaN in x or in a router weight is still propagated.
     tf32: float32 GEMMs may use TF32.
     """
 
@@ -199,7 +199,7 @@ class ExpertsRequirements(Requirements):
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A part of other projects that is planned here under the same name."""
+    """A part of another project that is planned here under the same name."""
 
     name: str
     kind: str

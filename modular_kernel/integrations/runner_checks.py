@@ -35,7 +35,7 @@ def check_dispatched(given: DispatchOutput) -> None:
     batched = isinstance(given, DeepEPLLDispatchOutput)
     _check_dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
     if given.hidden_states_scale is not None:
-        _beside("hidden_states_scale", given.hidden_states_scale, x)
+        _on_same_device("hidden_states_scale", given.hidden_states_scale, x)
     rows = None if batched else len(x)
     _check_pairs(given.topk_ids, given.topk_weights, x, rows)
     if isinstance(given, DeepEPLLDispatchOutput):
@@ -59,7 +59,7 @@ def _check_pairs(ids: object, weights: object, x: torch.Tensor, rows: int | None
 
     rows: the required R; None if ids are per token, not per row of x.
     """
-    ids, weights = _beside("topk_ids", ids, x), _beside("topk_weights", weights, x)
+    ids, weights = _on_same_device("topk_ids", ids, x), _on_same_device("topk_weights", weights, x)
     _check_dims("topk_ids", ids, "(T, K)" if rows is None else "(R, K)")
     if ids.dtype not in _IDS:
         raise DtypeError("topk_ids", got=ids.dtype, need="int32 or int64")
@@ -72,7 +72,7 @@ def _check_pairs(ids: object, weights: object, x: torch.Tensor, rows: int | None
 
 
 def _check_counts(counts: object, x: torch.Tensor) -> None:
-    counts = _beside("masked_m", counts, x)
+    counts = _on_same_device("masked_m", counts, x)
     experts, capacity = x.shape[:2]
     if counts.dtype is not torch.int32:
         raise DtypeError("masked_m", got=counts.dtype, need="int32")
@@ -84,7 +84,7 @@ def _check_counts(counts: object, x: torch.Tensor) -> None:
         raise RoutingError("masked_m", got=counts.tolist(), need=need)
 
 
-def _beside(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
+def _on_same_device(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
     """Return a tensor after checking that it is on the device of x."""
     check_tensor(what, given)
     assert isinstance(given, torch.Tensor)

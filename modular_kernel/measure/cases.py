@@ -49,7 +49,8 @@ class LayerCase:
 def operands(problem: Problem, scheme: QuantScheme) -> str:
     """Return the operands' types, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
 
-    Layers with equal operands compete, whatever the granularity of their scales.
+    Layers with equal operands are compared with each other, regardless of the granularity of their
+    scales.
     """
     unquantized = dtype_name(problem.dtype)
     if not scheme.quantized:
@@ -59,7 +60,7 @@ def operands(problem: Problem, scheme: QuantScheme) -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """The arguments of one call beside the weights."""
+    """The arguments of one call, except the weights."""
 
     x_TH: torch.Tensor
     routing: Routing

@@ -1,9 +1,9 @@
-"""Correctness check before timing: some rows of an output against the float64 oracle.
+"""Correctness check before timing: compares some rows of an output with the float64 oracle.
 
-The oracle has unquantized weights, even for quantized layers. A layer's error may be twice that of
+The oracle uses unquantized weights, even for quantized layers. A layer's error may be twice that of
 a plain torch implementation of the same scheme (`reference.recipe`). Both errors are root mean
-squares over at least 512 values, of several calls if one has fewer: over 32 values the error of
-plain torch itself varies from half to twice its usual value.
+squares over at least 512 values, if necessary from several calls. With only 32 values, the error of
+plain torch itself varies between half and twice its usual value.
 """
 
 import math
@@ -86,8 +86,7 @@ def expected_output(
 def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> Checked:
     """Check shape, dtype and finiteness of every output, and the common error of all outputs.
 
-    Each output is filled with NaN before the next call, so that values that are not written do not
-    pass.
+    Each output is filled with NaN before the next call, so that unwritten values fail the check.
     """
     outputs = [expected for _, expected in calls]
     norm = math.hypot(*(float(expected.exact.norm()) for expected in outputs)) or 1.0

@@ -22,16 +22,16 @@ class Row:
     status: ok; wrong (error beyond error_bound, not timed); failed (raised an exception); refused
         (not supported); skipped (after the deadline). note: the reason.
     origin: ours, baseline or peer.
-    prepared: weights were prepared before.
-    library: the library whose matrix products a part of ours runs; "" for kernels of its own.
-    operands: the operands' types; rows of one cell with equal operands compete.
-    us, us_min, spread: of one call, see measure.timing.Timing.
-    over_floor, over_best_peer: us divided by the roofline, and by the fastest ok row with these
-        operands that is not ours.
-    touched, skew: experts with a token, and the pairs of the fullest expert over the mean;
-        averages.
-    eager_us: like us, for calls that are launched one by one.
-    launches, host_us, allocations: of one eager call.
+    prepared: whether weights were prepared before the calls.
+    library: the library whose GEMMs our part runs; "" for its own kernels.
+    operands: the operands' types; rows of a cell with equal operands are compared.
+    us, us_min, spread: time of one call, see measure.timing.Timing.
+    over_floor, over_best_peer: us divided by the roofline, and by the time of the fastest ok row
+        with these operands that is not ours.
+    touched: mean number of experts with a token. skew: mean ratio of the pairs of the fullest
+        expert to those of the average expert.
+    eager_us: like us, for eager calls.
+    launches, host_us, allocations: launches, host time and device allocations of one eager call.
 
     None for values that were not measured.
     """

@@ -1,9 +1,9 @@
 """Roofline of a layer: max(flops / peak rate, bytes / bandwidth).
 
-flops are those of the routed pairs. bytes are x, y, and the weights of touched experts and of
-adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run:
-the fastest of repeated 8192^3 matrix products, and the faster of a copy and a read of 2 GiB, unless
-a bandwidth is given.
+flops are those of the routed pairs. bytes are those of x, y, and the weights of touched experts and
+of adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run:
+the fastest of repeated 8192^3 GEMMs, and the faster of a copy and a read of 2 GiB, unless a
+bandwidth is given.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -116,7 +116,7 @@ def operand_type(problem: Problem, scheme: QuantScheme) -> str:
 def roofline_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
     """Return the roofline of one call.
 
-    A type whose rate could not be measured counts at that of the problem's dtype.
+    If the rate of the operands' type could not be measured, that of the problem's dtype is used.
     """
     compute = work.flops / rate_of(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6

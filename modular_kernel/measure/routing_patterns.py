@@ -6,7 +6,7 @@ zipfA     K draws without replacement; the r-th most popular expert is as likely
 hotN      N experts (at most K) are among every token's K, the others are uniform; hot1 is
           "all to one"
 
-The popular experts are drawn anew for every input.
+Every input has other popular experts.
 """
 
 import re
@@ -76,10 +76,10 @@ def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Rou
 
 @dataclass(frozen=True)
 class Load:
-    """The load of this rank's experts by a routing.
+    """The load that a routing puts on this rank's experts.
 
-    pairs: (token, expert) pairs. touched: experts with at least one. skew: pairs of the fullest
-    expert over the mean of all experts.
+    pairs: number of (token, expert) pairs. touched: number of experts with at least one pair. skew:
+    pairs of the fullest expert divided by the mean over all experts.
     """
 
     pairs: int

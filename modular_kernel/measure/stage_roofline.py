@@ -1,8 +1,9 @@
 """Roofline of each stage: the required flops and bytes, and the resulting minimum time.
 
-Per call and rank: T tokens of the rank, R rows that reach it, P pairs computed here, e experts
-touched here. s: bytes of a value in the problem's dtype. a: bytes of a value of x as the experts
-get it, and b: of h as GEMM 2 gets it, which is s, or if quantized 1 plus its share of a scale.
+Per call, a rank has T tokens, receives R rows, computes P pairs, and touches e experts. s is the
+bytes of a value in the problem's dtype; a and b are the bytes of a value of x as the experts
+receive it, and of h as GEMM 2 receives it: s, or, if quantized, 1 plus the value's share of a
+scale.
 
     stage                flops   read       weights        written       over links
     quantize_input       -       T H s      -              T H a         -
@@ -17,12 +18,12 @@ get it, and b: of h as GEMM 2 gets it, which is s, or if quantized 1 plus its sh
     weight_and_reduce    -       P H s      -              R H s         -
     combine              -       R H s      -              T H s         rows to or from others, H s
 
-"rows" of GEMM 1 are the P permuted ones if an earlier stage permutes, else R. A fused stage reads
-what its first part reads and writes what its last part writes, since intermediates can stay on
-chip. Between two stages, rows are counted as if they were in memory: where the L2 cache holds them,
-a stage can be faster than its roofline. flops are those of matrix products; links count the busier
-direction. With a single rank R = T. With adapters of rank R', the GEMMs also include the products
-with B, which read u: 2 P N R' flops and P r s bytes, 2 P H R' flops and P R' s bytes (see
+"rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, else R. A fused stage reads
+what its first stage reads and writes what its last stage writes, because intermediates can stay on
+chip. Between two stages, rows are counted as read from and written to memory; if the L2 cache holds
+them, a stage can be faster than its roofline. flops are those of the GEMMs; for links, the busier
+direction counts. With a single rank, R = T. With adapters of rank R', the GEMMs also include the
+products with B, which read u: 2 P N R' flops and P r s bytes, 2 P H R' flops and P R' s bytes (see
 `measure.adapter_roofline` for r, and for the matrices that are read).
 
     floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
@@ -45,9 +46,9 @@ _INDEX_BYTES = 4.0
 class RankLoad:
     """The load of one rank in one call.
 
-    tokens: T, this rank's own. rows: R, tokens of all ranks with an expert here. pairs: P. touched:
-    experts here with a pair. out, back: rows that cross a link to and from other
-    ranks.
+    tokens: T, tokens of this rank. rows: R, tokens of all ranks with an expert on this rank. pairs:
+    P. touched: number of this rank's experts with a pair. out, back: rows sent to and received from
+    other ranks.
     """
 
     tokens: int

@@ -1,8 +1,8 @@
-"""Timing of calls: with events around CUDA graph replays on a GPU, with the host's clock on a CPU.
+"""Timing of calls: events around CUDA graph replays on a GPU, the host's clock on a CPU.
 
 A graph contains several calls, each with its own input (and its own weights, if those of one call
-are small), so that the data of a call has left the L2 cache before it is read again. Where that
-does not suffice, the cache is overwritten before every call. The result is the median over replays,
+are small), so that the data of a call is evicted from the L2 cache before it is read again. If that
+is not enough, the cache is overwritten before every call. The result is the median over replays,
 divided by the number of calls per replay. The first replays are not timed: see `EventClock`.
 """
 
@@ -176,9 +176,9 @@ def l2_bytes(device: torch.device) -> int:
 class EventClock:
     """The GPU's clock, with marks as events in the current stream.
 
-    settle_ms: device time of untimed work before timing. After gigabytes of memory were returned to
-    the driver, as torch's cached memory is at the start of a capture, an H200 took 10 % longer for
-    the first 13 ms of one-token fp8 layers of Mixtral, and no longer afterwards (2026-11-22).
+    settle_ms: device time of untimed work before timing. torch returns cached memory to the driver
+    at the start of a capture. After gigabytes were returned, one-token fp8 layers of Mixtral were
+    10 % slower for the first 13 ms on an H200, and not afterwards (2026-11-22).
     """
 
     settle_ms = 25.0
@@ -225,7 +225,7 @@ def samples_ms(
 ) -> list[float]:
     """Return the milliseconds of every run, each after an L2 flush.
 
-    The host does not wait between.
+    The host does not synchronize between runs.
     """
     marks = []
     for run in runs:

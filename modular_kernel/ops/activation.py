@@ -10,7 +10,7 @@ from modular_kernel.spec.problem import ActivationSpec
 
 
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """Return (step, offset): value i's gate is at i * step, its up value at offset after that."""
+    """Return (step, offset): the gate of value i is in column i * step, its up `offset` later."""
     if not spec.gated:
         return 1, 0
     return (2, 1) if spec.interleaved else (1, intermediate)

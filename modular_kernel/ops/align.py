@@ -76,9 +76,9 @@ def align(
 ) -> Aligned:
     """Align the pairs of `routing` into workspace buffers declared by `align_specs`.
 
-    ignore_invalid: leave skipped pairs out instead of giving them blocks with expert -1.
-    One launch on a GPU for few pairs, where recounting in every program is cheaper than two more
-    launches; otherwise three: count, scan, place.
+    ignore_invalid: omit skipped pairs instead of giving them blocks with expert -1. On a GPU, few
+    pairs take one launch, in which every program recounts them. Otherwise there are three launches:
+    count, scan, place.
     """
     numel = routing.topk_ids_TK.numel()
     specs = align_specs(numel, block_size, num_local)
@@ -192,8 +192,8 @@ def batched_moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `moe_align_block_size` on batched rows: row i * capacity + c of expert i.
 
-    counts_e: (e,) int32 or int64, clamped to `capacity`. Rows from an expert's count on are left
-    out; e * capacity marks padding. block_size: a power of two.
+    counts_e: (e,) int32 or int64, clamped to `capacity`. Rows past an expert's count are omitted;
+    e * capacity marks padding. block_size: a power of two.
     """
     check_tensor("counts", counts_e)
     expect("capacity", capacity, int)

@@ -24,9 +24,9 @@ def assign_rows(
 ) -> None:
     """Assign one row to each (token, expert): expert * capacity + position, in token order.
 
-    Writes row_of_pair_TK (T, K) int32, -1 if skipped, and counts_e (e,) int32. If a token names an
-    expert twice, both pairs share one row, so capacity >= T always suffices. Three launches on a
-    GPU: count, scan, assign. T = 0 only zeroes the counts.
+    Writes row_of_pair_TK (T, K) int32, -1 if skipped, and counts_e (e,) int32. If a token selects
+    an expert twice, both pairs share a row, so a capacity of T is always enough. Launches three
+    kernels on a GPU: count, scan, assign. T = 0 only zeroes the counts.
     """
     num_local = counts_e.numel()
     if row_of_pair_TK.numel() == 0:

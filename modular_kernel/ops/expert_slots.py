@@ -5,8 +5,8 @@ mapped to that form: every rank gets as many numbers as the rank with the most e
 and an expert's number is rank * numbers_per_rank + slot. Numbers without an expert receive no
 tokens.
 
-A library that sends exactly K rows per token cannot drop a pair. For such a library each rank has
-additional numbers after its slots, the sinks; the rows returned from sinks must be zero.
+A library that sends exactly K rows per token cannot skip a pair. For such a library, each rank has
+additional numbers after its slots, called sinks. The rows that sinks return must be zero.
 """
 
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
     drop_TK, weights_TK = numbers_TK < 0, routing.topk_weights_TK
     if pairs.join:
         same_TKK = numbers_TK[:, :, None] == numbers_TK[:, None, :]
-        # A skipped pair's weight is arbitrary; it enters no other pair's sum.
+        # The weight of a skipped pair is undefined and must not enter the sum of another pair.
         weights_TK = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
         drop_TK = drop_TK | same_TKK.tril(-1).any(2)
     dropped = _sinks(drop_TK, numbering) if numbering.sinks else -1

@@ -18,10 +18,10 @@ def live_pairs(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Write ids and weights as experts expect them; only the first `count` rows stay live.
+    """Copy ids and weights for the experts; keep only those of the first `count` rows.
 
-    Rows from `count` on may hold arbitrary values and get id -1 and weight 0. Weights are also 0
-    wherever an id is negative.
+    Rows from `count` on are undefined; they get id -1 and weight 0. Weights are also 0 wherever an
+    id is negative.
 
     ids_RK: (R, K) integers; weights_RK: (R, K) float32; count: one integer, on the same device.
     out_ids_RK: int32, out_weights_RK: float32. All (R, K) contiguous. One launch on a GPU; none

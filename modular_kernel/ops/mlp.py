@@ -39,11 +39,11 @@ def expert_mlps(
 ) -> list[torch.Tensor]:
     """Return the (R, H) output rows of each entry of `tokens`, in the problem's dtype.
 
-    Each GEMM result, with router weight and bias applied, is rounded once to the problem's dtype,
-    or not at all before the activation, which is computed in float32. Schemes that quantize
-    activations quantize h per row, or with one scale for all rows of `tokens`; nvfp4_w4a4 quantizes
-    x too. For rows with an adapter, its delta is added before a GEMM result is rounded; adapters
-    read unquantized rows.
+    The result of a GEMM, after router weight and bias, is rounded once to the problem's dtype; the
+    result of GEMM 1 may stay float32 (`mlp_roundings`). The activation is computed in float32.
+    Schemes that quantize activations quantize h per row, or with one scale for all rows of
+    `tokens`; nvfp4_w4a4 also quantizes x. The delta of an adapter is added before a GEMM result is
+    rounded. Adapters read unquantized rows.
     """
     with stages.stage(stages.GEMM1):
         hidden = [_hidden(rows, weights, problem) for rows in tokens]

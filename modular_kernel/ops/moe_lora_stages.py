@@ -202,7 +202,7 @@ def moe_lora_down_combine(
 
     v: (T, K, R), contiguous. b: (L, E, H, R). weights: (T, K) float32, contiguous; weights of pairs
     without a key are not read. scalings: (L,) float32. out: (T, H), contiguous rows. Summed in
-    float32 and rounded once; rows of tokens without a key keep their bits.
+    float32 and rounded once; rows of tokens without a key are not changed.
     """
     if out_TH.numel() == 0:
         return
@@ -265,9 +265,9 @@ def moe_lora_staged(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Add the result of all four steps to out (T, H), like `moe_lora_fused`, one launch per step.
+    """Add the result of all four steps to out (T, H), with one launch per step.
 
-    The second product's A is applied once per pair.
+    Unlike in `moe_lora_fused`, the A of the down projection is applied only once per pair.
     """
     if batch.ids_TK.numel() == 0:
         return
@@ -289,8 +289,8 @@ def moe_lora_fused(
 ) -> None:
     """Add the result of all four steps to out (T, H) in one launch; the reference runs the steps.
 
-    matrices: A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I), B (L, E, H, R). A program repeats the
-    first three steps of its token for each block of H, so this suits few tokens.
+    matrices: A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I), B (L, E, H, R). Every program repeats
+    the first three steps for its block of H, so this is efficient for few tokens only.
     """
     if out_TH.numel() == 0:
         return

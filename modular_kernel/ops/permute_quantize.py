@@ -28,8 +28,8 @@ def permute_and_quantize(
 
     x_TH (T, H) with contiguous rows; row_of_pair_TK (T, K) int32, -1 to skip. weights_TK (T, K)
     float32 multiplies x first, in float32; pairs that share a row must have equal weights. out:
-    q (R, H) and scales of R rows, along rows or not; rows without a pair are left unchanged. Not
-    for a dynamic per-tensor scale, which needs all values before the first can be rounded.
+    q (R, H) and scales of R rows, in either layout of `Quantized`; rows without a pair are not
+    written. Does not support a dynamic per-tensor scale, which depends on all values.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static

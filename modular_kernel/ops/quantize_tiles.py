@@ -7,11 +7,11 @@ from modular_kernel.ops.count import next_power_of_2
 _TILE = 2048  # values per program, unless one group has more
 _WARP_TILE = 512  # values per warp
 _MAX_BLOCK = 16384  # columns per program; a longer group is read twice
-# Large inputs are streamed: a tile holds adjacent groups of a few rows, there are as many programs
-# as an H200 runs concurrently, and each prefetches its next tiles.
+# Large inputs use software-pipelined loads: a tile has adjacent groups of a few rows, the number of
+# programs is what an H200 runs concurrently, and each program prefetches its next tiles.
 _STREAMED = 1 << 23  # minimum number of values to stream
 _STREAM_COLUMNS = 1024  # of a row, per tile
-_STREAM_PROGRAMS = 1056  # 8 on each of 132 multiprocessors
+_STREAM_PROGRAMS = 1056  # 8 on each of 132 SMs
 _STREAM_STAGES = 3
 
 

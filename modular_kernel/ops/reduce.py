@@ -25,8 +25,8 @@ def weight_and_sum(
 ) -> None:
     """Compute out[t] = scale * sum_k weights_TK[t, k] * rows_TKH[t, k]; weights None means 1.
 
-    rows_TKH (T, K, H) contiguous, out (T, H). routing: rows of pairs that it skips, or that are not
-    for the num_local experts of this rank, are not read; without it every row counts.
+    rows_TKH (T, K, H) contiguous, out (T, H). routing: rows of pairs that it skips, or whose expert
+    is not among this rank's num_local ones, are not read. Without it, every row is summed.
     """
     if out.numel() == 0:
         return
@@ -166,9 +166,9 @@ def scale_rows(
 ) -> None:
     """Compute out = scale * weights_TK * rows_TKH; `out` may be `rows_TKH`.
 
-    Launches nothing if the result equals the input in place. Rows of skipped pairs are zero.
-    routing: weights of pairs that it skips, or that are not for the num_local experts of this rank,
-    are not read; without it they must be finite.
+    Launches nothing if `out` is `rows_TKH` and would not change. Rows of skipped pairs are zero.
+    routing: weights of pairs that it skips, or whose expert is not among this rank's num_local
+    ones, are not read. Without it, all weights must be finite.
     """
     if out.numel() == 0 or (weights_TK is None and scale == 1.0 and out is rows_TKH):
         return

@@ -16,8 +16,8 @@ def number_and_quantize(
 ) -> None:
     """Run `number_pairs` for x's tokens, and `quantize_rows` of x_TH (T, H) into `out`.
 
-    Not for a dynamic per-tensor scale, which needs all values before the first can be rounded. One
-    launch on a GPU; none for T = 0.
+    Does not support a dynamic per-tensor scale, which depends on all values. Launches one kernel on
+    a GPU; none for T = 0.
     """
     if scheme.activation_granularity == "tensor" and not scheme.static:
         need = "a scale per token, per group, or static"

@@ -134,7 +134,7 @@ def size(
     for verdict in verdicts:
         if not verdict.ok and {r.rule for r in verdict.rejections} != {"memory"}:
             refused.append(verdict)
-        elif reason := request.reason_of_size(verdict):
+        elif reason := request.reason_too_large(verdict):
             too_large.append((verdict.pairing, reason))
         elif reason := request.reason_without_estimate(verdict):
             unestimated.append((verdict.pairing, reason))
@@ -182,7 +182,7 @@ class SizeRequest:
             return self.problem
         return self.problem.with_tokens(self.problem.tokens * self.world)
 
-    def reason_of_size(self, verdict: Verdict) -> str:
+    def reason_too_large(self, verdict: Verdict) -> str:
         """Return why a pair does not fit in memory, or ""."""
         if not verdict.ok:
             return str(verdict.rejections[0])

@@ -1,10 +1,10 @@
 """Measured times of experts parts on one GPU, as factors on the model's time of the experts.
 
-The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the time of
-whole layers with every experts part, library parts among them. A cell's factor is its measured time
-over that of `experts_time` for TritonExperts. The factor for another layer is that of the recorded
-layers of the same scheme with the nearest H * I, interpolated between the nearest numbers of rows
-of an expert (both in octaves), and not extrapolated.
+The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the times of
+whole layers with every experts part, including parts over libraries. The factor of a cell is its
+measured time divided by that of `experts_time` for TritonExperts. The factor for another layer is
+that of the recorded layers of the same scheme with the nearest H * I, interpolated between the
+nearest numbers of rows per expert (both in octaves), without extrapolation.
 
 Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
 same GPU.
@@ -69,7 +69,7 @@ class RecordedLayer:
 
 @dataclass(frozen=True)
 class Factor:
-    """Measured time over the model's. source: which cells it comes from."""
+    """Measured time divided by the model's. source: the cells that it comes from."""
 
     value: float
     source: str
@@ -103,7 +103,7 @@ def factor(
 def _interpolate(cells: Sequence[RecordedLayer], rows: float) -> float:
     """Return the factor at 2 ** rows rows of an expert, linear in logarithms between two cells.
 
-    Cells with as many rows count as their geometric mean.
+    Cells with equal numbers of rows are replaced by their geometric mean.
     """
     logs: dict[float, list[float]] = {}
     for cell in cells:

@@ -20,9 +20,10 @@ SizeAt = Callable[[int], SizeResult]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The pair to take. changes: what would change the choice, one phrase each.
+    """The recommended pair.
 
-    close: the runner-up is within the error of the estimates, so only a measurement decides.
+    changes: descriptions of what would change the choice. close: whether the runner-up is within
+    the error of the estimates, so that only a measurement can decide.
     """
 
     phase: str
@@ -42,10 +43,10 @@ def phase_of(tokens: int) -> str:
 
 
 def best_of(result: SizeResult) -> Estimate | None:
-    """Return the estimate to take; None without any.
+    """Return the recommended estimate; None if there is no estimate.
 
-    Of those within TIE of the fastest, it is the one with the fewest optional packages, then the
-    first in the catalog's order, in which a default pair is chosen.
+    Of the estimates within TIE of the fastest, it is the one with the fewest optional packages,
+    then the first in the order of the catalog, which also determines the default pair.
     """
     if not result.estimates:
         return None

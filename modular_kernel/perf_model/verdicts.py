@@ -47,9 +47,9 @@ def judge_fitting(
 
 
 def _rank_problems(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem of each rank; of a linear placement, one for each number of experts.
+    """Yield the problem of each rank; for a linear placement, one for each number of experts.
 
-    Ranks that hold equally many consecutive experts differ in nothing that a rule reads.
+    Rules give the same result for ranks with the same number of consecutive experts.
     """
     slots, is_linear = problem.placement.slots, problem.placement.is_linear
     counts = set[int]()

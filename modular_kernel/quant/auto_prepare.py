@@ -104,9 +104,10 @@ class AutoPrepared:
         return replace(weights, **entry.tensors)
 
     def refresh(self, weights: ExpertWeights) -> None:
-        """Derive the prepared tensors again if the weights have been written to.
+        """Update the prepared tensors if the weights have been written to.
 
-        The next call would do so, but a captured CUDA graph would read the old values.
+        The next call would do so, too, but a CUDA graph that is replayed before it would read stale
+        values.
         """
         with self._lock:
             for (layout, *addresses), entry in tuple(self._entries.items()):
@@ -127,7 +128,7 @@ class AutoPrepared:
         return nbytes_by_device
 
     def _discard(self, key: _Key, token: object) -> None:
-        """Free an entry, as soon as one of its source storages is freed, in whatever thread."""
+        """Free an entry. Called in any thread when one of its source storages is freed."""
         entry = self._entries.get(key)
         if entry is not None and entry.token is token:
             self._entries.pop(key, None)

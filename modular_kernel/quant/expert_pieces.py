@@ -3,8 +3,8 @@
     out = {field: tensor[slot] for field, tensor in tensors.items()}   # of one expert
     quantize_expert("w1", [gate, up], problem, out)
 
-Only a piece is converted to float32, so besides the result, memory for a few copies of a piece is
-needed. The weights may be views of a memory-mapped file. They are read twice where a scale, or the
+Only one piece at a time is converted to float32, so the temporary memory is a few times the size of
+a piece. The weights may be views of a memory-mapped file. They are read twice if a scale, or the
 column order, depends on all rows.
 """
 

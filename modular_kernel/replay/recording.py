@@ -224,7 +224,7 @@ class CheckedWeights:
     prepared: ExpertWeights | None = None
     postponed: bool = False
 
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Return whether no tensor has moved, and no tracked tensor has been written."""
         if self.versions != [*map(_version, self.unwritten)]:
             return False
@@ -360,7 +360,9 @@ class CheckedWeightsCache:
             self._passed.pop(next(iter(self._passed)), None)
         self._passed[layout] = facts
 
-    def _bind_alike(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
+    def _bind_known_layout(
+        self, weights: ExpertWeights, device: torch.device
+    ) -> CheckedWeights | None:
         """Add weights whose layout has passed the checks before; return None if it has not."""
         if type(weights) is not ExpertWeights:
             return None
@@ -378,10 +380,10 @@ class CheckedWeightsCache:
         """
         checked = self._bound.get(id(weights))
         if checked is None or checked.weights() is not weights:
-            return self._bind_alike(weights, device)
+            return self._bind_known_layout(weights, device)
         if checked.postponed and may_keep_buffers(device):
             return None
-        return checked if checked.device == device and checked.holds() else None
+        return checked if checked.device == device and checked.is_valid() else None
 
 
 class RecordedCalls:
@@ -399,7 +401,7 @@ class RecordedCalls:
         """Return the recording for this signature; None if there is none."""
         return self._recorded.get(signature)
 
-    def wants(self, signature: Hashable) -> bool:
+    def is_new(self, signature: Hashable) -> bool:
         """Return whether this signature is new: no call of it was recorded or refused."""
         return signature not in self._recorded
 

@@ -18,7 +18,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.requirements import CONTIGUOUS
-from prepare_finalize.common.agreement import Agreement, agree, refuse_more_rows
+from prepare_finalize.common.agreement import Agreement, agree, check_max_received
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
     token_specs,
@@ -81,7 +81,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
             amax=self.local_amax(x_TH, call),
         )
         received_W = [*map(sum, zip(*agreement.rows_WW, strict=True))]
-        refuse_more_rows(self.layer, agreement, received_W)
+        check_max_received(self.layer, agreement, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = needs_WT.nonzero(as_tuple=True)
         layout, packed_own, scale = self.pack(

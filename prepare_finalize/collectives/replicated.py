@@ -11,7 +11,7 @@ from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.requirements import CONTIGUOUS
-from prepare_finalize.common.agreement import Agreement, agree, refuse_unequal_tokens
+from prepare_finalize.common.agreement import Agreement, agree, check_equal_tokens
 from prepare_finalize.common.group_part import AgreeingPart, GroupHandle
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
 
@@ -64,7 +64,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             rows_W=no_rows,
             device=x_TH.device,
         )
-        refuse_unequal_tokens(self.manager, agreement)
+        check_equal_tokens(self.manager, agreement)
         tables = self.tables(x_TH.device)
         # Steps are the same on every rank; starting at the step makes even calls of one token use
         # all copies round-robin.

@@ -121,7 +121,7 @@ def refuse(layer: Layer, error: Exception) -> None:
         return
 
 
-def refuse_unequal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
+def check_equal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
     """Raise CommunicationError on every rank unless all ranks pass the same number of tokens."""
     own_tokens = agreement.tokens_W[manager.rank]
     peers = [rank for rank, tokens in enumerate(agreement.tokens_W) if tokens != own_tokens]
@@ -130,7 +130,7 @@ def refuse_unequal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
         raise manager.disagreement(got, "the same tokens on all", step=agreement.step, peers=peers)
 
 
-def refuse_more_rows(layer: Layer, agreement: Agreement, received_W: Sequence[int]) -> None:
+def check_max_received(layer: Layer, agreement: Agreement, received_W: Sequence[int]) -> None:
     """Raise CommunicationError on every rank if one would receive over Problem.max_received rows.
 
     Call it before any row is sent. received_W: number of rows that each rank would receive.

@@ -17,7 +17,7 @@ from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_s
 from modular_kernel.spec.problem import ActivationFormat, Parallel, Problem, Reduce
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.agreement import agree, refuse_more_rows
+from prepare_finalize.common.agreement import agree, check_max_received
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
     dispatches_quantized,
@@ -146,7 +146,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             amax=self.local_amax(x_TH, call),
         )
         counts = check_counts(manager, agreement, geometry)
-        refuse_more_rows(self.layer, agreement, counts.max_rows_W)
+        check_max_received(self.layer, agreement, counts.max_rows_W)
         call.invalid_ids.add_(invalid)
         layout, packed_own, scale = self.pack(
             x_TH, routing, weights, call, agreement, rows=len(x_TH)

@@ -1,8 +1,8 @@
 """Rules that decide whether two parts can serve a problem on a machine, and `judge`.
 
 A rule is a generator over one `Pairing` that yields a Rejection for each violation. All rules
-always run. To add a rule, write one function, one line in RULES, and one refused case in the tests,
-which fail without it.
+always run. To add a rule, write a function, add it to RULES, and add a refused case to the tests,
+which fail if a rule has none.
 """
 
 from functools import partial

@@ -20,7 +20,7 @@ def formats(p: Pairing) -> Violations:
 def dispatch_quant(p: Pairing) -> Violations:
     """Require that either prepare or the experts quantize the activations.
 
-    With per-expert scales the experts always do, from unquantized rows.
+    With per-expert scales, only the experts can, after dispatch.
     """
     if not p.problem.scheme.dispatched_quantized:
         return

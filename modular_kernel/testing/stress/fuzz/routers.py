@@ -19,9 +19,9 @@ from modular_kernel.testing.stress.fuzz.target import Target, chance, import_nam
 
 _MAX = float(torch.finfo(torch.float32).max)
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1e38, -1e38, 3.0, 88.8, -104.0)
-# _TOLERANCE: float32 scores have 24 bits, of which exponentials lose a few. _FAINT: absolute
-# tolerance, because small exponentials underflow.
-_TOLERANCE, _FAINT = 2e-5, 1e-18
+# Float32 scores have 24 bits, of which exponentials lose a few. The absolute tolerance allows for
+# exponentials that underflow.
+_TOLERANCE, _ABS_TOLERANCE = 2e-5, 1e-18
 
 
 @dataclass(frozen=True)
@@ -177,22 +177,25 @@ class _Row:
         for k, (want, got) in enumerate(zip(expected, ids, strict=True)):
             shown = want if want < experts else -1
             if got != shown:
-                if self.named is not None or not self._as_good(want, got, chosen):
+                if self.named is not None or not self._is_tie(want, got, chosen):
                     return f"pair {k}: expert {got}, not {shown}; scores {self.choice}"
                 want = got if got >= 0 else want
             chosen.append(want)
         total = sum(self.scores[i] for i in chosen if i >= 0)
-        if self.spec.renormalize and self.spec.order == "score_first" and total < _FAINT:
+        if self.spec.renormalize and self.spec.order == "score_first" and total < _ABS_TOLERANCE:
             return ""  # the scores underflow in float32, in which `route` computes
         exact = self._weights(chosen)
         spare = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
         pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
         for got_w, want_w in [*zip(weights, pairs, strict=True), (identity, spare)]:
-            if not abs(got_w - want_w) <= _TOLERANCE * abs(want_w) * self._reach() + _FAINT:
+            if (
+                not abs(got_w - want_w)
+                <= _TOLERANCE * abs(want_w) * self._error_growth() + _ABS_TOLERANCE
+            ):
                 return f"weights {weights}, identity {identity}; not {pairs}, {spare}"
         return ""
 
-    def _reach(self) -> float:
+    def _error_growth(self) -> float:
         """Return the factor by which an exponential amplifies the rounding of its argument."""
         return 1.0 + min(max((abs(v) for v in self.logits), default=0.0), 100.0) / 4
 
@@ -214,7 +217,7 @@ class _Row:
             choice = [c if n // size in kept else -math.inf for n, c in enumerate(choice)]
         return _largest(choice, spec.top_k)
 
-    def _as_good(self, want: int, got: int, chosen: list[int]) -> bool:
+    def _is_tie(self, want: int, got: int, chosen: list[int]) -> bool:
         """Return whether expert `got` ties with `want` within the accuracy of float32.
 
         With groups, any near-tie of two scores or of two group sums is accepted.
@@ -229,7 +232,7 @@ class _Row:
         return self._near(self.choice[want], self.choice[got])
 
     def _near(self, a: float, b: float) -> bool:
-        return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-30) * self._reach() + 1e-37
+        return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-30) * self._error_growth() + 1e-37
 
     def _near_any(self, want: int) -> bool:
         return any(
