@@ -1,4 +1,4 @@
-"""Correctness tests for pairings of prepare/finalize and experts parts, built-in or third-party.
+"""Correctness tests for pairings of prepare/finalize and experts parts, including third-party ones.
 
     from modular_kernel.testing import cases_for, pairings, prove, sensitivity
 
@@ -9,8 +9,8 @@
 Packages:
 
 - `cases`: the test cases of a pairing and their input tensors.
-- `verify`: runs a case and checks it: tolerance (`compare`), checks (`checks`), and the ledger of
-  pairings that must be proven (`ledger`).
+- `verify`: runs a case and checks its results: tolerance (`compare`), checks (`checks`), and the
+  ledger of pairings that must pass (`ledger`).
 - `input_mutations`: injected defects that the checks must detect.
 - `ranks`: the pool of processes for cases over ranks.
 

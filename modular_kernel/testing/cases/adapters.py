@@ -1,8 +1,8 @@
-"""Adapters of a case: the slots that its tokens use, and their matrices.
+"""Adapters of a case: the slots that its tokens use, and the matrices of the slots.
 
-Slots differ in scaling and in rank, from the problem's rank down to 1. An unused slot is full of
-NaN, because nothing may read it. The layer's output has a standard deviation of about 1, and
-an adapter's contribution of about 0.5, so that a wrong or missing adapter is visible.
+Slots differ in scaling and in rank, from the problem's rank down to 1. An unused slot is filled
+with NaN, because nothing may read it. The standard deviation is about 1 for the layer's output, and
+about 0.5 for an adapter's contribution, so that a wrong or missing adapter is detected.
 """
 
 from typing import Literal

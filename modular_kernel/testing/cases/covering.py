@@ -1,8 +1,8 @@
-"""Pairwise covering arrays: few rows in which every two values of two axes occur together.
+"""Pairwise covering arrays: few rows that contain every pair of values of two axes.
 
-A `Space` defines which rows are invalid and why, which compute anything, and what a row costs. Rows
-are drawn greedily: of several candidates, each built value by value, the one that covers the most
-new pairs per cost is taken. Equal spaces give equal rows on every machine.
+A `Space` defines which rows are invalid and why, which rows compute anything, and the cost of a
+row. Rows are chosen greedily: several candidates are built value by value, and the one that covers
+the most new pairs per cost is taken. Equal spaces give equal rows on every machine.
 """
 
 import random
@@ -25,8 +25,9 @@ _STEPS = 6  # maximum number of changes to repair a refused row
 class Axis:
     """One property that varies.
 
-    values: the default first. idle: values with which a row computes nothing; such a row covers
-    only pairs that include one of them. varies_cost: whether the values differ in cost.
+    values: the values, the default first. idle: values with which a row computes nothing; such a
+    row covers only pairs that include an idle value. varies_cost: whether the values differ in
+    cost.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
-A second step of a loop over columns, a group of columns that is not a power of two, or programs
-that share rows each need a special shape. One or two cases per shape are enough.
+Special shapes are needed to reach a second iteration of a loop over columns, a group of columns
+that is not a power of two, or programs that share rows. One or two cases per shape are enough.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def _columns() -> Iterator[HandpickedCase]:
     wide = replace(_BASE, hidden=1040, quant="fp8_w8a8_tensor")
     yield replace(wide, dtype=_FP16), "uniform", _PEAK_VALUES
     yield wide.with_tokens(1), "uniform", _PEAK_VALUES
-    # So few that some parts process them one by one; the largest value is not in the first token.
+    # So few tokens that some parts process them one by one. The amax is not in the first token.
     yield replace(_BASE, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAK_VALUES
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
@@ -93,9 +93,10 @@ def _min_scales() -> Iterator[HandpickedCase]:
 
 
 def _thresholds() -> Iterator[HandpickedCase]:
-    """Yield sizes above the thresholds of host code, so that smaller calls on the tokens are below.
+    """Yield sizes above the thresholds of host code, where calls with fewer tokens are below them.
 
-    The sums are so deep that another order changes bits: float32, batch-invariant, with adapters.
+    K is so large that another order of the sum changes bits: float32, batch-invariant, with
+    adapters.
     """
     wide = replace(_BASE, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
     # Threshold 8192 on pairs times columns of u, for either GEMM.

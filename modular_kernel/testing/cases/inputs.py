@@ -1,13 +1,14 @@
-"""Inputs of a case: seeded, scaled so that every value matters, and fenced.
+"""Inputs of a case: seeded, scaled so that errors are visible, and fenced.
 
-Scale: x, the gate and up values and every expert's output row have a standard deviation of about 1,
-so a limit near 1 acts on many values and an error of one part in a thousand is visible. Router
-weights are positive and very unequal, so that a wrong, missing or doubled weight is far outside any
-rounding error.
+Scale: x, the gate and up values, and the output rows of every expert have a standard deviation of
+about 1, so that a limit near 1 acts on many values, and an error of one part in a thousand is
+detected. Router weights are positive and very unequal, so that the effect of a wrong, missing or
+doubled weight is much larger than rounding errors.
 
 Fences: each tensor is a view into a longer one whose ends are filled with one of `workspace.FILLS`.
-A read past an end changes the output, and `fences_intact` detects a write there. The calls of a
-case use different fills. Values come from a CPU generator, so they are the same on every machine.
+An out-of-bounds read changes the output, and `fences_intact` detects an out-of-bounds write. The
+calls of a case use different fills. Values come from a CPU generator, so they are the same on every
+machine.
 """
 
 import math
@@ -72,10 +73,10 @@ _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 class InputVariation:
     """Properties of inputs that the problem leaves open.
 
-    layout: one of LAYOUTS. values: one of VALUES. own_scales: the scales of weights have 16 bits,
-    where the scheme allows it. slot_pattern: one of SLOT_PATTERNS. nan: names of the arguments that
-    hold a NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises
-    ConfigurationError for unknown values.
+    layout: one of LAYOUTS. values: one of VALUES. own_scales: use 16-bit scales of weights, if the
+    scheme allows it. slot_pattern: one of SLOT_PATTERNS. nan: names of the arguments that contain a
+    NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises ConfigurationError for
+    unknown values.
     """
 
     layout: str = "plain"

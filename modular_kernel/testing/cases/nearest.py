@@ -1,7 +1,7 @@
-"""The nearest supported case to a refused one, for parts with restricted shapes.
+"""Finds the supported case that is nearest to a refused one, for parts with restricted shapes.
 
 Cases are as small as unrestricted parts allow. A vendor's kernels may support only a few hidden
-sizes, 16-bit dtypes or equal blocks of experts; their cases get those changes and no others.
+sizes, 16-bit dtypes, or equal blocks of experts. Their cases are changed in these properties only.
 """
 
 from collections.abc import Iterator

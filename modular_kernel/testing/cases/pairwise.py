@@ -1,8 +1,8 @@
-"""Pairwise-covering cases of a pairing: every two values of two axes occur together in some case.
+"""Pairwise-covering cases of a pairing: every pair of values of two axes occurs in some case.
 
-`AXES` lists what varies; `draw` returns the rows for a pairing on a machine. Rows that a rule
-refuses are never drawn. A pair of values that no valid row contains is impossible and is reported
-with the rule's reason.
+`AXES` lists the axes; `draw` returns the rows for a pairing on a machine. Rows that a rule refuses
+are never drawn. If no valid row contains a pair of values, the pair is impossible and is reported
+with the reason of the rule.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,11 +5,11 @@
         assert edge.passing.verdict.ok and not edge.failing.verdict.ok
         assert not edge.contradiction
 
-The search is generic. It starts at a problem that the pairing accepts and changes one field at a
-time (`edges.axes`): a flag, a scheme, a part's declaration; or a number, by the least step and then
-as far as the verdict stays the same. A situation that is refused for a single reason, one step from
-an accepted one, is an edge of that reason. So third-party rules get their edges without further
-work.
+The search starts at a problem that the pairing accepts, and changes one field at a time
+(`edges.axes`): a flag, a scheme, or a part's declaration; or a number, first by the smallest step
+and then as far as the verdict stays the same. A situation that is refused for a single reason, one
+step from an accepted one, is an edge of that reason. The search does not depend on particular
+rules, so it also finds the edges of third-party rules.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Effect of a defect. A defect without effect is neither killed nor a survivor.
+"""Effect of an injected defect. A defect without effect is neither killed nor a survivor.
 
-Changes of arguments, rows or results always count. A changed problem, handle or tokens may be equal
-to the original, and a changed field of a handle may never be read.
+Changes of arguments, rows or results always have an effect. A changed problem, handle or set of
+tokens may be equal to the original, and a changed field of a handle may never be read.
 """
 
 import copy

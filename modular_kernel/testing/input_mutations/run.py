@@ -27,9 +27,9 @@ __all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 class Kill:
     """Result of one mutant in one case.
 
-    unsound: the first failure of the kernel without the mutant, or None if it passes. killed_by:
-    the first failure with the mutant, or None if it survived. nothing: why the mutant has no effect
-    in this case, which makes it neither killed nor a survivor.
+    unsound: first failure of the kernel without the mutant; None if it passes. killed_by: first
+    failure with the mutant; None if it survived. nothing: why the mutant has no effect in this
+    case, so that it is neither killed nor a survivor.
     """
 
     mutant: str

@@ -1,8 +1,8 @@
 """Bitwise equivalence: whether mutants change any bit of a result.
 
-Valid problems are derived from the cases that execute a changed line, with random values and
-numbers of tokens, and computed with and without the mutants. Several mutants of different lines can
-be applied together; each problem then counts for the mutants that its case executes.
+Random valid problems are derived from the cases that execute a changed line, with other values and
+numbers of tokens. They are computed with and without the mutants. Several mutants of different
+lines can be applied together; each problem then counts for the mutants that its case executes.
 """
 
 import random

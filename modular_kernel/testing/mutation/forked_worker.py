@@ -25,7 +25,10 @@ _EXTRA_MEMORY_BYTES = 6 << 30
 
 @dataclass(frozen=True)
 class ChildExit:
-    """How a child ended. status: "done", "hang" or "crash". detail: the signal or exit status."""
+    """How a child process ended.
+
+    status: "done", "hang" or "crash". detail: the signal or exit status.
+    """
 
     status: str
     detail: str = ""

@@ -17,10 +17,11 @@ class MutantOutcome:
     """Outcome of a mutant.
 
     status: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
-    "equivalent" (reviewed and not run), or "not executed" by any case. finding: the check that
-    failed and its message. num_cases: number of cases run. differing: the number of them in which a
-    bit differs. shared: the part in whose score a case that also belongs to this part killed the
-    mutant, which was not run again.
+        "equivalent" (reviewed and not run), or "not executed" by any case.
+    finding: the check that failed, and its message.
+    num_cases: number of cases that were run. differing: number of those in which a bit differs.
+    shared: another part, in whose score a common case already killed this mutant, so that it was
+        not run again; "" if there is none.
     """
 
     mutant: Mutant
