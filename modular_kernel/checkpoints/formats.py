@@ -14,10 +14,6 @@ import torch
 
 from modular_kernel.checkpoints.gptq_awq import fit_group
 from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
-from modular_kernel.checkpoints.padding import (
-    columns_per_unit,
-    too_few_groups,
-)
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_config import (
     check_method,
@@ -27,6 +23,10 @@ from modular_kernel.models.quantization_config import (
 )
 from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.quant.scale_tiles import ceil_div
+from modular_kernel.spec.intermediate_split import (
+    columns_per_unit,
+    too_few_groups,
+)
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
@@ -112,7 +112,7 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     intermediate: I of the whole layer. If an equal share of I, or the border between gate and up
     rows, would split a block or group, blocks and groups of 32 columns or more are divided and
     their scales repeated, which does not change the values. Where that is impossible, as for mxfp4
-    and nvfp4, shares are whole groups and padded: see `padding.split_intermediate`. For weight-only
+    and nvfp4, shares are whole groups and padded: see `spec.intermediate_split`. For weight-only
     schemes with one scale each for gate and up, every row gets a scale: with a common scale, rows
     with the smaller scale would be rounded again.
 

@@ -12,7 +12,6 @@ import torch
 
 from modular_kernel.checkpoints.checkpoint_files import has_tensors, local_path
 from modular_kernel.checkpoints.formats import Format, fit
-from modular_kernel.checkpoints.padding import split_intermediate
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED, QuantizationMap
 from modular_kernel.checkpoints.safetensors_files import TensorFiles, open_tensors
 from modular_kernel.checkpoints.slices import ONE_DTYPE, LayerSource, find_layers, find_source
@@ -33,6 +32,7 @@ from modular_kernel.models.layer_quantization import (
 )
 from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.models.router_config import router_of_config
+from modular_kernel.spec.intermediate_split import split_intermediate
 from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.text import layers_text, ranges

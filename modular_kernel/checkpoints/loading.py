@@ -22,7 +22,7 @@ from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, fuse, same_order, sort_rows
 from modular_kernel.checkpoints.inspection import CheckpointInfo, read_checkpoint_info
 from modular_kernel.checkpoints.matrix_layout import Range
-from modular_kernel.checkpoints.padding import fill_padding, split_intermediate
+from modular_kernel.checkpoints.padding import fill_padding
 from modular_kernel.checkpoints.safetensors_files import open_tensors
 from modular_kernel.checkpoints.slices import LayerSource
 from modular_kernel.errors import ConfigurationError, InputError
@@ -30,6 +30,7 @@ from modular_kernel.models.router_config import router_of_config
 from modular_kernel.quant.expert_pieces import quantize_expert
 from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.replay import modes
+from modular_kernel.spec.intermediate_split import split_intermediate
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme

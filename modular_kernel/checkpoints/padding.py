@@ -1,98 +1,18 @@
-"""Division of the intermediate size over tensor-parallel ranks, and the padding of their shares.
+"""Padding of a tensor-parallel rank's share of the intermediate size, with weights of exactly 0.
 
-    split = split_intermediate(2880, 8, QuantScheme.parse("mxfp4_w4a16"))
-    split.width, split.columns(0), split.columns(7)     # 384, (0, 384), (2528, 2880)
-
-All ranks have weights of one width, so that they run one kernel. Cuts fall between quantization
-groups, so stored codes and scales stay as they are. A rank with fewer columns than the width gets
-columns of weight zero: `fill_padding` writes codes and scales that dequantize to exactly 0.
+`modular_kernel.spec.intermediate_split` has the shares.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import lcm
 
 import torch
 
 from modular_kernel.checkpoints.matrix_layout import Range
-from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.quant.scale_tiles import ceil_div, unpack_pairs
 from modular_kernel.spec.quantization import QuantScheme
 
-# Padded shares are multiples of the first of these that leaves columns for every rank. Rows of 16
-# values of one byte or more satisfy the alignment of TMA and of vector loads.
-_ALIGNMENTS = (16, 8, 4, 2, 1)
 _ONE_E8M0, _ONE = 127, 1.0  # scales of 1
-
-
-@dataclass(frozen=True)
-class IntermediateSplit:
-    """The columns of I of each tensor-parallel rank.
-
-    unit: columns that are kept together. width: columns of every rank's weights, with the padding.
-    """
-
-    intermediate: int
-    ranks: int
-    unit: int
-    width: int
-
-    def columns(self, rank: int) -> Range:
-        """Return the columns [first, last) of I that a rank holds."""
-        units, extra = divmod(ceil_div(self.intermediate, self.unit), self.ranks)
-        first, last = (each * units + min(each, extra) for each in (rank, rank + 1))
-        return first * self.unit, min(last * self.unit, self.intermediate)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a rank has fewer columns than its weights."""
-        return self.width * self.ranks != self.intermediate
-
-
-def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
-    """Return how many columns of I share a scale or a packed word, and are not to be separated.
-
-    One group of all columns may be cut: every share then has one group of its own, with the same
-    scale.
-    """
-    word = {"uint4": 8, "uint8": 4}.get(scheme.weight, 1)
-    if scheme.weight == "int8" and not scheme.quantizes_activations:
-        word = 4
-    is_integer = scheme.weight in IMPLICIT_ZERO_POINT
-    if scheme.granularity == "group" and is_integer and scheme.group[0] >= intermediate:
-        return word
-    return lcm(word, *scheme.group)
-
-
-def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> IntermediateSplit:
-    """Divide I over tensor-parallel ranks.
-
-    Equal shares are used if they cut neither a group nor a packed word. Otherwise each rank gets
-    whole groups, some ranks one more than others, and the width is that of the largest share.
-    Raises ConfigurationError if there are fewer groups than ranks, unless equal shares exist; those
-    then cut groups, which stored weights do not allow (see `formats.fit`).
-    """
-    unit, (share, remainder) = columns_per_unit(scheme, intermediate), divmod(intermediate, ranks)
-    if not remainder and (ranks == 1 or share % unit == 0):
-        return IntermediateSplit(intermediate, ranks, share, share)
-    for alignment in _ALIGNMENTS:
-        padded_unit = lcm(unit, alignment)
-        units = ceil_div(intermediate, padded_unit)
-        if units >= ranks:
-            width = ceil_div(units, ranks) * padded_unit
-            return IntermediateSplit(intermediate, ranks, padded_unit, width)
-    if not remainder:
-        return IntermediateSplit(intermediate, ranks, share, share)
-    raise too_few_groups(intermediate, ranks, unit)
-
-
-def too_few_groups(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
-    """Return the error for ranks that would not get a single group of columns."""
-    groups = ceil_div(intermediate, unit)
-    what = "column" if unit == 1 else f"group of {unit} columns"
-    need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"
-    return ConfigurationError("tp: ranks", got=ranks, need=need)
 
 
 def fill_padding(

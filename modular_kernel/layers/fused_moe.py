@@ -26,7 +26,6 @@ from modular_kernel.checkpoints.loading import (
     load_experts,
     scheme_to_quantize,
 )
-from modular_kernel.checkpoints.padding import IntermediateSplit, split_intermediate
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, resolve_placement
@@ -59,6 +58,7 @@ from modular_kernel.operators.kernel_cache import (
 from modular_kernel.operators.pairing import Pairing as TracedPairing
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.replay import modes
+from modular_kernel.spec.intermediate_split import IntermediateSplit, split_intermediate
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Parallel, Problem, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme

@@ -5,8 +5,8 @@ from functools import cached_property
 from typing import Literal
 
 from modular_kernel.checkpoints.matrix_layout import Range
-from modular_kernel.checkpoints.padding import IntermediateSplit, split_intermediate
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.intermediate_split import IntermediateSplit, split_intermediate
 from modular_kernel.spec.placement import Experts, Placement
 from modular_kernel.spec.problem import Parallel
 from modular_kernel.spec.quantization import QuantScheme

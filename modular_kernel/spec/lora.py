@@ -16,6 +16,8 @@ import torch
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
+from modular_kernel.spec.intermediate_split import split_intermediate
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import (
     MAX_INT32,
     Between,
@@ -115,14 +117,18 @@ class Adapter:
     lora_a2: torch.Tensor
     lora_b2: torch.Tensor
 
-    def share(self, rank: int, ranks: int, *, gated: bool = True) -> "Adapter":
+    def share(
+        self, rank: int, ranks: int, *, gated: bool = True, quant: QuantScheme | str = "none"
+    ) -> "Adapter":
         """Return one TP rank's shard; the shards split I, and their results add up.
 
         A of w1 and B of w2 are replicated. B of w1 is split by rows, separately for gate and up;
         A of w2 is split by columns. gated: w1 has gate and up rows. Pass False for interleaved
-        rows, which are split in one piece, as without a gate. Raises ConfigurationError if I is not
-        divisible, and DtypeError or ShapeError if a tensor is not a valid adapter, including a
-        lora_b13 whose rows do not match `gated`.
+        rows, which are split in one piece, as without a gate. quant: the scheme of the layer's
+        weights on a rank, `layer.problem.quant`. The shards are those of the weights, padded with
+        zeros if these are (see `spec.intermediate_split`). Raises ConfigurationError if there are
+        more ranks than columns, and DtypeError or ShapeError if a tensor is not a valid adapter,
+        including a lora_b13 whose rows do not match `gated`.
         """
         expect("gated", gated, bool)
         check_tensors(vars(self))
@@ -130,24 +136,21 @@ class Adapter:
             tensor = getattr(self, name)
             if tensor.dim() != 3:
                 raise ShapeError(name, got=tuple(tensor.shape), need="three dimensions")
-        (experts, rows, columns), (_, depth, intermediate) = self.lora_b13.shape, self.lora_a2.shape
+        (experts, rows, columns), intermediate = self.lora_b13.shape, self.lora_a2.shape[2]
         expect("ranks", ranks, Count)
         expect("rank", rank, Annotated[int, Between(0, ranks - 1)])
-        if intermediate % ranks:
-            need = f"a multiple of {ranks}, the ranks"
-            raise ConfigurationError("intermediate size", got=intermediate, need=need)
+        split = split_intermediate(intermediate, ranks, QuantScheme.parse(quant))
         allowed_rows = (2 * intermediate,) if gated else (intermediate, 2 * intermediate)
         if rows not in allowed_rows:
             need = f"{' or '.join(map(str, allowed_rows))} with gated={gated}"
             raise ShapeError("lora_b13: rows", got=rows, need=need)
-        projections = 2 if gated else 1
-        b13 = self.lora_b13.reshape(
-            experts, projections, ranks, rows // (projections * ranks), columns
-        )
-        a2 = self.lora_a2.reshape(experts, depth, ranks, intermediate // ranks)
-        return replace(
-            self, lora_b13=b13[:, :, rank].flatten(1, 2), lora_a2=a2[:, :, rank].contiguous()
-        )
+        first, last = split.columns(rank)
+        missing, per_column = split.width - (last - first), rows // intermediate
+        shape = (experts, 2, intermediate) if gated else (experts, 1, intermediate, per_column)
+        b13 = self.lora_b13.reshape(*shape, -1, columns)[:, :, first:last]
+        b13 = torch.nn.functional.pad(b13, (0, 0) * (b13.dim() - 3) + (0, missing))
+        a2 = torch.nn.functional.pad(self.lora_a2[..., first:last], (0, missing))
+        return replace(self, lora_b13=b13.reshape(experts, -1, columns), lora_a2=a2.contiguous())
 
     def __repr__(self) -> str:
         """Return the shapes, without values."""

@@ -15,10 +15,10 @@ from test_checkpoint_shares import expert_bytes, ranks, summed
 import modular_kernel as mk
 from modular_kernel.checkpoints.formats import fit, format_of
 from modular_kernel.checkpoints.loading import LoadedExperts
-from modular_kernel.checkpoints.padding import IntermediateSplit, split_intermediate
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, quantize_weights
 from modular_kernel.quant.scale_tiles import expand_scales, unpack_pairs
+from modular_kernel.spec.intermediate_split import IntermediateSplit, split_intermediate
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write

@@ -13,21 +13,25 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
 from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.spec.intermediate_split import split_intermediate
 from modular_kernel.spec.lora import Adapter
+from modular_kernel.spec.quantization import QuantScheme
 
 
 def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callable[..., Any]]:
     """One TP rank of a layer: its share of weights."""
-    part = slice(rank * I // ranks, (rank + 1) * I // ranks)
+    split = split_intermediate(I, ranks, QuantScheme.parse("none"))
+    part = slice(*split.columns(rank))
     its = base(parallel=LayerParallel(tp=(rank, ranks)))
-    w = layer.weights()
-    rows = torch.arange(2 * I).view(2, I)[:, part].flatten()
-    its.set_weights(ExpertWeights(w.w1[:, rows].contiguous(), w.w2[:, :, part].contiguous()))
+    w, pad = layer.weights(), (0, split.width - (part.stop - part.start))
+    w1 = torch.nn.functional.pad(w.w1.unflatten(1, (2, I))[:, :, part], (0, 0, *pad))
+    w2 = torch.nn.functional.pad(w.w2[:, :, part], pad)
+    its.set_weights(ExpertWeights(w1.flatten(1, 2).contiguous(), w2.contiguous()))
     return its, part, lambda a: a.share(rank, ranks)
 
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
     """B of w1 and A of w2 are cut, as the layer is; what ranks return adds up to the whole."""
     layer = base()
@@ -56,8 +60,30 @@ def test_an_adapter_is_cut_as_its_weights_are() -> None:
     assert part.lora_b2 is whole.lora_b2
     one = whole.share(2, 3, gated=False)  # rows that alternate, or without a gate
     assert torch.equal(one.lora_b13, whole.lora_b13[:, 32:])
-    with pytest.raises(ConfigurationError, match="intermediate size: got 24, need a multiple of 5"):
-        whole.share(0, 5)
+    with pytest.raises(ConfigurationError, match="tp: ranks: got 25, need at most 24"):
+        whole.share(0, 25)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("ranks", "quant"), [(5, "none"), (2, "nvfp4_w4a16")])
+def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str) -> None:
+    """The columns of each rank are those of its weights; the last rank has fewer."""
+    whole, split = adapter(2, 0, halves=2), split_intermediate(I, ranks, QuantScheme.parse(quant))
+    b13 = whole.lora_b13.unflatten(1, (2, I) if gated else (I, 2))
+    b13 = b13 if gated else b13.transpose(1, 2)
+    assert split.is_padded
+    for rank in range(ranks):
+        (first, last), part = (
+            split.columns(rank),
+            whole.share(rank, ranks, gated=gated, quant=quant),
+        )
+        rows = part.lora_b13.unflatten(1, (2, split.width) if gated else (split.width, 2))
+        rows = rows if gated else rows.transpose(1, 2)
+        assert torch.equal(rows[:, :, : last - first], b13[:, :, first:last])
+        assert torch.equal(part.lora_a2[..., : last - first], whole.lora_a2[..., first:last])
+        assert part.lora_a2.shape[2] == split.width
+        assert not rows[:, :, last - first :].any()
+        assert not part.lora_a2[..., last - first :].any()
     for rank, ranks in ((3, 3), (-1, 3), (0, 0), (0.0, 1)):
         with pytest.raises(ConfigurationError, match="rank"):
             whole.share(rank, ranks)  # type: ignore[arg-type]

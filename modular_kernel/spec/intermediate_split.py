@@ -1,0 +1,93 @@
+"""Division of the intermediate size over tensor-parallel ranks.
+
+    split = split_intermediate(2880, 8, QuantScheme.parse("mxfp4_w4a16"))
+    split.width, split.columns(0), split.columns(7)     # 384, (0, 384), (2528, 2880)
+
+All ranks have weights of one width, so that they run one kernel. Cuts fall between quantization
+groups, so stored codes and scales stay as they are. A rank with fewer columns than the width has
+padding after them, with weights of 0.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.quantization import QuantScheme
+
+# Padded shares are multiples of the first of these that leaves columns for every rank. Rows of 16
+# values of one byte or more satisfy the alignment of TMA and of vector loads.
+_ALIGNMENTS = (16, 8, 4, 2, 1)
+_WORDS = {"uint4": 8, "uint8": 4}  # values of a packed int32
+
+
+@dataclass(frozen=True)
+class IntermediateSplit:
+    """The columns of I of each tensor-parallel rank.
+
+    unit: columns that are kept together. width: columns of every rank's weights, with the padding.
+    """
+
+    intermediate: int
+    ranks: int
+    unit: int
+    width: int
+
+    def columns(self, rank: int) -> tuple[int, int]:
+        """Return the columns [first, last) of I that a rank holds."""
+        units, extra = divmod(_ceil_div(self.intermediate, self.unit), self.ranks)
+        first, last = (each * units + min(each, extra) for each in (rank, rank + 1))
+        return first * self.unit, min(last * self.unit, self.intermediate)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a rank has fewer columns than its weights."""
+        return self.width * self.ranks != self.intermediate
+
+
+def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
+    """Return how many columns of I share a scale or a packed word, and are not to be separated.
+
+    One group of all columns may be cut: every share then has one group of its own, with the same
+    scale.
+    """
+    word = _WORDS.get(scheme.weight, 1)
+    if scheme.weight == "int8" and not scheme.quantizes_activations:
+        word = 4
+    is_integer = scheme.weight in _WORDS
+    if scheme.granularity == "group" and is_integer and scheme.group[0] >= intermediate:
+        return word
+    return lcm(word, *scheme.group)
+
+
+def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> IntermediateSplit:
+    """Divide I over tensor-parallel ranks.
+
+    Equal shares are used if they cut neither a group nor a packed word. Otherwise each rank gets
+    whole groups, some ranks one more than others, and the width is that of the largest share.
+    Raises ConfigurationError if there are fewer groups than ranks, unless equal shares exist; those
+    then cut groups, which stored weights do not allow (see `formats.fit`).
+    """
+    unit, (share, remainder) = columns_per_unit(scheme, intermediate), divmod(intermediate, ranks)
+    if not remainder and (ranks == 1 or share % unit == 0):
+        return IntermediateSplit(intermediate, ranks, share, share)
+    for alignment in _ALIGNMENTS:
+        padded_unit = lcm(unit, alignment)
+        units = _ceil_div(intermediate, padded_unit)
+        if units >= ranks:
+            width = _ceil_div(units, ranks) * padded_unit
+            return IntermediateSplit(intermediate, ranks, padded_unit, width)
+    if not remainder:
+        return IntermediateSplit(intermediate, ranks, share, share)
+    raise too_few_groups(intermediate, ranks, unit)
+
+
+def too_few_groups(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
+    """Return the error for ranks that would not get a single group of columns."""
+    groups = _ceil_div(intermediate, unit)
+    what = "column" if unit == 1 else f"group of {unit} columns"
+    need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"
+    return ConfigurationError("tp: ranks", got=ranks, need=need)
+
+
+def _ceil_div(value: int, step: int) -> int:
+    return -(-value // step)
