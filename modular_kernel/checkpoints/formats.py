@@ -151,7 +151,10 @@ def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> Qua
     if share % columns_per_unit(scheme, intermediate) == 0:
         return scheme
     fitted, sizes = scheme, tuple(gcd(size, share) for size in scheme.group)
-    if scheme.granularity == "block" and min(sizes) >= min(_MIN_TILE, *scheme.group):
+    stored = zip(sizes, scheme.group, strict=True)
+    if scheme.granularity == "block" and all(
+        size >= min(_MIN_TILE, whole) for size, whole in stored
+    ):
         fitted = replace(scheme, group=sizes)
     elif _has_divisible_groups(scheme, intermediate):
         with suppress(ConfigurationError):

@@ -33,7 +33,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
 _CHUNK = 1024  # columns per program with a per-tensor scale
 _MAX_PARTIALS = 1024  # programs that compute a per-tensor amax; more if there are more experts
-_MAX_PROGRAMS = 8192  # programs over batched rows, most of them padding; more with more experts
+_MAX_PROGRAMS = 8192  # programs over batched rows, mostly empty; more if there are more experts
 
 
 @dataclass(frozen=True)

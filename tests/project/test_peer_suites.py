@@ -145,8 +145,8 @@ def test_a_broken_part_is_ours(
 
     sound = layers.make_kernel
 
-    def kernel_of(prepare: str, experts: str, problem: Any) -> Any:
-        kernel = sound(prepare, experts, problem)
+    def kernel_of(prepare: str, experts: str, problem: Any, **options: Any) -> Any:
+        kernel = sound(prepare, experts, problem, **options)
         return (lambda *given: kernel(*given) * 1.2) if experts == broken else kernel
 
     monkeypatch.setattr(layers, "make_kernel", kernel_of)
@@ -231,7 +231,7 @@ def test_memory_that_a_part_spoils_is_no_refusal(
 ) -> None:
     from peer_suites_lib import layers
 
-    def spoils(*given: Any) -> Any:
+    def spoils(*given: Any, **options: Any) -> Any:
         raise CorruptionError("a kernel wrote behind its output")
 
     monkeypatch.setattr(layers, "make_kernel", spoils)

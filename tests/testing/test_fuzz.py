@@ -207,9 +207,12 @@ def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        loading._ShareReader, "columns", property(lambda s: (0, s.problem.intermediate))
-    )
+    plain = loading._reader
+
+    def of_first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
+        return plain(source, problem, request, (0, columns[1] - columns[0]))
+
+    monkeypatch.setattr(loading, "_reader", of_first_rank)
     assert WRONG in _kinds("checkpoints")
 
 
