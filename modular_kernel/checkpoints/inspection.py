@@ -43,7 +43,8 @@ from modular_kernel.utils.argument_checks import expect
 class CheckpointInfo:
     """A checkpoint's sizes, formats and layers with experts, before any check of tensors.
 
-    config_fields: fields of Problem in the config.json, without quant. formats: of each module.
+    config_fields: fields of Problem in the config.json, without quant; the activation is that of
+    layer 0. formats: of each module.
     layers: possible layouts of each layer, with name prefixes. config: path of the config.json, and
     its object that describes the layers. quantize_inputs: as for `load_experts`.
     """
@@ -118,7 +119,8 @@ class CheckpointInfo:
         fields = self.config_fields | ({} if dtype is None else {"dtype": dtype})
         stored_dtype = None if "dtype" in fields else source.dtype()
         fields |= {} if stored_dtype is None else {"dtype": dtype_name(stored_dtype)}
-        act = ActivationSpec.parse(fields["activation"])
+        of_layer = layer_fields_of_config(*self.config, source.number)
+        act = ActivationSpec.parse(of_layer["activation"])
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
         scheme = fit(source.format, fields["intermediate"], world=world, gated=act.gated)
@@ -136,7 +138,8 @@ def read_checkpoint_info(
     """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
     folder = files.path if files.path.is_dir() else files.path.parent
     path, config_object = config_of_file(str(folder / "config.json" if config is None else config))
-    config_fields: dict[str, Any] = layer_fields_of_config(path, config_object)
+    # What differs between layers, `CheckpointInfo.problem_fields` reads again.
+    config_fields: dict[str, Any] = layer_fields_of_config(path, config_object, 0)
     formats = _formats(path, config_object, config_fields)
     _, layers = find_layers(files, LAYOUTS[config_object["model_type"]], prefix)
     return CheckpointInfo(
@@ -154,7 +157,7 @@ def _formats(path: Path, config: dict[str, Any], fields: dict[str, Any]) -> Quan
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose experts have one format.
+    """Layers whose experts have one format and activation.
 
     layers: their numbers. nbytes: total size of their experts' tensors. problem_fields: fields of
     Problem of a layer that is not split over ranks.
@@ -220,7 +223,7 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
     expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
         info = read_checkpoint_info(files)
-        by_format: dict[tuple[Format, str], LayerGroup] = {}
+        by_format: dict[tuple[Format, str, str], LayerGroup] = {}
         layer_of_dtype, file_dtypes = dict[str, int](), set[str]()
         own = [layer for layer in sorted(info.layers) if not info.is_extra(layer)]
         for layer in own or sorted(info.layers):
@@ -230,7 +233,7 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
             fields = info.problem_fields(source, dtype=dtype)
             if "dtype" in fields:
                 layer_of_dtype.setdefault(fields["dtype"], layer)
-            key = source.format, str(fields["quant"])
+            key = source.format, str(fields["quant"]), str(fields["activation"])
             group = by_format.get(key, LayerGroup((), source.format, 0, fields))
             by_format[key] = replace(
                 group, layers=(*group.layers, layer), nbytes=group.nbytes + source.nbytes()
@@ -294,7 +297,7 @@ def layer_config(
             (path, config), config_fields = info.config, info.config_fields
     else:
         path, config = config_of_file(str(checkpoint_path))
-        config_fields = layer_fields_of_config(path, config)
+        config_fields = layer_fields_of_config(path, config, layer)
         fields, format = _problem_fields_of_config(path, config, config_fields, layer, tp)
         fields |= {} if dtype is None else {"dtype": dtype}
     return LayerConfig(

@@ -57,6 +57,13 @@ class LayerSource:
         """The name of the layer, for messages."""
         return f"{self.files.path}: {self.layer.prefix.rstrip('.')}"
 
+    @property
+    def number(self) -> int:
+        """The number of the layer in the names of its tensors."""
+        match = re.match(_LAYERS, self.layer.prefix)
+        assert match is not None
+        return int(match["layer"])
+
     def stored(self) -> tuple[StoredTensor, ...]:
         """Return the tensors that each matrix has."""
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))

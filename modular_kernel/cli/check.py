@@ -118,8 +118,10 @@ def _problems_by_layers(
             for layers, each in problems
         ]
     groups = checkpoint.groups if options.quant is None else checkpoint.groups[:1]
-    quant = str(groups[0].problem_fields["quant"])
-    problem = replace(options, quant=options.quant or quant).problem()
+    of_first = groups[0].problem_fields
+    quant = options.quant or str(of_first["quant"])
+    activation = options.activation or str(of_first["activation"])
+    problem = replace(options, quant=quant, activation=activation).problem()
     return [
         (
             group.layers if len(groups) > 1 else None,

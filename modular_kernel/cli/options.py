@@ -127,7 +127,9 @@ class ProblemOptions:
 
         from modular_kernel.spec.problem import Combine, Parallel, Problem
 
-        from_model = {} if self.model is None else problem_fields(self.model, quant=self.quant)
+        from_model: dict[str, object] = {}
+        if self.model is not None:
+            from_model = problem_fields(self.model, quant=self.quant, activation=self.activation)
         no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
         if no_dtype and reads_file(str(self.model)):
             note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
@@ -157,7 +159,7 @@ def options_by_scheme(
     """
     if options.model is None or options.quant is not None:
         return [(None, options)]
-    schemes = layer_groups(options.model)
+    schemes = layer_groups(options.model, options.activation)
     if len(schemes) < 2:
         return [(None, options)]
     return [(scheme.layers, replace(options, quant=scheme.scheme)) for scheme in schemes]

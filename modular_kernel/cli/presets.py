@@ -31,14 +31,16 @@ def display_name(model: str) -> str:
     return printable(path.name.removesuffix(".json"))
 
 
-def problem_fields(model: str, *, quant: str | None = None) -> dict[str, object]:
+def problem_fields(
+    model: str, *, quant: str | None = None, activation: str | None = None
+) -> dict[str, object]:
     """Return the problem fields that `model`, a name or the path of a config.json, determines.
 
-    quant: the scheme to use if a config.json has several. Raises ConfigurationError for an unknown
-    name, and for several schemes if quant is None.
+    quant, activation: those to use if a config.json has several. Raises ConfigurationError for an
+    unknown name, and for several of them if there is none to use.
     """
     if reads_file(model):
-        fields = problem_fields_of_file(model, quant=quant)
+        fields = problem_fields_of_file(model, quant=quant, activation=activation)
         return fields if "dtype" in fields else fields | _stored_dtype(model)
     model = _canonical_name(model)
     if model in SHAPES:
@@ -49,9 +51,9 @@ def problem_fields(model: str, *, quant: str | None = None) -> dict[str, object]
     return published.problem_fields()
 
 
-def layer_groups(model: str) -> tuple[LayerScheme, ...]:
+def layer_groups(model: str, activation: str | None = None) -> tuple[LayerScheme, ...]:
     """Return the schemes of a config.json's layers; () for a name, whose layers are alike."""
-    return layers_of_file(model)[1] if reads_file(model) else ()
+    return layers_of_file(model, activation)[1] if reads_file(model) else ()
 
 
 def reads_file(model: str) -> bool:

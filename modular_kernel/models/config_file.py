@@ -49,16 +49,18 @@ def is_file(model: str) -> bool:
     return os.sep in model or model.endswith(".json") or model in (".", "..")
 
 
-def problem_fields_of_file(model: str, *, quant: str | None = None) -> dict[str, object]:
+def problem_fields_of_file(
+    model: str, *, quant: str | None = None, activation: str | None = None
+) -> dict[str, object]:
     """Return the fields of `Problem` that a config.json, or that of the folder `model`, determines.
 
     These are experts, top_k, hidden, intermediate, activation, bias and
     apply_router_weight_on_input, and, if the file states them, routed_scaling_factor, dtype and
-    quant. `quant` selects the scheme of a file whose layers have several. Raises ConfigurationError
-    if the file cannot be read, or describes a layer that is not supported, and if its layers have
-    several schemes and quant is None.
+    quant. `quant` and `activation` select those of a file whose layers have several. Raises
+    ConfigurationError if the file cannot be read, or describes a layer that is not supported, and
+    if its layers have several schemes or activations and none is selected.
     """
-    fields, schemes = layers_of_file(model)
+    fields, schemes = layers_of_file(model, activation)
     if len(schemes) == 1:
         scheme = schemes[0].scheme
         return fields if scheme == UNQUANTIZED else fields | {"quant": scheme}
@@ -68,13 +70,16 @@ def problem_fields_of_file(model: str, *, quant: str | None = None) -> dict[str,
     return fields | {"quant": quant}
 
 
-def layers_of_file(model: str) -> tuple[dict[str, Any], tuple[LayerScheme, ...]]:
+def layers_of_file(
+    model: str, activation: str | None = None
+) -> tuple[dict[str, Any], tuple[LayerScheme, ...]]:
     """Return the fields of `problem_fields_of_file` without quant, and the schemes of all layers.
 
     Raises the same errors, except for several schemes.
     """
     path, config = config_of_file(model)
-    fields = layer_fields_of_config(path, config)
+    fields = layer_fields_of_config(path, config, None if activation is None else 0)
+    fields |= {} if activation is None else {"activation": activation}
     return fields, layer_schemes(path, config, fields)
 
 
@@ -199,10 +204,12 @@ def _unknown_type_error(
     return _error(path, got, f"a supported MoE model_type, {suggestion} (see mk models --types)")
 
 
-def layer_fields_of_config(path: Path, config: Config) -> dict[str, Any]:
+def layer_fields_of_config(path: Path, config: Config, layer: int | None = None) -> dict[str, Any]:
     """Return the fields of Problem for a known model_type, except quant.
 
-    Raises ConfigurationError for a model without experts, and for a layer that is not supported.
+    layer: number of a layer; None for what all layers have in common. Raises ConfigurationError for
+    a model without experts, for a layer that is not supported, and for layers that differ in more
+    than quant if `layer` is None.
     """
     model_type = config["model_type"]
     family = FAMILIES[model_type]
@@ -228,7 +235,7 @@ def layer_fields_of_config(path: Path, config: Config) -> dict[str, Any]:
     }
     if sizes["top_k"] > sizes["experts"]:
         raise _error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
-    fields: dict[str, Any] = {**sizes, "activation": _activation(path, inner, family)}
+    fields: dict[str, Any] = {**sizes, "activation": _activation(path, inner, family, layer)}
     fields |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
     if family.scaling:
         fields["routed_scaling_factor"] = _scaling(path, config, family.scaling)
@@ -298,7 +305,7 @@ def _scaling(path: Path, config: Config, key: str) -> float:
     return _number(path, name, config.get(name))
 
 
-def _activation(path: Path, config: Config, family: Family) -> str:
+def _activation(path: Path, config: Config, family: Family, layer: int | None) -> str:
     """Return the activation, as for ActivationSpec.parse()."""
     if family.gate == "oai":
         alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _ALPHA))
@@ -308,7 +315,7 @@ def _activation(path: Path, config: Config, family: Family) -> str:
     kind = _activation_name(path, config, family)
     if family.gate in ("plain", "ungated"):
         return kind
-    clamp_limit = _limit(path, config, family.gate)
+    clamp_limit = _limit(path, config, family.gate, layer)
     if clamp_limit is None:
         return kind
     if kind != "silu":
@@ -331,17 +338,26 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
     return names[name]
 
 
-def _limit(path: Path, config: Config, gate: str) -> float | None:
-    """Return the limit of gate and up values: one for the model, or a common one of all layers."""
+def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | None:
+    """Return the limit of gate and up values: one for the model, or that of a layer.
+
+    layer: None for a common one of all layers. A list may be shorter than the number of layers.
+    """
     if gate == "clamp_before":
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))
     limits = config.get("swiglu_limits") or [None]
     if not isinstance(limits, list):
         raise _error(path, f"swiglu_limits = {str(limits)[:80]}", "a list")
-    first = limits[0] or None  # 0 and null mean no limit
-    if any((limit or None) != first for limit in limits):
-        raise _error(path, f"swiglu_limits = {str(limits)[:80]}", "one limit for every layer")
-    return None if first is None else _number(path, "swiglu_limits", first)
+    by_layer = [limit or None for limit in limits]  # 0 and null mean no limit
+    for limit in by_layer:
+        if limit is not None:
+            _number(path, "swiglu_limits", limit)
+    if layer is not None:
+        return by_layer[layer] if layer < len(by_layer) else None
+    if any(limit != by_layer[0] for limit in by_layer):
+        need = "one limit for every layer, or a layer's number, or --activation"
+        raise _error(path, f"swiglu_limits = {str(limits)[:80]}", need)
+    return by_layer[0]
 
 
 def _dtype(path: Path, config: Config) -> dict[str, object]:

@@ -156,7 +156,7 @@ FAMILIES: dict[str, Family] = {
     "sarvam_moe": _family("glm4_moe Glm4MoeExperts Glm4MoeTopkRouter", f"{_N_ROUTED_EXPERTS} {_NUM_EXPERTS}", _SCALING_KEY),
     "solar_open": _family("solar_open SolarOpenExperts SolarOpenTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "step3_text": _family("step3p7 Step3p7Experts", "moe_num_experts", top_k="moe_top_k", activation="=silu"),  # by its own code (Step-3)
-    "step3p5": _family("step3p7 Step3p7Experts Step3p7SparseMoeBlock", "n_routed_experts moe_num_experts", "moe_router_scaling_factor", top_k="num_experts_per_tok moe_top_k", gate="clamp_after"),
+    "step3p5": _family("step3p7 Step3p7Experts Step3p7SparseMoeBlock", "n_routed_experts moe_num_experts", "moe_router_scaling_factor", top_k="num_experts_per_tok moe_top_k", gate="clamp_after", default_activation="silu"),
     "switch_transformers": _unsupported("switch_transformers SwitchTransformersExperts", "its experts are ungated with ReLU, and have a capacity"),
     "unlimited_ocr_text": _family("unlimited_ocr UnlimitedOcrTextExperts UnlimitedOcrTextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "vitpose_backbone": _unsupported("vitpose_backbone VitPoseBackboneMoeMLP", "its experts are chosen by data set, not by a router"),

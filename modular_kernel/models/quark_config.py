@@ -46,7 +46,7 @@ def quark_scheme(options: Mapping[str, Any]) -> str | None:
         return names.get(str(granularity))
     if not isinstance(inputs, Mapping) or inputs.get("dtype") != "fp8_e4m3":
         return None
-    by = (granularity, inputs.get("qscheme"), bool(inputs.get("is_dynamic")))
+    by = (str(granularity), str(inputs.get("qscheme")), bool(inputs.get("is_dynamic")))
     if by == ("per_block", "per_group", True):
         block = weight.get("block_size")
         is_block = block == [128, 128] and inputs.get("group_size") == block[1]

@@ -1,12 +1,16 @@
 """Families whose code is published beside the model, and LongCat with its zero experts."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
+from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints.inspection import inspect
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.fused_moe import FusedMoE
@@ -21,6 +25,7 @@ from modular_kernel.testing.checkpoints.samples import (
     write,
 )
 
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hidden_size")
 OWN: dict[str, ModelFamily] = {
     "deepseek": ModelFamily(per_expert_modules("mlp.experts"), SIZES),
@@ -122,3 +127,59 @@ def test_other_zero_experts_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("{", '{"zero_expert_type": "constant", ', 1))
     with pytest.raises(ConfigurationError, match="zero_expert_type = constant, need identity"):
         mk.load_experts(sample.folder, 0)
+
+
+def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routing: Any) -> Any:
+    """The layer in float64; the limit bounds silu(gate) from above and up on both sides."""
+    weights, ids = routing
+    y = torch.zeros_like(x)
+    for t, k in ((t, k) for t in range(len(x)) for k in range(ids.shape[1])):
+        gate, up = (sample.w1[ids[t, k]] @ x[t]).chunk(2)
+        gate = torch.nn.functional.silu(gate)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        y[t] += weights[t, k].double() * (sample.w2[ids[t, k]] @ (gate * up))
+    return y * sample.scaling
+
+
+def test_limits_of_step3p5_are_those_of_each_layer(tmp_path: Path) -> None:
+    """By load_experts, FusedMoE and in the report; without hidden_act, as it is published."""
+    samples = {}
+    for layer in (0, 1, 2):
+        part = tmp_path / f"part{layer}"
+        samples[layer] = write(part, "step3p5", "fp32", layers=(layer,), seed=layer)
+    tensors = {
+        name: tensor
+        for layer in samples
+        for name, tensor in load_file(tmp_path / f"part{layer}/model.safetensors").items()
+    }
+    config = samples[0].config | {"num_hidden_layers": 3, "swiglu_limits": [0.0, 0.7]}
+    del config["hidden_act"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    limits = {0: None, 1: 0.7, 2: None}
+    truths = {}
+    for layer, sample in samples.items():
+        x, weights, ids = sample.inputs(8)
+        truths[layer] = clamped_output(sample, limits[layer], x, weights, ids)
+        loaded = mk.load_experts(tmp_path, layer)
+        problem = loaded.problem(8)
+        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        got = kernel(x.float(), loaded.weights, mk.Routing(weights, ids)).double()
+        torch.testing.assert_close(got, truths[layer], rtol=1e-4, atol=1e-4)
+        module = FusedMoE.from_config(
+            tmp_path, layer, top_k=2, params_dtype="float32", experts="TorchExperts"
+        )
+        module.load(tmp_path)
+        got = module(x.float(), (weights, ids)).double()
+        torch.testing.assert_close(got, truths[layer], rtol=1e-4, atol=1e-4)
+    x, weights, ids = samples[1].inputs(8)
+    unlimited = clamped_output(samples[1], None, x, weights, ids)
+    assert float((unlimited - truths[1]).norm() / truths[1].norm()) > 0.01
+    report = inspect(tmp_path)
+    activations = {group.layers: str(group.problem_fields["activation"]) for group in report.groups}
+    assert activations == {(0, 2): "silu", (1,): "swiglu_clamp_after:limit=0.7"}
+    with pytest.raises(ConfigurationError, match=r"swiglu_limits.*need one limit for every layer"):
+        FusedMoE.from_config(tmp_path / "config.json", top_k=2)
+    alone = FusedMoE.from_config(tmp_path / "config.json", 1, top_k=2)
+    assert str(alone.problem.act) == "swiglu_clamp_after:limit=0.7"
