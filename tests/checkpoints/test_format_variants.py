@@ -293,3 +293,14 @@ def test_a_refused_method_is_told_with_its_meaning_and_what_works(
     assert list(config.values())[-1] in str(caught.value.got)
     assert meaning in str(caught.value.got)
     assert str(caught.value.need) == nearest
+
+
+@pytest.mark.parametrize("inputs", ["int", "float"])
+def test_int4_weights_with_8_bit_activations_are_refused(inputs: str) -> None:
+    """The message has both halves of the recipe, and what is read instead."""
+    config = json.loads(json.dumps(CHECKPOINT_FORMATS["compressed int4"].config))
+    activations = {"num_bits": 8, "type": inputs, "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': 8.*need .*int4 by group"
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
