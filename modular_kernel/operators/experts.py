@@ -121,7 +121,7 @@ def _backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[object, ...]:
     return dx, None, dweights, of_params, None, None, None
 
 
-torch.library.register_autograd("modular_kernel::experts", _backward, setup_context=_keep_inputs)
+operator_library.register_autograd("experts", _backward, setup_context=_keep_inputs)
 
 EXPERTS = torch.ops.modular_kernel.experts.default
 EXPERTS_FORWARD = torch.ops.modular_kernel.experts_forward.default

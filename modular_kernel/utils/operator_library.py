@@ -17,8 +17,10 @@ from modular_kernel.errors import LayoutError
 NAMESPACE = "modular_kernel"
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Torch has no type annotations here.
-_library: Any = cast("Any", torch.library.Library)(NAMESPACE, "FRAGMENT")
+# The registration of each operator, which exists as long as this object. Torch has no type
+# annotations here.
+_libraries: dict[str, Any] = {}
+_make_library: Any = torch.library.Library
 # The dispatch key of calls inside function transforms; other calls do not pass it.
 _TRANSFORM = "FuncTorchDynamicLayerFrontMode"
 _C: Any = torch._C._functorch
@@ -62,11 +64,22 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         schema = torch.library.infer_schema(function, mutates_args=())
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-
-        _library.impl(name, lambda *args: _call_in_transform(name, args), _TRANSFORM)
+        if name in _libraries:  # its module was imported again
+            _libraries.pop(name)._destroy()
+        library = _libraries[name] = _make_library(NAMESPACE, "FRAGMENT")
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+        library.impl(name, lambda *args: _call_in_transform(name, args), _TRANSFORM)
         return function
 
     return register
+
+
+def register_autograd(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> None:
+    """Register the autograd formula of an operator; see `torch.library.register_autograd`."""
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_libraries[name]
+    )

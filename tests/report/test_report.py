@@ -314,6 +314,8 @@ class _Page(HTMLParser):
 
 
 def test_the_page_is_whole_and_fetches_nothing(docs: Path) -> None:
+    for record in (docs / "benchmarks").glob("*.json"):
+        record.unlink()
     _record().write(docs / "benchmarks/new.json")
     text = html_page(load_catalog(), docs)
     read = _Page()

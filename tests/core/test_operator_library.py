@@ -1,0 +1,41 @@
+"""Operators are registered once for each import of their module."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import importlib
+import torch
+from modular_kernel.integrations import fused_moe
+from modular_kernel.operators import experts
+from modular_kernel.ops import route
+
+for module in (route, experts, fused_moe):
+    importlib.reload(module)
+
+import modular_kernel as mk
+from modular_kernel.operators.pairing import Pairing, layer_text
+
+problem = mk.Problem(4, 16, 8, 4, 2, dtype=torch.float32)
+w1, w2 = torch.randn(4, 16, 16, requires_grad=True), torch.randn(4, 16, 8)
+x, ids, scores = torch.randn(4, 16), torch.arange(8).view(4, 2) % 4, torch.rand(4, 2)
+texts = "w1,w2", layer_text(problem), str(Pairing("MoEPrepareAndFinalizeNoEP", "TorchExperts"))
+y = experts.EXPERTS(x, ids, scores, [w1, w2], *texts)
+y.sum().backward()
+assert w1.grad is not None and w1.grad.abs().sum() > 0
+with torch.no_grad():
+    assert torch.equal(experts.EXPERTS_FORWARD(x, ids, scores, [w1, w2], *texts), y)
+    none = [None] * 9
+    settings = "none", "silu", False, 1.0, "sum"
+    again = fused_moe.OUTPLACE(x, w1.detach(), w2, scores, ids, none, *settings)
+torch.testing.assert_close(again, y.detach())
+print("registered again")
+"""
+
+
+def test_a_module_may_be_imported_again() -> None:
+    """As mutation tests do with changed sources."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "registered again\n", done.stderr[-2000:]
