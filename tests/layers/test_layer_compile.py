@@ -350,7 +350,10 @@ def test_an_exported_program_runs_in_another_process(kind: str, strict: bool, tm
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     shapes = tuple({0: tokens} for _ in made(9))
     program = torch.export.export(layer, made(9), dynamic_shapes=shapes, strict=strict)
-    assert operators(program.graph)[-1] == EXPERTS
+    # A program of a MoeRunner keeps gradients, in whatever mode it was exported.
+    assert operators(program.graph)[-1] == (
+        "modular_kernel.experts" if kind == "MoeRunner" else EXPERTS
+    )
     given = made(21)
     torch.export.save(program, tmp_path / "layer.pt2")
     torch.save((given, layer(*given)), tmp_path / "given.pt")
