@@ -423,4 +423,6 @@ def test_who_waits_is_told_once(
     monkeypatch.setattr(Stopwatch, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
     compose(PROBLEM, CPU, terms=Terms(on_bucket=(lambda _: None) if quiet else None))
     told = "timing 2 pairings for up to 20 s; the times are cached"
-    assert [record.getMessage() for record in caplog.records] == ([] if quiet else [told])
+    # The process also logs once that the interpreter is on, in whichever test comes first.
+    logged = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
+    assert logged == ([] if quiet else [told])
