@@ -448,6 +448,7 @@ def groups_of(rank: int, row: Values, both: Any) -> Iterator[dict[str, Any]]:
             group = dist.new_group(ranks)
             if rank in ranks:
                 made[name] = group
+    dist.barrier()  # a rank that is refused at once ends its groups, which others may still join
     yield made | ({"group": both} if row["place"].groups == "each and both" else {})
     for group in made.values():
         dist.destroy_process_group(group)
