@@ -98,7 +98,7 @@ def _fused_experts(
     weights = (w1, w2, *extras)
     given = [hidden_states, w1, w2, *[tensor for tensor in extras if tensor is not None]]
     eager = _may_skip_dispatcher(given)
-    if eager:  # the kernel checks the rest
+    if eager:  # the kernel checks memory and weights
         check_strided("x", hidden_states)
     else:
         device = check_tensor("x", hidden_states, meta=True).device
@@ -130,7 +130,7 @@ def _fused_experts(
         run = _run_in_place if direct else inplace_fused_experts
         run(*arguments, config.chunk_tokens)
         return hidden_states
-    run_new = _run if direct else OUTPLACE
+    run_new = _run if direct else outplace_fused_experts
     output: torch.Tensor = run_new(*arguments, config.combine.value, config.chunk_tokens)
     if hidden_states.dim() == 2:
         return output
@@ -215,10 +215,10 @@ def topk_tensors(
     *,
     check_memory: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a router's weights (T, K), float32, and ids (T, K), with dimensions flattened.
+    """Return the router's weights, float32, and ids, both flattened to (T, K).
 
-    lead: the dimensions of x before H, which those of the ids must equal. device: that of x; None
-    if it is checked later. check_memory: False if a kernel's call checks the memory of both.
+    lead: the leading dimensions of x, which the ids must have, too. device: the device of x; None
+    skips this check. check_memory: False if the kernel's call will check the memory of both.
     """
     values = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*values, None, None)[:2]
@@ -252,10 +252,10 @@ _functorch_level: Callable[[], object] = torch._C._functorch.peek_interpreter_st
 
 
 def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether no torch.compile, dispatch mode, vmap or tensor subclass sees the call.
+    """Return whether a call can run the function instead of its operator, which is faster.
 
-    False also for tensors that are not dense. Calling the function instead of its operator saves
-    the host tens of microseconds.
+    False under torch.compile, a dispatch mode or a function transform, and for tensor subclasses,
+    meta tensors and tensors that are not dense.
     """
     if is_compiling() or torch._C._len_torch_dispatch_stack() or _functorch_level() is not None:
         return False
@@ -297,7 +297,7 @@ def _run(  # noqa: PLR0913 (the arguments of the operator)
     return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
 
-OUTPLACE = torch.ops.modular_kernel.outplace_fused_experts.default
+outplace_fused_experts = torch.ops.modular_kernel.outplace_fused_experts.default
 
 
 def _run_in_place(  # noqa: PLR0913 (as the operator below)

@@ -91,12 +91,12 @@ def weights_of(
     for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
         scale = fields[name]
         if scale is not None:
-            fields[name] = _as_kernels_take_it(name, scale, quant)
+            fields[name] = _reshape_scale(name, scale, quant)
     return ExpertWeights(w1, w2, **fields)
 
 
-def _as_kernels_take_it(name: str, scale: torch.Tensor, quant: str) -> torch.Tensor:
-    """Return a scale, reshaped, or a contiguous copy of one that may be expanded."""
+def _reshape_scale(name: str, scale: torch.Tensor, quant: str) -> torch.Tensor:
+    """Return a scale in the shape that kernels require, contiguous if it has fewer than 3 dims."""
     dims, of_weights = scale.dim(), name in ("w1_scale", "w2_scale")
     is_column = of_weights and "_channel" in quant and dims == 3 and scale.shape[2] == 1
     is_number = dims == 0 and not of_weights

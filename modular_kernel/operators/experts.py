@@ -1,7 +1,7 @@
 """torch.ops.modular_kernel.experts: a layer call as one operator for torch.compile and export.
 
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
-    experts_forward(...)  # the same without gradients, with less overhead per call
+    experts_forward(...)  # the same without autograd, and with less overhead per call
 
 Non-tensor arguments are strings, so that an exported program can run in another process, which must
 import this module (it also registers torch.ops.modular_kernel.route). fields: the ExpertWeights
@@ -19,6 +19,7 @@ from modular_kernel.operators.expert_fields import gradient_of, has_gradient, we
 from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.operators.pairing import pairing_of, problem_of
 from modular_kernel.operators.weights_cache import WeightsCache
+from modular_kernel.replay.modes import is_exporting
 from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils import operator_library
@@ -136,13 +137,14 @@ def traced_experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Add a call of `experts` to a traced graph, or of `experts_forward` without gradients.
+    """Call the operator `experts` in a traced graph, or `experts_forward` if no gradient is needed.
 
-    torch.compile traces again where gradients are needed; an exported program is run in any mode.
+    torch.compile guards on the grad mode and traces again if it changes. An exported program may be
+    run in another mode than the one it was traced in, so it always gets `experts`.
     """
     tensors = (x_TH, weights_TK, *params)
     needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    traced = EXPERTS if needed or torch.compiler.is_exporting() else EXPERTS_FORWARD
+    traced = EXPERTS if needed or is_exporting() else EXPERTS_FORWARD
     output: torch.Tensor = traced(x_TH, ids_TK, weights_TK, params, fields, layer, pairing)
     return output
 

@@ -18,7 +18,7 @@ _dtype = attrgetter("dtype")
 
 @dataclass(frozen=True)
 class _Entry:
-    """Weights, and what they were made from: a key, the first tensor, and facts of all tensors."""
+    """Weights and their cache key: the first tensor, the caller's key, and facts of all tensors."""
 
     first: "weakref.ref[torch.Tensor]"
     key: Hashable
@@ -63,6 +63,7 @@ class WeightsCache:
 
 
 def _facts(tensors: Sequence[torch.Tensor | None]) -> list[Hashable]:
+    """Return the identity, layout, dtype and version of all tensors."""
     present = [tensor for tensor in tensors if tensor is not None]
     versions = [0 if tensor.is_inference() else tensor._version for tensor in present]
     layout = *map(_pointer, present), *map(_size, present), *map(_stride, present)

@@ -45,9 +45,10 @@ def untraced(function: F) -> F:
 
 
 def run_outside_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Run an eager call outside torch function modes, as `untraced` does; a traced one as it is.
+    """Run an eager call outside torch function modes, such as that of torch.set_default_device.
 
-    So does one with a tensor subclass among its arguments, whose own torch function is to run.
+    Traced calls, and calls with a tensor subclass among the arguments, run inside the modes: a
+    subclass needs its own `__torch_function__`.
     """
     if is_compiling() or not _C._len_torch_function_stack() or any(map(_is_subclass, args)):
         return function(*args, **kwargs)
@@ -59,14 +60,23 @@ def _is_subclass(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 
 
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting() -> bool:
+    """Return whether torch.export traces this call.
+
+    The dynamo of torch 2.11 replaces torch.compiler.is_exporting() with True under torch.compile,
+    too. It does not look into a function whose result it assumes to be constant.
+    """
+    return torch.compiler.is_exporting()
+
+
 def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
     """Break the graph of torch.compile and call a function eagerly.
 
     reason: shown by fullgraph=True. Under torch.export, which has no graph breaks, raises
     UnsupportedError with it.
     """
-    # While torch 2.11 compiles, it takes `is_exporting` for true.
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+    if is_exporting():
         raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")
     torch._dynamo.graph_break(msg=reason)
     eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Registration of Python functions as torch operators with little overhead per call.
 
-`torch.library.custom_op` adds Python layers to every call: for autograd, aliasing checks, and to
-keep torch.compile out. On the host of an H200 they take 20 us, as long as the rest of a call. A
-function registered here is called by the dispatcher directly.
+`torch.library.custom_op` wraps a function in several Python layers (autograd, aliasing checks,
+disabling of torch.compile), which run in every call. Here, the dispatcher calls the function
+directly. On a CPU, and without the kernel, a call of `experts_forward` takes 7 us instead of 14.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,19 @@ from modular_kernel.errors import LayoutError
 NAMESPACE = "modular_kernel"
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The registration of each operator, which exists as long as this object. Torch has no type
-# annotations here.
+# By operator; deleting a Library removes its registrations. Any: torch does not annotate it.
 _libraries: dict[str, Any] = {}
 _make_library: Any = torch.library.Library
-# The dispatch key of calls inside function transforms; other calls do not pass it.
+# The dispatch key that is active only inside vmap, grad, jvp and functionalize.
 _TRANSFORM = "FuncTorchDynamicLayerFrontMode"
 _C: Any = torch._C._functorch
 
 
 def _call_in_transform(name: str, args: tuple[Any, ...]) -> Any:
-    """Call an operator inside a function transform that does not wrap its arguments.
+    """Run an operator inside a function transform.
 
-    Raises LayoutError for a tensor wrapped by vmap, grad or jvp. Those of functionalize are
-    unwrapped: operators registered here write to no argument.
+    Raises LayoutError for a tensor wrapped by vmap, grad or jvp, which the operator cannot read.
+    Tensors wrapped by functionalize are unwrapped, because no operator here mutates its arguments.
     """
     interpreter: Any = pyfunctorch.retrieve_current_functorch_interpreter()
     level, call = interpreter.level(), getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -55,16 +54,16 @@ def _call_in_transform(name: str, args: tuple[Any, ...]) -> Any:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Register the decorated function as the operator `torch.ops.modular_kernel.<name>`.
 
-    The function must return new tensors, write to none of its arguments, and have annotations that
-    `torch.library.infer_schema` accepts. It runs on every device. Without an autograd formula
-    (`torch.library.register_autograd`), callers must not pass tensors that require gradients.
-    Tensors wrapped by vmap, grad or jvp raise a LayoutError: torch would compute zero gradients.
-    fake: the same for tensors without memory; returns empty outputs.
+    The function must return new tensors, must not mutate its arguments, and needs annotations that
+    `torch.library.infer_schema` accepts. It is used on every device. Without an autograd formula
+    (see `register_autograd`), callers must not pass tensors that require gradients. Tensors wrapped
+    by vmap, grad or jvp raise LayoutError, because torch would silently return zero gradients.
+    fake: the fake implementation; returns empty outputs for tensors without memory.
     """
 
     def register(function: F) -> F:
         schema = torch.library.infer_schema(function, mutates_args=())
-        if name in _libraries:  # its module was imported again
+        if name in _libraries:  # the module of the function was imported again
             _libraries.pop(name)._destroy()
         library = _libraries[name] = _make_library(NAMESPACE, "FRAGMENT")
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

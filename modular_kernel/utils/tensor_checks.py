@@ -124,7 +124,7 @@ def check_tensor(
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether `check_tensor` accepts `value`; False also for tensors it may accept.
 
-    Covers the usual tensors in a quarter of the time of all checks.
+    A fast path for contiguous tensors that start at the beginning of their storage.
     """
     return (
         forward_ad._current_level < 0

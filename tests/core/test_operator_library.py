@@ -27,7 +27,7 @@ with torch.no_grad():
     assert torch.equal(experts.EXPERTS_FORWARD(x, ids, scores, [w1, w2], *texts), y)
     none = [None] * 9
     settings = "none", "silu", False, 1.0, "sum"
-    again = fused_moe.OUTPLACE(x, w1.detach(), w2, scores, ids, none, *settings)
+    again = fused_moe.outplace_fused_experts(x, w1.detach(), w2, scores, ids, none, *settings)
 torch.testing.assert_close(again, y.detach())
 print("registered again")
 """

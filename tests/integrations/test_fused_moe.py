@@ -20,11 +20,11 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.integrations.fused_moe import (
-    OUTPLACE,
     MoeRunnerConfig,
     fused_experts,
     fused_moe,
     inplace_fused_experts,
+    outplace_fused_experts,
     quant_of,
 )
 from modular_kernel.reference import oracle
@@ -174,7 +174,7 @@ def test_torch_is_told_the_truth(combine: str) -> None:
     tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(OUTPLACE, (*arguments, combine), test_utils=checks)
+    torch.library.opcheck(outplace_fused_experts, (*arguments, combine), test_utils=checks)
     torch.library.opcheck(inplace_fused_experts, arguments, test_utils=checks)
 
 
@@ -414,7 +414,7 @@ def test_function_transforms_of_the_operator_have_no_zero_gradients() -> None:
     tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
 
     def operator(x_TH: torch.Tensor) -> torch.Tensor:
-        return OUTPLACE(x_TH, *tensors, [None] * 9, "none", "silu", False, 1.0, "sum")
+        return outplace_fused_experts(x_TH, *tensors, [None] * 9, "none", "silu", False, 1.0, "sum")
 
     for call in (
         lambda: torch.func.grad(lambda x: operator(x).sum())(x_TH),

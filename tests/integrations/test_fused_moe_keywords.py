@@ -11,11 +11,11 @@ from experts.triton.configs.select import override_config
 from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.integrations import fused_moe_kernels as module
 from modular_kernel.integrations.fused_moe import (
-    OUTPLACE,
     MoeRunnerConfig,
     StandardTopKOutput,
     fused_experts,
     fused_moe,
+    outplace_fused_experts,
 )
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Combine, Problem
@@ -64,8 +64,8 @@ def test_chunks_are_made() -> None:
     """TorchExperts and TritonExperts see no more tokens at once than asked for."""
     x_TH, weights, routing = layer(BASE)
     arguments = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
-    whole = OUTPLACE(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
-    parts = OUTPLACE(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum", 2)
+    whole = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
+    parts = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum", 2)
     close(parts, whole.double(), 1e-6)
     sizes = (16, H, I, E, K, None)
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
