@@ -360,7 +360,7 @@ class Plan(BoundCalls):
 class _Outputs(threading.local):
     """The output buffer of the calling thread.
 
-    whole: the buffer at full capacity. rows: views of it, by the shape of x.
+    whole: the buffer at full capacity. rows: views of `whole`, keyed by the shape of x.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

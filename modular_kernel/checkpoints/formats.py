@@ -163,7 +163,7 @@ def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> Qua
 
 
 def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[QuantScheme]:
-    """Return schemes for shares of whole tiles: the stored ones, and halved ones of 32 or more."""
+    """Return schemes for padded shares: with the stored tiles, then with halved ones down to 32."""
     schemes = [_divide_rows(scheme, intermediate) if gated else scheme]
     if scheme.granularity == "block" or _has_divisible_groups(scheme, intermediate):
         *rows, size = schemes[0].group
@@ -174,13 +174,13 @@ def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[Qua
 
 
 def _has_divisible_groups(scheme: QuantScheme, intermediate: int) -> bool:
-    """Return whether groups may be divided: those of integers, unless one has all columns."""
+    """Return whether groups may be divided: integer groups that do not span all columns."""
     is_integer = scheme.granularity == "group" and scheme.weight != "float4_e2m1"
     return is_integer and scheme.group[0] < intermediate
 
 
 def _divide_rows(scheme: QuantScheme, intermediate: int) -> QuantScheme:
-    """Return the scheme with blocks that end with the gate rows, which up may follow."""
+    """Return the scheme with row blocks that do not cross the border of gate and up rows."""
     if scheme.granularity != "block":
         return scheme
     rows, columns = scheme.group

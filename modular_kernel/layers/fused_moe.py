@@ -101,9 +101,9 @@ class FusedMoE(ExpertParameters):
     """The experts of one layer, or this rank's share of them.
 
     num_experts: E of the whole model.
-    intermediate_size: I of a whole expert. Each TP rank holds I / TP of it; where that is not an
-        integer, or would cut a quantization group, ranks hold whole groups, and smaller shares are
-        padded with weights of 0 to one size, problem.intermediate.
+    intermediate_size: I of a whole expert. Each TP rank holds I / TP columns. If that is not an
+        integer, or would split a quantization group, ranks hold whole groups, and smaller shares
+        are padded with zero weights to the same size, problem.intermediate.
     layer_id: number of the layer, used by `describe` and as the default of `load`.
     top_k: K. Defaults to the router's K.
     quant_config: the quantization_config of a checkpoint, for `weight_loader`; or the name of a

@@ -20,7 +20,7 @@ _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _REQUANTIZE = "unquantized files, and quantize= to quantize them while they are loaded"
 _INT4_FP8 = "int4 codes with scales for float8 activations, which no kernel here has"
 _INT4 = "int4 weights of GPTQ, AWQ or compressed-tensors, with 16-bit activations"
-# Methods whose tensors are not read: (what they store, the nearest thing that works).
+# Methods that are not supported: (what their files store, the closest supported alternative).
 REFUSED_METHODS: dict[str, tuple[str, str]] = {
     "torchao": (
         "tensor subclasses whose layout only the metadata of each file describes",
@@ -49,7 +49,7 @@ REFUSED_METHODS: dict[str, tuple[str, str]] = {
     "metal": ("codes that are packed for Apple's kernels", _REQUANTIZE),
     "w4afp8": (_INT4_FP8, _INT4),
 }
-# Algorithms of modelopt that are refused, likewise.
+# Algorithms of modelopt that are refused, in the same form.
 REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
     "W4A8_AWQ": (_INT4_FP8, _INT4),
     "W4A16_AWQ": ("int4 codes in modelopt's packing, and factors on the inputs", _INT4),
@@ -84,7 +84,7 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _awq_options(options: Any) -> Any:
-    """Replace auto-round's `sym` by AWQ's `zero_point`, which is its opposite."""
+    """Replace auto-round's `sym` with AWQ's `zero_point`, which means the opposite."""
     if not isinstance(options, Mapping) or not isinstance(options.get("sym"), bool):
         return options
     others = {key: value for key, value in options.items() if key != "sym"}

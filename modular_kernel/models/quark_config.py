@@ -23,7 +23,7 @@ _ALGORITHMS = ("gptq",)  # others may also transform activations
 
 
 def quark_scheme(options: Mapping[str, Any]) -> str | None:
-    """Return the scheme of a module, or None if there is none.
+    """Return the scheme of a module, or None if it is not supported.
 
     options: its entry, or the one for all modules (`global_quant_config`). Activations of mxfp4 and
     mxfp8 stay in 16 bits.
@@ -59,7 +59,7 @@ def quark_scheme(options: Mapping[str, Any]) -> str | None:
 
 
 def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield (got, need) for every entry of a module's options that may change its numbers."""
+    """Yield (got, need) for options of a module that may change results and are not implemented."""
     for name, value in options.items():
         if name not in _SPECIFICATIONS:
             if not is_empty(value) and name != "target_device":
@@ -76,7 +76,7 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield (got, need) for entries beside the options of modules that may change numbers."""
+    """Yield (got, need) for top-level entries that may change results and are not implemented."""
     if not is_empty(config.get("layer_type_quant_config")):
         yield "layer_type_quant_config", "options by name of module (layer_quant_config)"
     algorithms = config.get("algo_config") or []

@@ -8,8 +8,8 @@ bytes: of the busier of sender and receiver on that link. The rows of a token ar
     "host"   once to each other host that holds one of its experts: T * sum of p_host(h), and
              from there to its ranks, with as many rows inside the host as "rank" has in total
     "all"    to every other rank:                                    T * (W - 1)
-    "sum"    not at all; ranks synchronize and all-reduce (T, H) float32, which transfers
-             2 * (W - 1) / W of it. All ranks pass the same T tokens, those of the whole world.
+    "sum"    no dispatch; all ranks pass the same T tokens, those of the whole world, synchronize,
+             and all-reduce (T, H) float32, which transfers 2 * (W - 1) / W times its size
 
 p_rank(r): probability that a token has an expert on rank r (`perf_model.load`); with a skewed
 routing, the fullest rank receives the most. Links inside and between hosts transfer concurrently.

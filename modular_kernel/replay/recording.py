@@ -236,7 +236,7 @@ class CheckedWeights:
 
 @dataclass(frozen=True)
 class _LayoutFacts:
-    """What an entry of weights without duplicate tensors derives from their layout alone."""
+    """The fields of `CheckedWeights` that depend only on the layout, if no tensor occurs twice."""
 
     signature: int
     places: list[Hashable]
@@ -402,7 +402,7 @@ class RecordedCalls:
         return self._recorded.get(signature)
 
     def is_new(self, signature: Hashable) -> bool:
-        """Return whether this signature is new: no call of it was recorded or refused."""
+        """Return whether no call with this signature has been recorded or refused."""
         return signature not in self._recorded
 
     def why_refused(self, signature: Hashable) -> str:

@@ -3,9 +3,9 @@
     split = split_intermediate(2880, 8, QuantScheme.parse("mxfp4_w4a16"))
     split.width, split.columns(0), split.columns(7)     # 384, (0, 384), (2528, 2880)
 
-All ranks have weights of one width, so that they run one kernel. Cuts fall between quantization
-groups, so stored codes and scales stay as they are. A rank with fewer columns than the width has
-padding after them, with weights of 0.
+The weights of all ranks have the same width, so that all ranks run the same kernel. Shares end at
+the boundaries of quantization groups, so stored codes and scales do not change. If a rank holds
+fewer columns than the width, padding with zero weights follows them.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ _WORDS = {"uint4": 8, "uint8": 4}  # values of a packed int32
 class IntermediateSplit:
     """The columns of I of each tensor-parallel rank.
 
-    unit: columns that are kept together. width: columns of every rank's weights, with the padding.
+    unit: number of columns that must stay on one rank. width: number of columns in the weights of
+    each rank, including padding.
     """
 
     intermediate: int
@@ -40,15 +41,14 @@ class IntermediateSplit:
 
     @property
     def is_padded(self) -> bool:
-        """Whether a rank has fewer columns than its weights."""
+        """Whether the weights of some rank contain padding."""
         return self.width * self.ranks != self.intermediate
 
 
 def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
-    """Return how many columns of I share a scale or a packed word, and are not to be separated.
+    """Return how many adjacent columns of I share a scale or a packed word and must not be split.
 
-    One group of all columns may be cut: every share then has one group of its own, with the same
-    scale.
+    A single group of all columns may be split: each share then has a group with the same scale.
     """
     word = _WORDS.get(scheme.weight, 1)
     if scheme.weight == "int8" and not scheme.quantizes_activations:
@@ -63,9 +63,9 @@ def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> In
     """Divide I over tensor-parallel ranks.
 
     Equal shares are used if they cut neither a group nor a packed word. Otherwise each rank gets
-    whole groups, some ranks one more than others, and the width is that of the largest share.
-    Raises ConfigurationError if there are fewer groups than ranks, unless equal shares exist; those
-    then cut groups, which stored weights do not allow (see `formats.fit`).
+    whole groups, some ranks one more than others, and the width is the size of the largest share.
+    If there are fewer groups than ranks, returns equal shares, which split groups (`formats.fit`
+    refuses this for stored weights), or raises ConfigurationError if there are none.
     """
     unit, (share, remainder) = columns_per_unit(scheme, intermediate), divmod(intermediate, ranks)
     if not remainder and (ranks == 1 or share % unit == 0):
@@ -82,7 +82,7 @@ def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> In
 
 
 def too_few_groups(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
-    """Return the error for ranks that would not get a single group of columns."""
+    """Return the error for more ranks than groups of columns."""
     groups = _ceil_div(intermediate, unit)
     what = "column" if unit == 1 else f"group of {unit} columns"
     need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"

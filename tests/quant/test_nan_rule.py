@@ -14,7 +14,7 @@ from nan_matrix import SCHEME_NAMES, Counts, check_calls, local_pairs, run, supp
 
 from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.paths import BY_NAME
-from modular_kernel.catalog import check, this_machine
+from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.spec.problem import Machine, Problem
@@ -139,3 +139,54 @@ def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
     _, scale = quantize_values(values, QuantScheme.parse(scheme))
     rows = scale.isnan().view(len(scale), -1).any(1).tolist()
     assert rows == ([True] if len(scale) == 1 else [False, True, False])
+
+
+# Parts over libraries that take no bias or need wider layers than those of `nan_problems`.
+# Remove a scheme from here, and from docs/numerics.md, when its cases exist.
+SCHEMES_WITHOUT_NAN_CASES = {
+    "BatchedCutlassExpertsFP4": {"nvfp4_w4a4"},
+    "BatchedCutlassExpertsFP8": {"fp8_w8a8_channel", "fp8_w8a8_tensor:static=true"},
+    "BatchedDeepGemmExperts": {"none", "fp8_w8a8_block"},
+    "CutlassExpertsFP4": {"nvfp4_w4a4"},
+    "CutlassExpertsFP8": {"fp8_w8a8_block"},
+    "CutlassRowwiseExpertsFP8": {
+        "fp8_w8a8_channel", "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true",
+    },
+    "DeepGemmExperts": {"none", "fp8_w8a8_block"},
+    "TritonKernelsExperts": {"none", "mxfp4_w4a16"},
+}  # fmt: skip
+
+
+def test_parts_without_nan_cases_are_known() -> None:
+    """docs/numerics.md lists these parts."""
+    found: dict[str, set[str]] = {}
+    catalog = load_catalog()
+    parts = [part for part in catalog.parts if part.kind == "experts"]
+    packages = {name for part in parts for name in part.cls.requires.packages}
+    for part in parts:
+        for arch in ((9, 0), (10, 0)):
+            machine = Machine("cuda", arch, frozenset({*packages, "triton"}))
+            missing = schemes_without_nan_cases(part.name, machine)
+            if missing:
+                found.setdefault(part.name, set()).update(missing)
+    assert found == SCHEMES_WITHOUT_NAN_CASES
+
+
+def schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
+    """Return the schemes that a part takes in some layer and that have no NaN case."""
+    missing = set[str]()
+    for prepare in ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"):
+        taken = {
+            quant
+            for quant in SCHEME_NAMES
+            for size in (64, 256)
+            if check(
+                prepare,
+                experts,
+                Problem(4, size, size, 8, 2, torch.bfloat16, quant=quant),
+                machine,
+            ).ok
+        }
+        cases = handpicked_cases(prepare, experts, machine) if taken else ()
+        missing |= taken - {case.problem.quant for case in cases if case.variation.nan}
+    return missing

@@ -48,7 +48,7 @@ _SCALE_SHIFT = {"e2m1": 50, "nvfp4": 19, "integer": 50}
 
 
 class PackedFormat(NamedTuple):
-    """Format of tiled words and scales. str() of it is the constexpr FORM of the kernels.
+    """Format of tiled words and scales. Kernels get `str(format)` as the constexpr FORM.
 
     kind: "e2m1", "nvfp4" or "integer". The other fields apply to integers only. groups: scale words
     per row and K step. scale: dtype of the original scales. zero: whether there are zero points.

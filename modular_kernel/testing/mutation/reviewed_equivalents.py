@@ -18,10 +18,11 @@ MIN_PROBLEMS = 2000
 class Equivalent:
     """The proof that a mutant is equivalent.
 
-    proof: "code" if all compiled variants of the kernels that contain the line are unchanged
-    (`forms` is their number); "bits" if no bit differs in `problems` random problems. beside:
-    number of other mutants that were applied at the same time. parts: parts for which the mutant is
-    equivalent, because their pairings never pass inputs that would reveal it; () means all parts.
+    proof: "code" if the `forms` compiled variants of the kernels that contain the line are
+    unchanged; "bits" if no bit differs in `problems` random problems.
+    beside: number of other mutants that were applied in the same run.
+    parts: parts for which the mutant is equivalent, because their pairings never pass inputs that
+    would reveal it; () means all parts.
     """
 
     reason: str
