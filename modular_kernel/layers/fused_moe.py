@@ -26,7 +26,7 @@ from modular_kernel.checkpoints.loading import (
     load_experts,
     scheme_to_quantize,
 )
-from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
+from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, resolve_placement
 from modular_kernel.layers.parameters import ExpertParameters
@@ -91,6 +91,8 @@ _NOT_TRACED_OVER_RANKS = (
     "a FusedMoE that exchanges tokens or sums over ranks is not traced: the graph breaks at its "
     "call. Without prepare_finalize and reduce_results it is an operator"
 )
+_NO_GRADIENTS = "a FusedMoE with x or router weights that require grad is not traced"
+_OTHER_DTYPE = "a FusedMoE with x of another dtype than params_dtype is not traced"
 _NOT_TRACED_REPLACED = (
     "a FusedMoE whose problem, prepare_finalize or experts was replaced is not traced: the graph "
     "breaks at its call"
@@ -574,12 +576,13 @@ class FusedMoE(ExpertParameters):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute what `computed` returns with the traceable operator `experts`."""
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
+        why = ""
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
-            got, need = "x or topk_weights that require grad", "torch.no_grad() or inference_mode()"
-            raise UnsupportedError("gradients", got=got, need=need)
-        if x_TH.dtype != self.problem.dtype:
-            need = dtype_name(self.problem.dtype)
-            raise DtypeError("x", got=dtype_name(x_TH.dtype), need=need)
+            why = _NO_GRADIENTS
+        elif x_TH.dtype != self.problem.dtype:
+            why = _OTHER_DTYPE
+        if why:  # the eager call raises its error; torch 2.11 cannot raise it in a graph
+            return modes.run_untraced(self.computed, why, x_TH, routing)
         params, fields = self.operands()
         y_TH: torch.Tensor = EXPERTS_FORWARD(
             x_TH.contiguous(),
