@@ -60,7 +60,6 @@ def _is_subclass(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def is_exporting() -> bool:
     """Return whether torch.export traces this call.
 
@@ -68,6 +67,11 @@ def is_exporting() -> bool:
     too. It does not look into a function whose result it assumes to be constant.
     """
     return torch.compiler.is_exporting()
+
+
+# What torch._dynamo.assume_constant_result does. That decorator imports torch._dynamo, and with it
+# triton, in processes that compile nothing.
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
