@@ -1,7 +1,7 @@
 """All-gather of all tokens, and reduce-scatter of the partial sums to the tokens' ranks."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,36 +10,54 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import agree
-from prepare_finalize.common.group_part import GroupHandle, RowsPart
-from prepare_finalize.common.tokens import (
-    token_specs,
-    weight_and_reduce,
-)
+from prepare_finalize.common.fixed_exchange import FixedExchange
+from prepare_finalize.common.group_part import PartHandle
+from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
 
-class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
-    """All-gather packed rows; each rank then sums W partial results of each of its tokens.
+@dataclass(frozen=True)
+class AllGatherHandle(PartHandle):
+    """Handle of an all-gather.
 
-    Rows are padded to the largest T of all ranks. Partial sums are sent in the problem's dtype and
-    added in float32 in rank order, so equal inputs give equal bits.
-
-    Every rank receives every token. This is efficient for few ranks, or if top-k is so large that
-    most tokens have an expert on most ranks. Row counts are exchanged first and read on the host. T
-    may differ between ranks and may be 0.
+    - rows_W: number of received rows of each rank.
+    - topk_weights_RK: router weights still to apply to the rows, or None.
     """
 
+    step: int
+    rows_W: tuple[int, ...]
+    topk_weights_RK: torch.Tensor | None
+
+
+class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
+    """All-gather packed rows; each rank then sums W partial results of each of its tokens.
+
+    Partial sums are sent in the problem's dtype and added in float32 in rank order, so equal inputs
+    give equal bits. T may differ between ranks and may be 0.
+
+    Every rank receives every token. This is efficient for few ranks, or if top-k is so large that
+    most tokens have an expert on most ranks.
+
+    Ranks exchange T first and read it on the host, and rows are padded to the largest T. With
+    Problem(graph=True) or TorchGroup(checked=False), the host reads nothing after the first call,
+    and each rank sends problem.tokens rows, of which those beyond T have no experts.
+    """
+
+    gathers = True
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
-    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
+    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True, graph_capturable=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
+        specs = {**token_specs(problem, max_tokens), **self.rows.specs(world * max_tokens)}
+        if self.fixed is not None:
+            return specs | self.fixed.specs(nbytes)
         return {
-            **token_specs(problem, max_tokens),
-            **self.rows.specs(world * max_tokens),
+            **specs,
             "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_all": BufferSpec((world * max_tokens, nbytes), torch.uint8),
             "returned": BufferSpec((world * max_tokens, problem.hidden), problem.dtype),
@@ -48,10 +66,17 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
+        self.manager.check_device(x_TH.device)
+        if self.fixed is not None:
+            return self._send_fixed(self.fixed, x_TH, routing, weights, call)
+        return self._send_counted(x_TH, routing, weights, call)
+
+    def _send_counted(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Send as many rows as the rank with the largest T has, after exchanging T."""
         manager, tokens = self.manager, x_TH.shape[0]
-        manager.check_device(x_TH.device)
-        tables = self.tables(x_TH.device)
-        rank_TK, _, invalid = pairs_to_slots(routing.topk_ids_TK, tables, together=True)
+        rank_TK, _, invalid = self._locate(routing.topk_ids_TK)
         agreement = agree(
             self.layer,
             call,
@@ -61,14 +86,11 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             amax=self.local_amax(x_TH, call),
         )
         call.invalid_ids.add_(invalid)
-        max_tokens = max(agreement.tokens_W)
-        layout, packed_own, scale = self.pack(
-            x_TH, routing, weights, call, agreement, rows=max_tokens
-        )
-        ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
-        layout.put(packed_own[:tokens], "ids", ids_TK)
-        layout.put(packed_own[:tokens], "weights", routing.topk_weights_TK)
-        packed = call.workspace.take("packed_all", (manager.world_size * max_tokens, layout.nbytes))
+        max_tokens, row_bytes = max(agreement.tokens_W), self.layout_of(call).nbytes
+        packed_own = call.workspace.take("packed_own", (max_tokens, row_bytes))
+        amax = agreement.amax
+        scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=packed_own)
+        packed = call.workspace.take("packed_all", (manager.world_size * max_tokens, row_bytes))
         exchange = None
         if max_tokens:
             exchange = manager.all_gather(packed, packed_own, step=agreement.step, phase="dispatch")
@@ -80,25 +102,85 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             blocks = [
                 packed[rank * max_tokens : rank * max_tokens + count] for rank, count in starts
             ]
-            rows = self.rows.unpack(call, blocks)
-            # All ranks see the gathered rows in one order and thus select the same copies.
-            rank_RK, slot_RK, _ = pairs_to_slots(rows.ids_RK, tables, together=True)
-            is_local = rank_RK == manager.rank
-            rows.ids_RK.copy_(torch.where(is_local, slot_RK, -1))
-            rows.weights_RK.copy_(torch.where(is_local, rows.weights_RK, 0))
-            weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
-            scales = scale if rows.scale is None else rows.scale
-            received_tokens = self.local_tokens(
-                call,
-                rows.x_RH,
-                scales,
-                rows.ids_RK,
-                rows.weights_RK,
-                rows.adapters_R,
-            )
-            return received_tokens, GroupHandle(self, call, agreement, weights_RK)
+            return self._unpack(call, blocks, scale, agreement.step)
 
         return receive
+
+    def _send_fixed(
+        self,
+        fixed: FixedExchange,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+    ) -> Receiver:
+        """Send problem.tokens rows. Nothing is read on the host."""
+        tokens = x_TH.shape[0]
+        step = fixed.begin(call, tokens, x_TH.device)
+        rank_TK, _, invalid = self._locate(routing.topk_ids_TK)
+        call.invalid_ids.add_(invalid)
+        local_amax = self.local_amax(x_TH, call)
+        amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
+        layout = self.layout_of(call)
+        sent_1RB, received_WRB = fixed.blocks(call, layout)
+        (rows_RB,) = sent_1RB
+        layout.clear(rows_RB[tokens:])
+        scale = self._pack(x_TH, routing, rank_TK, weights, call, amax=amax, out_RB=rows_RB)
+        call.peers_notified = True
+        exchange = fixed.dispatch(received_WRB, sent_1RB, tokens=tokens, step=step)
+
+        def receive() -> tuple[Dispatched, Handle]:
+            fixed.receive(exchange, received_WRB)
+            return self._unpack(call, [*received_WRB[:, : fixed.rows]], scale, step)
+
+        return receive
+
+    def _locate(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the ranks and slots of pairs; all ranks select the same copies."""
+        return pairs_to_slots(ids_TK, self.tables(ids_TK.device), together=True)
+
+    def _pack(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        rank_TK: torch.Tensor,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        amax: float | torch.Tensor | None,
+        out_RB: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Write the tokens' rows with ids and weights; return the scales of quantized tokens."""
+        scale = self.pack(x_TH, routing, weights, call, amax=amax, out_RB=out_RB)
+        layout, rows_TB = self.layout_of(call), out_RB[: len(x_TH)]
+        ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
+        layout.put(rows_TB, "ids", ids_TK)
+        layout.put(rows_TB, "weights", routing.topk_weights_TK)
+        return scale
+
+    def _unpack(
+        self, call: Call, blocks: list[torch.Tensor], scale: torch.Tensor | None, step: int
+    ) -> tuple[Dispatched, Handle]:
+        """Return the received rows with the slots of this rank's experts, -1 for other ranks'.
+
+        blocks: the packed rows of each rank. scale: scales that are not in the rows.
+        """
+        rows = self.rows.unpack(call, blocks)
+        rank_RK, slot_RK, _ = self._locate(rows.ids_RK)
+        is_local = rank_RK == self.manager.rank
+        rows.ids_RK.copy_(torch.where(is_local, slot_RK, -1))
+        rows.weights_RK.copy_(torch.where(is_local, rows.weights_RK, 0))
+        weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
+        received_tokens = self.local_tokens(
+            call,
+            rows.x_RH,
+            scale if rows.scale is None else rows.scale,
+            rows.ids_RK,
+            rows.weights_RK,
+            rows.adapters_R,
+        )
+        rows_W = tuple(map(len, blocks))
+        return received_tokens, AllGatherHandle(self, call, step, rows_W, weights_RK)
 
     def finalize(
         self,
@@ -108,26 +190,31 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        group_handle, manager = self.check_handle(handle, GroupHandle), self.manager
-        take, counts_W = group_handle.call.workspace.take, group_handle.agreement.tokens_W
-        (tokens, hidden), world = out.shape, manager.world_size
-        sum_RH = take("rows_sum", (sum(counts_W), hidden))
+        part_handle, fixed = self.check_handle(handle, AllGatherHandle), self.fixed
+        take, rows_W, step = part_handle.call.workspace.take, part_handle.rows_W, part_handle.step
+        (tokens, hidden), world = out.shape, self.manager.world_size
+        sum_RH = take("rows_sum", (sum(rows_W), hidden))
         weight_and_reduce(
-            expert_output, group_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
+            expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
         )
-        if not sum(counts_W):
+        if not sum(rows_W):
             return
-        partial_sums = take("returned", (world * tokens, hidden))
         with stages.stage(stages.COMBINE):
-            manager.all_to_all(
-                partial_sums.view(torch.uint8),
-                sum_RH.view(torch.uint8),
-                output_splits=[tokens] * world,
-                input_splits=counts_W,
-                step=group_handle.agreement.step,
-                phase="combine",
-            ).wait()
+            partial_sums = take("returned", (world * rows_W[self.manager.rank], hidden))
+            if fixed is not None:
+                fixed.return_sums(partial_sums, sum_RH, step)
+            else:
+                self.manager.all_to_all(
+                    partial_sums.view(torch.uint8),
+                    sum_RH.view(torch.uint8),
+                    output_splits=[tokens] * world,
+                    input_splits=rows_W,
+                    step=step,
+                    phase="combine",
+                ).wait()
             sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
-            for rank in range(world):
-                sum_TH += partial_sums[rank * tokens : (rank + 1) * tokens]
+            for partial_RH in partial_sums.view(world, -1, hidden):
+                sum_TH += partial_RH[:tokens]
             out.copy_(sum_TH)
+            if fixed is not None:
+                fixed.poison(out)

@@ -1,8 +1,7 @@
-"""all_to_all of torch.distributed with uneven splits: sends a row once to each rank it needs."""
+"""all_to_all of torch.distributed: sends a row once to each rank that needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -17,45 +16,69 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, check_max_received
-from prepare_finalize.common.group_part import GroupHandle, RowsPart
-from prepare_finalize.common.tokens import (
-    token_specs,
-    weight_and_reduce,
-)
+from prepare_finalize.common.fixed_exchange import FixedExchange
+from prepare_finalize.common.group_part import PartHandle
+from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
 
 @dataclass(frozen=True)
-class All2AllHandle(GroupHandle):
+class All2AllHandle(PartHandle):
     """Handle of an all-to-all.
 
-    token_N: this rank's token of each sent row, ordered by receiving rank, then by token.
+    - step: of the call.
+    - to_W, from_W: number of rows sent to each rank, and received from each rank.
+    - token_N: this rank's token of each sent row, ordered by receiving rank, then by token. In an
+      exchange of fixed size, rows without a token have the number problem.tokens.
+    - topk_weights_RK: router weights still to apply to the received rows, or None.
     """
 
+    step: int
+    to_W: tuple[int, ...]
+    from_W: tuple[int, ...]
+    any_rows: bool
     token_N: torch.Tensor
+    topk_weights_RK: torch.Tensor | None
 
 
-class TorchAll2AllPrepareAndFinalize(RowsPart):
+class TorchAll2AllPrepareAndFinalize(CollectivePart):
     """Send each token's row once to each rank that holds one of its experts.
 
     The row contains K slots (-1 for experts of other ranks) and weights. The receiving rank sums
     the row's pairs and sends the sum back in the problem's dtype. The token's rank adds the sums in
-    float32 in rank order.
+    float32 in rank order. T may differ between ranks and may be 0.
 
-    Row counts are exchanged first and read on the host. T may differ between ranks and may be 0.
+    Ranks exchange row counts first and read them on the host. With Problem(graph=True) or
+    TorchGroup(checked=False), the host reads nothing after the first call, and each rank sends
+    problem.tokens rows to every rank, or Problem.max_received / world_size. If the routing needs
+    more rows for a rank, the call fails on all ranks.
     """
 
-    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True, bounds_received=True)
+    requires = replace(
+        CONTIGUOUS,
+        batch_invariant=True,
+        asynchronous=True,
+        bounds_received=True,
+        graph_capturable=True,
+    )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
+        specs = {
+            **token_specs(problem, max_tokens),
+            "packed_own": BufferSpec((max_tokens + 1, nbytes), torch.uint8),
+        }
+        if self.fixed is not None:
+            rows = self.rows.specs(world * self.fixed.rows)
+            sum_TH = BufferSpec((max_tokens + 1, problem.hidden), torch.float32)
+            return specs | rows | self.fixed.specs(nbytes) | {"tokens_sum": sum_TH}
         max_sent = min(world, problem.top_k) * max_tokens
         return {
-            **token_specs(problem, max_tokens),
+            **specs,
             **self.rows.specs(self.max_rows),
-            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_sent": BufferSpec((max_sent, nbytes), torch.uint8),
             "packed_all": BufferSpec((self.max_rows, nbytes), torch.uint8),
             "returned": BufferSpec((max_sent, problem.hidden), problem.dtype),
@@ -64,14 +87,17 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        manager, device = self.manager, x_TH.device
-        manager.check_device(device)
-        # Equally near copies are used round-robin, from a different first copy on each rank.
-        rank_TK, slot_TK, invalid = pairs_to_slots(
-            routing.topk_ids_TK, self.tables(device), first_token=manager.rank, together=True
-        )
-        ranks_W = torch.arange(manager.world_size, device=device)
-        needs_WT = (rank_TK == ranks_W[:, None, None]).any(2)
+        self.manager.check_device(x_TH.device)
+        if self.fixed is not None:
+            return self._send_fixed(self.fixed, x_TH, routing, weights, call)
+        return self._send_counted(x_TH, routing, weights, call)
+
+    def _send_counted(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Send just the rows that each rank needs, after exchanging their counts."""
+        manager = self.manager
+        rank_TK, slot_TK, needs_WT, invalid = self._locate(routing.topk_ids_TK)
         agreement = agree(
             self.layer,
             call,
@@ -84,9 +110,9 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         check_max_received(self.layer, agreement, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = needs_WT.nonzero(as_tuple=True)
-        layout, packed_own, scale = self.pack(
-            x_TH, routing, weights, call, agreement, rows=len(x_TH)
-        )
+        layout = self.layout_of(call)
+        packed_own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
+        scale = self.pack(x_TH, routing, weights, call, amax=agreement.amax, out_RB=packed_own)
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
         torch.index_select(packed_own, 0, token_N, out=sent)
         is_on_rank = rank_TK[token_N] == rank_N[:, None]
@@ -94,8 +120,8 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         layout.put(sent, "weights", torch.where(is_on_rank, routing.topk_weights_TK[token_N], 0))
         to_W, from_W = _split_sizes(agreement, manager.rank)
         packed = call.workspace.take("packed_all", (sum(from_W), layout.nbytes))
-        exchange = None
-        if _any_rows(agreement):
+        any_rows, exchange = any(map(any, agreement.rows_WW)), None
+        if any_rows:
             exchange = manager.all_to_all(
                 packed,
                 sent,
@@ -108,22 +134,96 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         def receive() -> tuple[Dispatched, Handle]:
             if exchange is not None:
                 exchange.wait()
-            rows = self.rows.unpack(call, [packed])
-            weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
-            scales = scale if rows.scale is None else rows.scale
-            received_tokens = self.local_tokens(
-                call,
-                rows.x_RH,
-                scales,
-                rows.ids_RK,
-                rows.weights_RK,
-                rows.adapters_R,
+            tokens, weights_RK = self._unpack(call, [packed], scale)
+            handle = All2AllHandle(
+                self, call, agreement.step, to_W, from_W, any_rows, token_N, weights_RK
             )
-            return self.arrange(
-                received_tokens, All2AllHandle(self, call, agreement, weights_RK, token_N)
-            )
+            return self.arrange(tokens, handle)
 
         return receive
+
+    def _send_fixed(
+        self,
+        fixed: FixedExchange,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+    ) -> Receiver:
+        """Send a block of fixed size to each rank. Nothing is read on the host."""
+        tokens, world = x_TH.shape[0], self.manager.world_size
+        step = fixed.begin(call, tokens, x_TH.device)
+        rank_TK, slot_TK, needs_WT, invalid = self._locate(routing.topk_ids_TK)
+        call.invalid_ids.add_(invalid)
+        local_amax = self.local_amax(x_TH, call)
+        amax = None if local_amax is None else fixed.reduce_amax(local_amax, step)
+        layout, absent = self.layout_of(call), self.problem.tokens
+        packed_own = call.workspace.take("packed_own", (absent + 1, layout.nbytes))
+        scale = self.pack(x_TH, routing, weights, call, amax=amax, out_RB=packed_own)
+        layout.clear(packed_own[tokens:])
+        token_WR = _tokens_of_rows(needs_WT, rows=fixed.rows, absent=absent)
+        sent_WRB, received_WRB = fixed.blocks(call, layout)
+        rows_WRB = packed_own[token_WR]
+        # Rows without a token have the ids -1 and weights 0 of a row that is appended here.
+        ids_TK = torch.nn.functional.pad(slot_TK, (0, 0, 0, 1), value=-1)
+        ranks_TK = torch.nn.functional.pad(rank_TK, (0, 0, 0, 1), value=-1)
+        weights_TK = torch.nn.functional.pad(routing.topk_weights_TK, (0, 0, 0, 1))
+        row_WR = token_WR.clamp(max=tokens)
+        ranks_W11 = torch.arange(world, device=x_TH.device)[:, None, None]
+        is_on_rank = ranks_TK[row_WR] == ranks_W11
+        sent_WRB[:, : fixed.rows].copy_(rows_WRB)
+        for block_RB, ids_RK, weights_RK in zip(
+            sent_WRB[:, : fixed.rows],
+            torch.where(is_on_rank, ids_TK[row_WR], -1).to(torch.int32),
+            torch.where(is_on_rank, weights_TK[row_WR], 0),
+            strict=True,
+        ):
+            layout.put(block_RB, "ids", ids_RK)
+            layout.put(block_RB, "weights", weights_RK)
+        call.peers_notified = True
+        exchange = fixed.dispatch(
+            received_WRB, sent_WRB, tokens=tokens, rows_W=needs_WT.sum(1), step=step
+        )
+        splits = (fixed.rows,) * world
+
+        def receive() -> tuple[Dispatched, Handle]:
+            fixed.receive(exchange, received_WRB)
+            received, weights_RK = self._unpack(call, [*received_WRB[:, : fixed.rows]], scale)
+            token_N = token_WR.flatten()
+            handle = All2AllHandle(self, call, step, splits, splits, True, token_N, weights_RK)
+            return self.arrange(received, handle)
+
+        return receive
+
+    def _locate(
+        self, ids_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ranks and slots of pairs, which ranks need a token (W, T), and invalid ids."""
+        # Equally near copies are used round-robin, from a different first copy on each rank.
+        rank_TK, slot_TK, invalid = pairs_to_slots(
+            ids_TK, self.tables(ids_TK.device), first_token=self.manager.rank, together=True
+        )
+        ranks_W = torch.arange(self.manager.world_size, device=ids_TK.device)
+        return rank_TK, slot_TK, (rank_TK == ranks_W[:, None, None]).any(2), invalid
+
+    def _unpack(
+        self, call: Call, blocks: list[torch.Tensor], scale: torch.Tensor | None
+    ) -> tuple[ContiguousTokens, torch.Tensor | None]:
+        """Return the received rows, and their router weights if they are still to be applied.
+
+        scale: scales that are not in the rows.
+        """
+        rows = self.rows.unpack(call, blocks)
+        weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
+        received = self.local_tokens(
+            call,
+            rows.x_RH,
+            scale if rows.scale is None else rows.scale,
+            rows.ids_RK,
+            rows.weights_RK,
+            rows.adapters_R,
+        )
+        return received, weights_RK
 
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle
@@ -150,36 +250,50 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        part_handle = self.check_handle(handle, All2AllHandle)
-        take, hidden = part_handle.call.workspace.take, out.shape[1]
-        to_W, from_W = _split_sizes(part_handle.agreement, self.manager.rank)
+        part_handle, fixed = self.check_handle(handle, All2AllHandle), self.fixed
+        take, (tokens, hidden) = part_handle.call.workspace.take, out.shape
+        to_W, from_W = part_handle.to_W, part_handle.from_W
         sum_RH = take("rows_sum", (sum(from_W), hidden))
         self.sum_rows(expert_output, part_handle, reduce, sum_RH)
         partial_sums = take("returned", (sum(to_W), hidden))
         with stages.stage(stages.COMBINE):
-            if _any_rows(part_handle.agreement):
+            if fixed is not None:
+                fixed.return_sums(partial_sums, sum_RH, part_handle.step)
+            elif part_handle.any_rows:
                 self.manager.all_to_all(
                     partial_sums.view(torch.uint8),
                     sum_RH.view(torch.uint8),
                     output_splits=to_W,
                     input_splits=from_W,
-                    step=part_handle.agreement.step,
+                    step=part_handle.step,
                     phase="combine",
                 ).wait()
-            sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
+            # In an exchange of fixed size, rows without a token are added to an extra row.
+            rows = tokens if fixed is None else self.problem.tokens + 1
+            sum_TH = take("tokens_sum", (rows, hidden)).zero_()
             # Each rank returns a token at most once, so a token's sum is in rank order.
-            for start, stop in pairwise(accumulate(to_W, initial=0)):
-                sum_TH.index_add_(
-                    0, part_handle.token_N[start:stop], partial_sums[start:stop].float()
-                )
-            out.copy_(sum_TH)
+            for token_R, partial_RH in zip(
+                torch.split_with_sizes(part_handle.token_N, to_W),
+                torch.split_with_sizes(partial_sums, to_W),
+                strict=True,
+            ):
+                sum_TH.index_add_(0, token_R, partial_RH.float())
+            out.copy_(sum_TH[:tokens])
+            if fixed is not None:
+                fixed.poison(out)
+
+
+def _tokens_of_rows(needs_WT: torch.Tensor, *, rows: int, absent: int) -> torch.Tensor:
+    """Return the token of each row of the blocks, (W, rows) int64; `absent` for none.
+
+    The tokens that a rank needs are in order. Those beyond `rows` are left out.
+    """
+    tokens_T = torch.arange(needs_WT.shape[1], device=needs_WT.device)
+    row_WT = torch.where(needs_WT, needs_WT.cumsum(1) - 1, rows).clamp(max=rows)
+    token_WR = row_WT.new_full((len(needs_WT), rows + 1), absent)
+    return token_WR.scatter_(1, row_WT, tokens_T.expand_as(row_WT))[:, :rows]
 
 
 def _split_sizes(agreement: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the number of rows sent to each rank, and of rows received from each rank."""
     return agreement.rows_WW[rank], tuple(zip(*agreement.rows_WW, strict=True))[rank]
-
-
-def _any_rows(agreement: Agreement) -> bool:
-    """Return whether any rank sends any row; the result is the same on every rank."""
-    return any(map(any, agreement.rows_WW))

@@ -52,7 +52,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     )
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        return BatchedShape(self.problem.e, self.rounded(self.max_rows))
+        return BatchedShape(self.problem.e, self.rounded(self.rows_received))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme

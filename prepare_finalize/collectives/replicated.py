@@ -1,19 +1,38 @@
 """Replicated tokens: no dispatch, and one all-reduce to combine."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
 from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.requirements import CONTIGUOUS
-from prepare_finalize.common.agreement import Agreement, agree, check_equal_tokens
-from prepare_finalize.common.group_part import AgreeingPart, GroupHandle
+from prepare_finalize.common.agreement import agree, check_equal_tokens, refusal_index
+from prepare_finalize.common.device_agreement import DeviceAgreement
+from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, TOKENS
+from prepare_finalize.common.group_part import AgreeingPart, PartHandle
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
+from prepare_finalize.common.torch_group import Exchange
+
+
+@dataclass(frozen=True)
+class ReplicatedHandle(PartHandle):
+    """Handle of a call with replicated tokens.
+
+    topk_weights_TK: router weights still to apply, or None. headers: the exchange of headers and
+    its result, if ranks agree on the device.
+    """
+
+    step: int
+    topk_weights_TK: torch.Tensor | None
+    headers: tuple[Exchange, torch.Tensor] | None
 
 
 class ReplicatedEPPrepareAndFinalize(AgreeingPart):
@@ -22,11 +41,24 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     x, routing and the output are the same on all ranks. Sums are reduced in float32 and rounded to
     the problem's dtype once. The backend chooses the order of the all-reduce, so the last bits are
     not deterministic.
+
+    Ranks agree on T on the host before every call. With Problem(graph=True) or
+    TorchGroup(checked=False), they do so on the device after the first call; a call whose T differs
+    between ranks then fails when the all-reduce reaches its deadline.
     """
 
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
 
-    requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
+    requires = replace(
+        CONTIGUOUS, replicated_input=True, deterministic=False, graph_capturable=True
+    )
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self._device_agreement: DeviceAgreement | None = None
+        if problem.graph or not self.manager.checked:
+            self.layer.on_device = True
+            self._device_agreement = DeviceAgreement(self.layer, rows=0, equal_tokens=True)
 
     def num_dispatchers(self) -> int:
         return 1
@@ -35,27 +67,56 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         return ContiguousShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        world = self.problem.parallel.world_size
         return {
             **token_specs(self.problem, tokens),
             "tokens_sum": BufferSpec((tokens, self.problem.hidden), torch.float32),
+            "headers": BufferSpec((world * len(FIELDS),), torch.int64),
         }
+
+    def check(self) -> None:
+        if self._device_agreement is not None:
+            self._device_agreement.check()
+
+    def refuse(self, error: Exception) -> None:
+        agreement, manager = self._device_agreement, self.manager
+        if agreement is None or not agreement.is_established:
+            super().refuse(error)
+            return
+        with suppress(CommunicationError, UnsupportedError):  # the manager is closed
+            step, device = agreement.next_step(), torch.device(manager.device)
+            headers = torch.empty(
+                manager.world_size * len(FIELDS), dtype=torch.int64, device=device
+            )
+            self._exchange_headers(headers, agreement, 0, step, refusal_index(error)).wait()
+            headers_WF = headers.view(-1, len(FIELDS))
+            agreement.verify(headers_WF)
+            # The other ranks reduce the sums of all their tokens.
+            tokens = int(headers_WF[:, TOKENS].max())
+            if tokens:
+                sums = torch.zeros(tokens, self.problem.hidden, device=device)
+                manager.all_reduce(sums, step=step, phase="combine").wait()
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # sends no rows, but the handshake takes time
-            agreement, slots_TK, weights_TK = self._agree(x_TH, routing, call)
+            if self._device_agreement is None:
+                first_token, headers = self._agree(x_TH, call), None
+                step = first_token
+            else:
+                first_token = 0  # a step would be a constant in a CUDA graph
+                step, headers = self._send_header(self._device_agreement, x_TH, call)
+            slots_TK, weights_TK = self._local_pairs(routing, call, first_token)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
-        handle = GroupHandle(self, call, agreement, unapplied_TK)
+        handle = ReplicatedHandle(self, call, step, unapplied_TK, headers)
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
         return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
-    def _agree(
-        self, x_TH: torch.Tensor, routing: Routing, call: Call
-    ) -> tuple[Agreement, torch.Tensor, torch.Tensor]:
-        """Return the agreement of ranks, and the int32 slots and weights of local pairs."""
+    def _agree(self, x_TH: torch.Tensor, call: Call) -> int:
+        """Agree with all ranks on the host; return the step."""
         no_rows = [0] * self.manager.world_size
         agreement = agree(
             self.layer,
@@ -65,16 +126,46 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             device=x_TH.device,
         )
         check_equal_tokens(self.manager, agreement)
-        tables = self.tables(x_TH.device)
-        # Steps are the same on every rank; starting at the step makes even calls of one token use
-        # all copies round-robin.
+        return agreement.step
+
+    def _send_header(
+        self, agreement: DeviceAgreement, x_TH: torch.Tensor, call: Call
+    ) -> tuple[int, tuple[Exchange, torch.Tensor]]:
+        """Start the exchange of headers, which runs beside the experts; return it and the step."""
+        tokens = x_TH.shape[0]
+        step = agreement.begin(call, tokens, x_TH.device)
+        headers = call.workspace.take("headers", (self.manager.world_size * len(FIELDS),))
+        call.peers_notified = True
+        exchange = self._exchange_headers(headers, agreement, tokens, step)
+        return step, (exchange, headers)
+
+    def _exchange_headers(
+        self,
+        headers: torch.Tensor,
+        agreement: DeviceAgreement,
+        tokens: int,
+        step: int,
+        refusal: int = NOT_REFUSED,
+    ) -> Exchange:
+        header = agreement.header(tokens, refusal=refusal)
+        return self.manager.all_gather(headers, header, step=step, phase="dispatch")
+
+    def _local_pairs(
+        self, routing: Routing, call: Call, first_token: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the int32 slots and the weights of this rank's pairs, -1 and 0 for others.
+
+        first_token: the same on every rank. If it is the step, even calls of one token use all
+        copies of an expert round-robin.
+        """
+        tables = self.tables(routing.topk_ids_TK.device)
         rank_TK, slot_TK, invalid = pairs_to_slots(
-            routing.topk_ids_TK, tables, first_token=agreement.step
+            routing.topk_ids_TK, tables, first_token=first_token
         )
         call.invalid_ids.add_(invalid)
         is_local = rank_TK == self.manager.rank
         slots_TK = torch.where(is_local, slot_TK, -1).to(torch.int32)
-        return agreement, slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
+        return slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
 
     def finalize(
         self,
@@ -84,14 +175,25 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        part_handle = self.check_handle(handle, GroupHandle)
+        part_handle = self.check_handle(handle, ReplicatedHandle)
         sum_TH = part_handle.call.workspace.take("tokens_sum", tuple(out.shape))
         weight_and_reduce(
-            expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
+            expert_output, part_handle.topk_weights_TK, self.problem, reduce=reduce, out=sum_TH
         )
+        agreement, headers = self._device_agreement, part_handle.headers
         with stages.stage(stages.COMBINE):
+            exchange = None
             if out.numel():  # the same on every rank, since T is
-                self.manager.all_reduce(
-                    sum_TH, step=part_handle.agreement.step, phase="combine"
-                ).wait()
+                exchange = self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine")
+            if agreement is None or headers is None:
+                if exchange is not None:
+                    exchange.wait()
+                out.copy_(sum_TH)
+                return
+            header_exchange, received = headers
+            header_exchange.wait_on_stream()
+            agreement.verify(received.view(-1, len(FIELDS)))
+            if exchange is not None:
+                exchange.wait_on_stream()
             out.copy_(sum_TH)
+            agreement.poison(out)

@@ -36,6 +36,7 @@ class Layer:
     - number: index of the layer, starting at 1, in order of creation; the same on every rank.
     - calls: number of calls on which all ranks have agreed.
     - counts: number of row counts that each rank sends; 0 means world_size, one per destination.
+    - on_device: whether ranks agree on the device after the first call; see `device_agreement`.
     """
 
     manager: TorchGroup
@@ -43,6 +44,7 @@ class Layer:
     number: int
     calls: int = 0
     counts: int = 0
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def agree(
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
-    local_fields = _fields(layer, step, _other_properties(problem, call))
+    local_fields = _fields(layer, step, _other_properties(layer, call))
     sent = torch.tensor([*local_fields, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
@@ -108,17 +110,26 @@ def refuse(layer: Layer, error: Exception) -> None:
     destroyed.
     """
     manager = layer.manager
-    refusals = [_REFUSALS.index(kind.__name__) for kind in type(error).__mro__
-             if kind.__name__ in _REFUSALS]  # fmt: skip
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
         local_fields = _fields(layer, step, 0)
         no_counts = [0] * (2 + (layer.counts or manager.world_size))
-        sent = torch.tensor([*local_fields, *no_counts, (refusals or [0])[0]], dtype=torch.int64)
+        sent = torch.tensor([*local_fields, *no_counts, refusal_index(error)], dtype=torch.int64)
         sent = sent.to(manager.device)
         manager.send_refusal(sent, step=step, reason=type(error).__name__)
     except (CommunicationError, UnsupportedError):
         return
+
+
+def refusal_index(error: Exception) -> int:
+    """Return the number that names the type of an error to other ranks; 0 for an unknown type."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((_REFUSALS.index(name) for name in names if name in _REFUSALS), 0)
+
+
+def refusal_name(index: int) -> str:
+    """Return the name of the error type with a `refusal_index`."""
+    return _REFUSALS[index] if 0 <= index < len(_REFUSALS) else _REFUSALS[0]
 
 
 def check_equal_tokens(manager: TorchGroup, agreement: Agreement) -> None:
@@ -160,7 +171,7 @@ def _raise_if_refused(
     layer = len(_SHARED)
     refused = [
         f"rank {rank} refused its call {fields[rank][layer + 1]} of layer {fields[rank][layer]} "
-        f"with {_REFUSALS[refusals[rank]]}"
+        f"with {refusal_name(refusals[rank])}"
         for rank in peers
     ]
     need = "calls that every rank accepts"
@@ -194,9 +205,11 @@ def _check_counts(manager: TorchGroup, counts: list[list[int]], max_tokens: int,
         raise manager.disagreement(got, need, step=step, peers=peers)
 
 
-def _other_properties(problem: Problem, call: Call) -> int:
+def _other_properties(layer: Layer, call: Call) -> int:
     """Return a 63-bit hash of the remaining properties that all ranks must share."""
+    problem = layer.problem
     shared = (
+        layer.on_device,
         problem.dtype,
         problem.quant,
         problem.placement.slots,

@@ -304,31 +304,34 @@ class RowsPart(AgreeingPart):
 
         return receive_in_stage
 
+    def layout_of(self, call: Call) -> RowLayout:
+        """Return the layout of the rows that a call sends."""
+        return self.rows.layout(quantized=dispatches_quantized(self.problem, call))
+
     def pack(
         self,
         x_TH: torch.Tensor,
         routing: Routing,
         weights: ExpertWeights,
         call: Call,
-        agreement: Agreement,
         *,
-        rows: int,
-    ) -> tuple[RowLayout, torch.Tensor, torch.Tensor | None]:
-        """Pack the tokens, quantized if the call requires it, with their adapter slots.
+        amax: float | torch.Tensor | None,
+        out_RB: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Write the tokens to the first T of the rows `out_RB`, quantized if the call requires it.
 
-        Returns the row layout, `rows` packed rows of which the first T are the tokens, and the
-        scales of the tokens if they were quantized. The caller writes ids and weights.
+        The caller writes ids and weights. amax: maximum absolute activation over all ranks, for
+        schemes in which they share a scale. Returns the scales of quantized tokens.
         """
-        amax = None if self.has_local_scales(call) else agreement.amax
+        if self.has_local_scales(call):
+            amax = None
         values, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call, amax=amax)
-        layout = self.rows.layout(quantized=dispatches_quantized(self.problem, call))
-        packed = call.workspace.take("packed_own", (rows, layout.nbytes))
-        tokens = packed[: len(x_TH)]
+        layout, tokens = self.layout_of(call), out_RB[: len(x_TH)]
         layout.put(tokens, "x", values)
         if "scale" in layout.sections and scale is not None:
             layout.put(tokens, "scale", scale)
-        self.rows.put_adapters(layout, packed, routing)
-        return layout, packed, scale
+        self.rows.put_adapters(layout, out_RB, routing)
+        return scale
 
     @abstractmethod
     def send(

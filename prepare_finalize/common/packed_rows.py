@@ -47,6 +47,13 @@ class RowLayout:
             out_bytes[start : start + len(block)].copy_(self._section(block, name))
             start += len(block)
 
+    def clear(self, rows_RB: torch.Tensor) -> None:
+        """Turn rows into rows without a token: zeros, with experts and adapters of -1."""
+        rows_RB.zero_()
+        for name in ("ids", "adapters"):
+            if name in self.sections:
+                self._section(rows_RB, name).fill_(0xFF)
+
     def _section(self, rows_RB: torch.Tensor, name: str) -> torch.Tensor:
         start, count, dtype = self.sections[name]
         return rows_RB[:, start : start + count * dtype.itemsize]

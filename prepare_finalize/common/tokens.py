@@ -44,12 +44,12 @@ def quantize_tokens(
     *,
     weights: ExpertWeights,
     call: Call,
-    amax: float | None = None,
+    amax: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tokens to dispatch and their scales: quantized, or unchanged with None as scales.
 
     Takes the buffers of `token_specs`. amax: maximum absolute value over the tokens of all ranks,
-    if they share one scale.
+    if they share one scale; a number, or (1,) float32.
     """
     if not dispatches_quantized(problem, call):
         return x_TH, None
@@ -87,13 +87,16 @@ def _quantize(
     problem: Problem,
     weights: ExpertWeights,
     call: Call,
-    amax: float | None,
+    amax: float | torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scheme, out = problem.scheme, _take_buffers(x_TH, problem, weights, call)
     if amax is not None:
-        max_abs = out.scale.new_full((1,), amax)
+        if isinstance(amax, torch.Tensor):
+            max_abs = amax.to(out.scale.dtype, copy=True)
+        else:
+            max_abs = out.scale.new_full((1,), amax)
         # Divide by a tensor, as `quantize_rows` does, so that the scale is rounded the same way.
-        max_abs /= max_abs.new_tensor(LARGEST[scheme.activation])
+        max_abs /= max_abs.new_full((), LARGEST[scheme.activation])
         out.scale.copy_(max_abs.clamp_(min=MIN_SCALE))
         scheme = replace(scheme, static=True)
     quantize_rows(x_TH, scheme, out=out)

@@ -30,6 +30,8 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.utils import forks
+from modular_kernel.utils.argument_checks import expect
+from prepare_finalize.common.device_status import DeviceStatus
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import (
     check_device_type,
@@ -58,6 +60,9 @@ class TorchGroup:
     - device: "cpu" (a gloo backend) or "cuda" (NCCL); None selects what the group supports, a GPU
       first.
     - history: number of exchanges that `last_calls` keeps.
+    - checked: ranks agree on the host before every call, so that every error is raised before a row
+      is sent. False: they do so in the first call of each layer only, and on the device afterwards
+      (`device_agreement`), as they also do for problems with `graph`.
 
     Raises ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
     take part. After that this manager cannot be used, and the caller's group is unchanged.
@@ -70,8 +75,11 @@ class TorchGroup:
         deadline_s: float | None = None,
         device: str | None = None,
         history: int = 1024,
+        checked: bool = True,
     ) -> None:
+        expect("checked", checked, bool)
         self._generation = forks.generation()
+        self.checked = checked
         self.deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
@@ -85,6 +93,7 @@ class TorchGroup:
         self.order = 0  # digest of the sequence of exchanges so far
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
+        self.device_status: DeviceStatus | None = None  # of calls without agreement on the host
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
         # Unless the launcher serves the store, the job's first rank does.
@@ -201,6 +210,16 @@ class TorchGroup:
         self._failure = self._error(what, got, need, "combine", self.step, ())
         self._close_connections()
 
+    @property
+    def failed(self) -> bool:
+        """Whether an exchange failed, after which the manager cannot be used."""
+        return self._failure is not None
+
+    def fail(self, error: CommunicationError) -> None:
+        """Close the manager: its later use raises an error that names `error` as the cause."""
+        self._failure = error
+        self._close_connections()
+
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
     ) -> CommunicationError:
@@ -211,10 +230,30 @@ class TorchGroup:
         """
         return self._error("ranks of one call", got, need, "counts", step, peers)
 
-    def _error(
-        self, what: str, got: str, need: str, phase: str, step: int, peers: Sequence[int]
+    def device_disagreement(
+        self, got: str, need: str, *, layer: int, call: int, peers: Sequence[int]
     ) -> CommunicationError:
-        layer, call = self._calls_by_step.get(step, (0, 0))
+        """Return the error for a call whose headers contradict each other.
+
+        Every rank compares the same headers and raises the same error.
+        """
+        # A call replayed from a CUDA graph has no step.
+        steps = (step for step, known in self._calls_by_step.items() if known == (layer, call))
+        what, step = "ranks of one call", next(steps, 0)
+        return self._error(what, got, need, "dispatch", step, peers, call_of_layer=(layer, call))
+
+    def _error(
+        self,
+        what: str,
+        got: str,
+        need: str,
+        phase: str,
+        step: int,
+        peers: Sequence[int],
+        *,
+        call_of_layer: tuple[int, int] | None = None,
+    ) -> CommunicationError:
+        layer, call = call_of_layer or self._calls_by_step.get(step, (0, 0))
         if layer:
             what = f"{what}, call {call} of layer {layer}"
         if peers and len(self.hosts) > 1:
@@ -272,6 +311,9 @@ class TorchGroup:
             self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
         except RuntimeError as error:
             raise self._failed(exchange.record, exchange.started_s, error) from error
+        self._finished(exchange)
+
+    def _finished(self, exchange: "Exchange") -> None:
         self._in_flight.discard(exchange)
         exchange.work = None  # a reference to the work would keep connections open
         self.last_calls.end(exchange.record)
@@ -351,6 +393,17 @@ class Exchange:
     def wait(self) -> None:
         """Wait until the tensors may be used; raise CommunicationError if the exchange failed."""
         self.manager._wait(self)
+
+    def wait_on_stream(self) -> None:
+        """Make later work on the current CUDA stream wait for the exchange, but not the host.
+
+        On a CPU this is `wait`.
+        """
+        if self.manager.device == "cpu":
+            self.wait()
+            return
+        self.work.wait()
+        self.manager._finished(self)
 
 
 def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:

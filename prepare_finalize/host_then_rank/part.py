@@ -148,9 +148,9 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         counts = check_counts(manager, agreement, geometry)
         check_max_received(self.layer, agreement, counts.max_rows_W)
         call.invalid_ids.add_(invalid)
-        layout, packed_own, scale = self.pack(
-            x_TH, routing, weights, call, agreement, rows=len(x_TH)
-        )
+        layout = self.layout_of(call)
+        packed_own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
+        scale = self.pack(x_TH, routing, weights, call, amax=agreement.amax, out_RB=packed_own)
         chunk_N, host_N, index_N = to_hosts.nonzero(as_tuple=True)
         token_N = index_N + chunk_N * geometry.tokens
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))

@@ -258,7 +258,7 @@ def test_equal_input_gives_equal_bits(pool: RankPool, part: str) -> None:
 def test_a_row_travels_once_to_each_rank_that_needs_it(pair: RankPool) -> None:
     """However many of a token's pairs go there; and not at all where none does."""
     rows = pair.run(rows_sent, Layer(ALL2ALL, (3, 2), fields={"experts": 4, "top_k": 2}))
-    assert rows == [((2, 2), (2, 1))] * 2  # [from][to]
+    assert rows == [((2, 2), (2, 2)), ((2, 1), (2, 1))]  # to and from each rank
 
 
 def rows_sent(rank: int, world: int, group: object, layer: Layer) -> tuple:
@@ -267,4 +267,4 @@ def rows_sent(rank: int, world: int, group: object, layer: Layer) -> tuple:
     topk_ids_TK = torch.tensor(ids, dtype=torch.int32)
     routing = replace(given.routing, topk_ids_TK=topk_ids_TK)
     _, handle = kernel.start(given.x_TH, given.weights, routing).receive()
-    return handle.agreement.rows_WW
+    return handle.to_W, handle.from_W

@@ -1,0 +1,168 @@
+"""The agreement of ranks on a call without the host: headers that travel with the rows.
+
+`agreement.agree` exchanges row counts on the host before every call. That takes milliseconds and
+cannot be captured in a CUDA graph. Here, ranks agree on the host in the first call of a layer only.
+Afterwards, buffers have a fixed capacity, and each rank adds a header to what it sends anyway. The
+device compares the headers of all ranks. If ranks make different calls, exceed a capacity, or
+refuse a call, every rank writes NaN to its output. Each rank then raises the error in its next call
+or `check`, and needs a new manager.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from modular_kernel.contracts import Call
+from modular_kernel.errors import CommunicationError, StateError
+from prepare_finalize.common.agreement import Layer, agree, refusal_name
+from prepare_finalize.common.device_status import (
+    CALL,
+    FIELDS,
+    LAYER,
+    NOT_REFUSED,
+    REFUSAL,
+    ROWS,
+    TOKENS,
+    Capacity,
+    DeviceStatus,
+    Failure,
+)
+from prepare_finalize.common.torch_group import TorchGroup
+
+
+class DeviceAgreement:
+    """Agreement of the ranks on the calls of one layer.
+
+    rows: maximum number of rows that a rank sends to one rank. equal_tokens: whether every rank
+    must pass the same T.
+    """
+
+    def __init__(self, layer: Layer, *, rows: int, equal_tokens: bool = False) -> None:
+        self.layer = layer
+        self._capacity = Capacity(layer.problem.tokens, rows, equal_tokens)
+        self._limits: torch.Tensor | None = None
+        self._calls: torch.Tensor | None = None  # (1,) int64, number of calls on the device
+
+    @property
+    def is_established(self) -> bool:
+        """Whether all ranks have agreed on the layer."""
+        return self._limits is not None
+
+    def begin(self, call: Call, tokens: int, device: torch.device) -> int:
+        """Begin a call of T = `tokens` and return its step.
+
+        The first call of the layer agrees on the host. Raises what `agree` raises there, the error
+        of an earlier call that failed on the device, and StateError if the first call is captured
+        in a CUDA graph.
+        """
+        layer, manager = self.layer, self.layer.manager
+        self.raise_failure()
+        if not self.is_established:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    "first call of a layer over ranks",
+                    got="a call that is captured in a CUDA graph",
+                    need="a call before the capture, in which ranks agree on the layer",
+                )
+            no_rows = [0] * (layer.counts or manager.world_size)
+            agree(layer, call, tokens=tokens, rows_W=no_rows, device=device)
+            status = _status(manager, device)
+            self._calls = torch.zeros(1, dtype=torch.int64, device=device)
+            self._limits = status.limits(self._capacity)
+            return manager.step
+        return self.next_step()
+
+    def next_step(self) -> int:
+        """Return the step of a further call."""
+        layer = self.layer
+        step = layer.manager.next_step(layer.number, layer.calls + 1)
+        layer.calls += 1
+        return step
+
+    def header(
+        self, tokens: int, rows_W: torch.Tensor | None = None, *, refusal: int = NOT_REFUSED
+    ) -> torch.Tensor:
+        """Return this rank's header of the call that begins, (F,) int64.
+
+        rows_W: (W,) int64, number of rows for each rank, if the routing determines them.
+        """
+        assert self._calls is not None
+        self._calls.add_(1)
+        header = self._calls.repeat(len(FIELDS))
+        for field, value in ((LAYER, self.layer.number), (TOKENS, tokens), (REFUSAL, refusal)):
+            header[field].fill_(value)
+        header[ROWS].copy_(torch.zeros_like(header[ROWS]) if rows_W is None else rows_W.max())
+        return header
+
+    def verify(self, headers_WF: torch.Tensor) -> None:
+        """Compare the headers of all ranks, (W, F) int64, on the device."""
+        assert self._limits is not None
+        manager = self.layer.manager
+        _status(manager, headers_WF.device).verify(headers_WF, self._limits, manager.rank)
+
+    def poison(self, out: torch.Tensor) -> None:
+        """Fill the output of a call with NaN if it, or an earlier call of the manager, failed."""
+        _status(self.layer.manager, out.device).poison(out)
+
+    def check(self) -> None:
+        """Wait for the device; raise CommunicationError if a call failed."""
+        if self.layer.manager.device == "cuda":
+            torch.cuda.synchronize()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Close the manager and raise CommunicationError if the host has seen a failed call."""
+        manager = self.layer.manager
+        failure = None if manager.device_status is None else manager.device_status.failure()
+        if failure is None or manager.failed:
+            return
+        error = _error_of(manager, failure)
+        manager.fail(error)
+        raise error
+
+
+def _status(manager: TorchGroup, device: torch.device) -> DeviceStatus:
+    if manager.device_status is None:
+        manager.device_status = DeviceStatus(manager.world_size, device)
+    return manager.device_status
+
+
+def _error_of(manager: TorchGroup, failure: Failure) -> CommunicationError:
+    """Return the error for the first wrong thing in the headers of a failed call."""
+    headers, capacity = failure.headers, failure.capacity
+    own = headers[manager.rank]
+
+    def error(got: str, need: str, peers: Sequence[int]) -> CommunicationError:
+        return manager.device_disagreement(
+            got, need, layer=own[LAYER], call=own[CALL], peers=tuple(peers)
+        )
+
+    ranks = range(manager.world_size)
+    refusing = [rank for rank in ranks if headers[rank][REFUSAL] != NOT_REFUSED]
+    if refusing:
+        got = "; ".join(
+            f"rank {rank} refused its call {headers[rank][CALL]} of layer {headers[rank][LAYER]} "
+            f"with {refusal_name(headers[rank][REFUSAL])}"
+            for rank in refusing
+        )
+        return error(got, "calls that every rank accepts", refusing)
+    for field in (LAYER, CALL):
+        values = [header[field] for header in headers]
+        if len(set(values)) > 1:
+            got = f"{FIELDS[field]} {', '.join(map(str, values))} by rank"
+            peers = [rank for rank in ranks if values[rank] != own[field]]
+            return error(got, "one layer and call", peers)
+    tokens_W = [header[TOKENS] for header in headers]
+    if capacity.equal_tokens and len(set(tokens_W)) > 1:
+        got = f"T = {', '.join(map(str, tokens_W))} by rank"
+        peers = [rank for rank in ranks if tokens_W[rank] != own[TOKENS]]
+        return error(got, "the same tokens on all", peers)
+    for field, limit, unit in (
+        (TOKENS, capacity.tokens, "tokens"),
+        (ROWS, capacity.rows, "rows for one rank"),
+    ):
+        peers = [rank for rank in ranks if not 0 <= headers[rank][field] <= limit]
+        if peers:
+            got = "; ".join(f"{headers[rank][field]} {unit} from rank {rank}" for rank in peers)
+            return error(got, f"0 to {limit}", peers)
+    return error(f"headers {headers}", "headers without a contradiction", ())

@@ -1,0 +1,84 @@
+"""Headers of calls, their comparison on the device, and the first failure that it found."""
+
+from dataclasses import dataclass
+
+import torch
+
+# Fields of a header, int64. rows: largest number of rows that the rank sends to one rank. refusal:
+# the error with which the rank refused its call (`agreement.refusal_index`), NOT_REFUSED for none.
+FIELDS = ("layer", "call", "tokens", "rows", "refusal")
+LAYER, CALL, TOKENS, ROWS, REFUSAL = range(len(FIELDS))
+NOT_REFUSED = -1
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Limits that the headers of a layer must respect.
+
+    - tokens: maximum T of a rank.
+    - rows: maximum number of rows that a rank sends to one rank.
+    - equal_tokens: whether every rank must pass the same T.
+    """
+
+    tokens: int
+    rows: int
+    equal_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failed call: the headers by rank, and the capacity that they had to respect."""
+
+    headers: tuple[tuple[int, ...], ...]
+    capacity: Capacity
+
+
+class DeviceStatus:
+    """Failures of the calls of one manager, which the host can read without waiting.
+
+    failed: (1,) bool on the device, set by the first call with wrong headers, and never reset.
+    """
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self._world_size = world_size
+        self.failed = torch.zeros(1, dtype=torch.bool, device=device)
+        # Whether a call failed, its capacity, and its headers.
+        num_words = 4 + world_size * len(FIELDS)
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._host_words = torch.zeros(
+            num_words, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+
+    def limits(self, capacity: Capacity) -> torch.Tensor:
+        """Return a capacity as the (4,) int64 tensor that `verify` takes."""
+        words = [1, capacity.tokens, capacity.rows, int(capacity.equal_tokens)]
+        return torch.tensor(words, dtype=torch.int64).to(self._words.device)
+
+    def verify(self, headers_WF: torch.Tensor, limits: torch.Tensor, rank: int) -> None:
+        """Compare the headers of one call on the device, and keep the first wrong ones.
+
+        headers_WF: (W, F) int64. limits: of the layer. rank: this rank.
+        """
+        own_F, tokens_W, rows_W = headers_WF[rank], headers_WF[:, TOKENS], headers_WF[:, ROWS]
+        is_wrong_W = (headers_WF[:, : CALL + 1] != own_F[: CALL + 1]).any(1)
+        is_wrong_W |= (tokens_W < 0) | (tokens_W > limits[1])
+        is_wrong_W |= (rows_W < 0) | (rows_W > limits[2])
+        is_wrong_W |= (tokens_W != own_F[TOKENS]) & (limits[3] > 0)
+        is_wrong_W |= headers_WF[:, REFUSAL] != NOT_REFUSED
+        is_wrong = is_wrong_W.any().reshape(1)
+        words = torch.cat((limits, headers_WF.flatten()))
+        torch.where(is_wrong & ~self.failed, words, self._words, out=self._words)
+        self.failed |= is_wrong
+        self._host_words.copy_(self._words, non_blocking=True)
+
+    def poison(self, out: torch.Tensor) -> None:
+        """Fill `out` with NaN on the device if a call has failed."""
+        out.masked_fill_(self.failed, float("nan"))
+
+    def failure(self) -> Failure | None:
+        """Return the first failed call that the host has seen so far."""
+        is_failed, tokens, rows, equal_tokens, *values = self._host_words.tolist()
+        if not is_failed:
+            return None
+        headers = tuple(zip(*[iter(values)] * len(FIELDS), strict=True))
+        return Failure(headers, Capacity(tokens, rows, bool(equal_tokens)))

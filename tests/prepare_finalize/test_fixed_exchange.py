@@ -1,0 +1,232 @@
+"""Exchanges of fixed size over gloo ranks: the host reads nothing after a layer's first call."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from ep_layers import ALL2ALL, BATCHED, PARTS, REPLICATED, Layer
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import CommunicationError, ModularKernelError
+from modular_kernel.spec.placement import Placement
+from modular_kernel.tensors import Routing
+from modular_kernel.testing.ranks.pool import RankPool
+from prepare_finalize import TorchGroup
+from prepare_finalize.common import agreement, device_agreement
+
+BF16 = torch.bfloat16
+ALL_PARTS = (*PARTS, BATCHED)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pool(request) -> Iterator[RankPool]:
+    with RankPool(request.param, grace=15) as ranks:
+        yield ranks
+
+
+def layer_of(part: str, tokens_W: tuple[int, ...], placement="linear", routing="uniform", **fields):
+    experts = "NaiveBatchedExperts" if part == BATCHED else "TorchExperts"
+    if part == REPLICATED:
+        tokens_W = (max(tokens_W),) * len(tokens_W)
+    return Layer(part, tokens_W, placement, routing, experts_part=experts, fields=fields)
+
+
+def call_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...], checked=False):
+    """Make one call of each layer; return outputs and numbers of invalid ids."""
+    manager, results = TorchGroup(group, checked=checked), []
+    for layer in layers:
+        kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
+        results.append((kernel(given.x_TH, given.weights, given.routing), kernel.invalid_ids))
+        kernel.prepare_finalize.check()
+    return results
+
+
+def assert_exact(pool: RankPool, layers: list[Layer]) -> None:
+    """Assert that each output matches the oracle and that invalid ids are counted."""
+    reports = pool.run(call_layers, tuple(layers))
+    for index, layer in enumerate(layers):
+        outputs = [reports[rank][index][0] for rank in range(layer.world_size)]
+        comparison = layer.compare(outputs)
+        assert comparison.ok, (layer, comparison)
+        for rank in range(layer.world_size):
+            assert reports[rank][index][1] == layer.invalid(rank), layer
+
+
+@pytest.mark.parametrize("part", ALL_PARTS)
+def test_outputs_match_the_oracle(pool: RankPool, part: str) -> None:
+    world = pool.world_size
+    uneven = tuple(range(3, 3 + world))
+    layers = [layer_of(part, tokens) for tokens in (uneven, (0, *uneven[1:]), (0,) * world)]
+    routings = ("skips", "all_skipped", "out_of_range", "duplicates", "all_to_one")
+    layers += [layer_of(part, uneven, routing=routing) for routing in routings]
+    linear = Placement.linear(world + 3, world)
+    copies = linear.with_copies({0: (world - 1,), world + 2: tuple(range(world - 1))})
+    for placement in (linear, Placement.round_robin(world + 3, world), copies):
+        layers.append(layer_of(part, uneven, placement, experts=placement.experts))
+    layers.append(layer_of(part, uneven, bias=True, routed_scaling_factor=2.5))
+    if part != BATCHED:
+        layers.append(layer_of(part, uneven, apply_router_weight_on_input=True, top_k=1))
+    for quant in ("fp8_w8a8_channel", "int8_w8a8_channel", "int4_w4a16_group:group=8"):
+        if part != BATCHED or quant != "int8_w8a8_channel":
+            layers.append(layer_of(part, uneven, dtype=BF16, quant=quant))
+    if part != REPLICATED:
+        layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_tensor"))
+    assert_exact(pool, layers)
+
+
+@pytest.mark.parametrize("part", ALL_PARTS)
+def test_outputs_equal_those_of_counted_rows(pool: RankPool, part: str) -> None:
+    layer = layer_of(part, tuple(range(3, 3 + pool.world_size)))
+    fixed = pool.run(call_layers, (layer,))
+    counted = pool.run(call_layers, (layer,), True)
+    for ((fixed_out, _),), ((counted_out, _),) in zip(fixed, counted, strict=True):
+        assert torch.equal(fixed_out, counted_out)
+
+
+def count_agreements(rank: int, world: int, group: object, layer: Layer, by_manager: bool):
+    """Make calls with changing T; return their outputs, and the numbers of host agreements."""
+    calls = []
+    agree = agreement.agree
+    device_agreement.agree = lambda *args, **options: (
+        calls.append("host"),
+        agree(*args, **options),
+    )
+    try:
+        manager = TorchGroup(group, checked=not by_manager)
+        problem = replace(layer.problem(rank), graph=not by_manager)
+        experts = layer.experts_part
+        if not by_manager:  # those that can be captured
+            experts = "BatchedTritonExperts" if layer.part == BATCHED else "TritonExperts"
+        kernel = make_kernel(layer.part, experts, problem, group=manager, poison=True)
+        given, plan = layer.inputs_of(rank), kernel.plan()
+        outputs, rows = [], []
+        for count in (3, 1, 0, 2):
+            tokens = count if layer.part == REPLICATED else (count + rank) % 4
+            mine, routing = slice(0, tokens), given.routing
+            part = Routing(routing.topk_weights_TK[mine], routing.topk_ids_TK[mine])
+            call = plan if count % 2 else kernel
+            outputs.append(call(given.x_TH[mine], given.weights, part).clone())
+            rows.append(tokens)
+        kernel.prepare_finalize.check()
+        return outputs, rows, calls
+    finally:
+        device_agreement.agree = agree
+
+
+@pytest.mark.parametrize("by_manager", [False, True])
+@pytest.mark.parametrize("part", ALL_PARTS)
+def test_ranks_agree_on_the_host_once(pool: RankPool, part: str, by_manager: bool) -> None:
+    layer = layer_of(part, (4,) * pool.world_size)
+    exact = layer.exact()
+    for rank, (outputs, rows, calls) in enumerate(pool.run(count_agreements, layer, by_manager)):
+        assert calls == ["host"]
+        start = layer.rows(rank).start
+        for out, tokens in zip(outputs, rows, strict=True):
+            want = exact[start : start + tokens].float()
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure: str):
+    """Make a good call and a bad one; return its output or error, and what later calls raise."""
+    manager = TorchGroup(group, deadline_s=5.0, checked=False)
+    kernel = layer.kernel(rank, manager)
+    given = layer.inputs_of(rank)
+    first = kernel(given.x_TH, given.weights, given.routing)
+    x_TH, routing = given.x_TH, given.routing
+    other = layer.kernel(rank, manager) if failure == "layer" else kernel
+    if failure == "layer":
+        other(given.x_TH, given.weights, given.routing)
+    if rank == 1 and failure == "refused":
+        x_TH = x_TH.double()
+    if rank == 1 and failure == "layer":
+        kernel = other
+    if rank == 1 and failure == "call":
+        agreement_of(kernel)._calls.add_(1)
+    if rank == 1 and failure == "rows":
+        routing = replace(routing, topk_ids_TK=torch.zeros_like(routing.topk_ids_TK))
+    errors: list[str] = []
+    out = None
+    try:
+        out = kernel(x_TH, given.weights, routing)
+    except ModularKernelError as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    for _ in range(2):
+        try:
+            kernel(given.x_TH, given.weights, given.routing)
+        except CommunicationError as error:
+            errors.append(str(error))
+    return bool(first.isfinite().all()), out, errors
+
+
+def agreement_of(kernel) -> device_agreement.DeviceAgreement:
+    part = kernel.prepare_finalize
+    fixed = getattr(part, "fixed", None)
+    return part._device_agreement if fixed is None else fixed._agreement
+
+
+@pytest.mark.parametrize("part", ALL_PARTS)
+@pytest.mark.parametrize(
+    ("failure", "got"),
+    [
+        ("refused", "rank 1 refused its call 2 of layer 1 with DtypeError"),
+        ("layer", "layer 1, 2"),
+        ("call", "call 2, 3"),
+    ],
+)
+def test_a_failed_call_is_nan_and_raises_in_the_next(
+    pool: RankPool, part: str, failure: str, got: str
+) -> None:
+    layer = layer_of(part, (4,) * pool.world_size)
+    for rank, (first_ok, out, errors) in enumerate(pool.run(fail_second_call, layer, failure)):
+        assert first_ok
+        if rank == 1 and failure == "refused":
+            assert out is None
+            assert errors.pop(0).startswith("DtypeError")
+        else:
+            assert out.isnan().all()
+        assert len(errors) == 2
+        assert got in errors[0], errors
+        assert "peer 1" in errors[0] or rank == 1
+        assert "a manager that failed before" in errors[1]
+
+
+@pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
+def test_too_many_rows_for_a_rank_fail_the_call(pool: RankPool, part: str) -> None:
+    world = pool.world_size
+    placement = Placement.linear(world, world)
+    layer = layer_of(part, (4,) * world, placement, experts=world, top_k=1, max_received=3 * world)
+    # The first call is within the bound on every rank.
+    reports = pool.run(fail_rows, layer)
+    for first_ok, out, error in reports:
+        assert first_ok
+        assert out.isnan().all()
+        assert "4 rows for one rank from rank 1" in error
+        assert "need 0 to 3" in error
+
+
+def fail_rows(rank: int, world: int, group: object, layer: Layer):
+    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=5.0, checked=False))
+    given = layer.inputs_of(rank)
+    even = torch.arange(len(given.x_TH), dtype=torch.int32)[:, None] % world
+    first = kernel(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=even))
+    ids = torch.zeros_like(even) if rank == 1 else even
+    out = kernel(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=ids))
+    try:
+        kernel.prepare_finalize.check()
+    except CommunicationError as error:
+        return bool(first.isfinite().all()), out, str(error)
+    raise AssertionError("no error")
+
+
+def test_checked_is_a_bool(pool: RankPool) -> None:
+    reports = pool.run(open_with, "yes")
+    assert all("checked" in report for report in reports)
+
+
+def open_with(rank: int, world: int, group: object, checked: object) -> str:
+    try:
+        TorchGroup(group, checked=checked)
+    except ModularKernelError as error:
+        return str(error)
+    return ""
