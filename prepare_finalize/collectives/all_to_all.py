@@ -280,7 +280,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                 sum_TH.index_add_(0, token_R, partial_RH.float())
             out.copy_(sum_TH[:tokens])
             if fixed is not None:
-                fixed.poison(out)
+                fixed.end_call(out)
 
 
 def _tokens_of_rows(needs_WT: torch.Tensor, *, rows: int, absent: int) -> torch.Tensor:

@@ -93,9 +93,10 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             agreement.verify(headers_WF)
             # The other ranks reduce the sums of all their tokens.
             tokens = int(headers_WF[:, TOKENS].max())
+            sums = torch.zeros(tokens, self.problem.hidden, device=device)
             if tokens:
-                sums = torch.zeros(tokens, self.problem.hidden, device=device)
                 manager.all_reduce(sums, step=step, phase="combine").wait()
+            agreement.end_call(sums)
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -196,4 +197,4 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             if exchange is not None:
                 exchange.wait_on_stream()
             out.copy_(sum_TH)
-            agreement.poison(out)
+            agreement.end_call(out)

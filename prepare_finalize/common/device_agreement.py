@@ -87,6 +87,7 @@ class DeviceAgreement:
         rows_W: (W,) int64, number of rows for each rank, if the routing determines them.
         """
         assert self._calls is not None
+        _status(self.layer.manager, self._calls.device).begin_call()
         self._calls.add_(1)
         header = self._calls.repeat(len(FIELDS))
         for field, value in ((LAYER, self.layer.number), (TOKENS, tokens), (REFUSAL, refusal)):
@@ -100,9 +101,9 @@ class DeviceAgreement:
         manager = self.layer.manager
         _status(manager, headers_WF.device).verify(headers_WF, self._limits, manager.rank)
 
-    def poison(self, out: torch.Tensor) -> None:
-        """Fill the output of a call with NaN if it, or an earlier call of the manager, failed."""
-        _status(self.layer.manager, out.device).poison(out)
+    def end_call(self, out: torch.Tensor) -> None:
+        """End a call; fill its output with NaN if it, or an earlier call of the manager, failed."""
+        _status(self.layer.manager, out.device).end_call(out)
 
     def check(self) -> None:
         """Wait for the device; raise CommunicationError if a call failed."""
@@ -123,7 +124,8 @@ class DeviceAgreement:
 
 def _status(manager: TorchGroup, device: torch.device) -> DeviceStatus:
     if manager.device_status is None:
-        manager.device_status = DeviceStatus(manager.world_size, device)
+        manager.watch(DeviceStatus(manager.world_size, device))
+    assert manager.device_status is not None
     return manager.device_status
 
 

@@ -34,9 +34,9 @@ class Failure:
 
 
 class DeviceStatus:
-    """Failures of the calls of one manager, which the host can read without waiting.
+    """Progress and failures of the calls of one manager, which the host can read without waiting.
 
-    failed: (1,) bool on the device, set by the first call with wrong headers, and never reset.
+    failed: (1,) bool on the device, set by the first call that fails, and never reset.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
@@ -45,9 +45,11 @@ class DeviceStatus:
         # Whether a call failed, its capacity, and its headers.
         num_words = 4 + world_size * len(FIELDS)
         self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._host_words = torch.zeros(
-            num_words, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
+        is_cuda = device.type == "cuda"
+        self._host_words = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_cuda)
+        # Numbers of calls that began and ended.
+        self._progress = torch.zeros(2, dtype=torch.int64, device=device)
+        self._host_progress = torch.zeros(2, dtype=torch.int64, pin_memory=is_cuda)
 
     def limits(self, capacity: Capacity) -> torch.Tensor:
         """Return a capacity as the (4,) int64 tensor that `verify` takes."""
@@ -71,9 +73,33 @@ class DeviceStatus:
         self.failed |= is_wrong
         self._host_words.copy_(self._words, non_blocking=True)
 
-    def poison(self, out: torch.Tensor) -> None:
-        """Fill `out` with NaN on the device if a call has failed."""
+    def begin_call(self) -> None:
+        """Count a call that begins on the device."""
+        self._count(0)
+
+    def end_call(self, out: torch.Tensor) -> None:
+        """Count a call that ends on the device; fill its output with NaN if a call has failed."""
         out.masked_fill_(self.failed, float("nan"))
+        self._count(1)
+
+    def _count(self, index: int) -> None:
+        self._progress[index].add_(1)
+        self._host_progress.copy_(self._progress, non_blocking=True)
+
+    def progress(self) -> tuple[int, int]:
+        """Return the numbers of calls that began and ended, as far as the host has seen them."""
+        begun, ended = self._host_progress.tolist()
+        return begun, ended
+
+    def fail(self) -> None:
+        """Set `failed` from the host, beside the work that may never end on other streams."""
+        if self.failed.device.type != "cuda":
+            self.failed.fill_(True)
+            return
+        stream = torch.cuda.Stream(self.failed.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self.failed.fill_(True)
+        stream.synchronize()
 
     def failure(self) -> Failure | None:
         """Return the first failed call that the host has seen so far."""

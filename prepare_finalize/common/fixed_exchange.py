@@ -104,9 +104,9 @@ class FixedExchange:
             phase="combine",
         ).wait_on_stream()
 
-    def poison(self, out: torch.Tensor) -> None:
-        """Fill the output of a call with NaN if it, or an earlier call of the manager, failed."""
-        self._agreement.poison(out)
+    def end_call(self, out: torch.Tensor) -> None:
+        """End a call; fill its output with NaN if it, or an earlier call of the manager, failed."""
+        self._agreement.end_call(out)
 
     def check(self) -> None:
         """Wait for the device; raise CommunicationError if a call failed."""
@@ -138,6 +138,7 @@ class FixedExchange:
                 world * self.rows, problem.hidden, dtype=problem.dtype, device=device
             )
             self.return_sums(torch.empty_like(sum_RH), sum_RH, step)
+            self.end_call(sum_RH)
         return True
 
 

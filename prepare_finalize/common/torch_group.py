@@ -32,6 +32,7 @@ from modular_kernel.errors import (
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import expect
 from prepare_finalize.common.device_status import DeviceStatus
+from prepare_finalize.common.watchdog import Watchdog
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import (
     check_device_type,
@@ -94,6 +95,7 @@ class TorchGroup:
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
         self.device_status: DeviceStatus | None = None  # of calls without agreement on the host
+        self._watchdog: Watchdog | None = None
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
         # Unless the launcher serves the store, the job's first rank does.
@@ -210,6 +212,26 @@ class TorchGroup:
         self._failure = self._error(what, got, need, "combine", self.step, ())
         self._close_connections()
 
+    def watch(self, status: DeviceStatus) -> None:
+        """Keep the status of calls that the host does not wait for, and a watchdog on a GPU."""
+        self.device_status = status
+        if self.device == "cuda":
+            self._watchdog = Watchdog(self, status)
+
+    def expire(self, waited_s: float) -> None:
+        """Close the manager because a call on the device has not ended for `waited_s` seconds.
+
+        Its output, and that of all later calls, is NaN. Later use of the manager raises an error
+        that names the ranks that may be at fault.
+        """
+        if self._failure is not None or self._destroyed:
+            return
+        if self.device_status is not None:
+            self.device_status.fail()
+        record = self.last_calls.begin(self.step, "dispatch", 0)
+        error = RuntimeError("a call on the device did not end in time")
+        self._failed(record, time.monotonic() - waited_s, error)
+
     @property
     def failed(self) -> bool:
         """Whether an exchange failed, after which the manager cannot be used."""
@@ -271,6 +293,8 @@ class TorchGroup:
     def destroy(self) -> None:
         """Close the communicator; later exchanges raise UnsupportedError."""
         check_process(self._generation)
+        if self._watchdog is not None:
+            self._watchdog.stop()
         group = self._communicator.close()
         if self.device == "cuda" and group is not None and not self._destroyed:
             group.shutdown()

@@ -317,6 +317,10 @@ def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(base, placement="round_robin", lora="adapters=3,rank=7")
     wide = replace(even, ids_dtype=torch.int64, dtype=_BF16, lora="adapters=3,rank=7", bias=True)
     yield _variant(wide, "beyond_int32", placement="copies", tokens=(0, 5))
+    yield _variant(base, "skips", graph=True, placement="copies")
+    block = "fp8_w8a8_block:block=32x32"
+    wide = replace(even, hidden=160, intermediate=96, dtype=_BF16)
+    yield _variant(wide, tokens=(0, 5), graph=True, quant=block)
     ties = InputVariation(values="ties")
     eight = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
     yield Variant(eight, "round_robin", (4, 0), "skips", variation=ties)
@@ -370,6 +374,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "int4_w4a16_act_order:group=32",
     ):
         yield _variant(wide, quant=quant)
+    yield from _captured(base, world_size)
     yield from _adapters(base, world_size)
     for fault in SCENARIOS:
         yield Variant(base, "linear", UNEVEN, "uniform", fault)
@@ -387,6 +392,39 @@ def _pairwise(world_size: int) -> Iterator[Variant]:
         values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
         yield Variant(problem, *args, variation=rank_pairs.variation_of(row))
+
+
+def _captured(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Yield problems whose calls can be captured in a CUDA graph.
+
+    Parts may then exchange rows in another way, without the host.
+    """
+    base = replace(base, graph=True)
+    change = partial(_variant, base)
+    for placement in PLACEMENTS:
+        for routing in ("uniform", "all_to_one", "out_of_range"):
+            yield change(routing, placement=placement)
+    for tokens in ((0, 0, 0, 7), (0,), (17, 3)):
+        yield change("zipf", tokens=tokens, dtype=_BF16)
+    yield change("all_skipped", bias=True, routed_scaling_factor=2.5)
+    yield change("duplicates", top_k=4, ids_dtype=torch.int64, placement="copies", bias=True)
+    yield change("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
+    yield change(inplace=True, dtype=_FP16, activation="relu2")
+    yield change(chunk_tokens=4)
+    yield change("all_to_one", max_received=world_size * 7)
+    yield change("skips", lora="adapters=3,rank=7", placement="round_robin", top_k=3)
+    wide = replace(base, hidden=160, intermediate=96, dtype=_BF16)
+    for quant in (
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_tensor:static=true",
+        "fp8_w8a8_channel",
+        "fp8_w8a8_block:block=32x32",
+        "int8_w8a8_channel",
+        "int4_w4a16_group:group=32,zero_points=true",
+        "mxfp4_w4a16",
+        "nvfp4_w4a4",
+    ):
+        yield _variant(wide, quant=quant)
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:

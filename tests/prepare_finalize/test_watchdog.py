@@ -1,0 +1,69 @@
+"""The watchdog of calls that the host does not wait for."""
+
+import time
+
+import torch
+
+from prepare_finalize.common.device_status import DeviceStatus
+from prepare_finalize.common.watchdog import Watchdog
+
+DEADLINE_S = 0.2
+
+
+class Manager:
+    deadline_s = DEADLINE_S
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+
+    def expire(self, waited_s: float) -> None:
+        self.waited_s.append(waited_s)
+
+
+class Status:
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    def progress(self) -> tuple[int, int]:
+        return self.begun, self.ended
+
+
+def test_a_call_that_does_not_end_expires_once() -> None:
+    manager, status = Manager(), Status()
+    watchdog = Watchdog(manager, status)
+    status.begun += 1
+    time.sleep(5 * DEADLINE_S)
+    watchdog.stop()
+    (waited_s,) = manager.waited_s
+    assert DEADLINE_S < waited_s < 4 * DEADLINE_S
+
+
+def test_idle_managers_and_calls_that_end_do_not_expire() -> None:
+    manager, status = Manager(), Status()
+    watchdog = Watchdog(manager, status)
+    time.sleep(3 * DEADLINE_S)  # no call
+    for _ in range(12):  # calls one after the other, for longer than the deadline
+        status.begun += 1
+        time.sleep(DEADLINE_S / 4)
+        status.ended += 1
+    time.sleep(2 * DEADLINE_S)
+    watchdog.stop()
+    assert manager.waited_s == []
+
+
+def test_stop_ends_the_thread() -> None:
+    watchdog = Watchdog(Manager(), Status())
+    watchdog.stop()
+    assert not watchdog._thread.is_alive()
+
+
+def test_progress_counts_calls_and_a_failed_status_poisons() -> None:
+    status, out = DeviceStatus(2, torch.device("cpu")), torch.zeros(3)
+    status.begin_call()
+    assert status.progress() == (1, 0)
+    status.end_call(out)
+    assert status.progress() == (1, 1)
+    assert not out.isnan().any()
+    status.fail()
+    status.end_call(out)
+    assert out.isnan().all()
