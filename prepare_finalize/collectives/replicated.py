@@ -43,8 +43,8 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     not deterministic.
 
     Ranks agree on T on the host before every call. With Problem(graph=True) or
-    TorchGroup(checked=False), they do so on the device after the first call; a call whose T differs
-    between ranks then fails when the all-reduce reaches its deadline.
+    TorchGroup(checked=False), they do so on the device after the first call. On GPUs, a call whose
+    T differs between ranks then fails when the all-reduce reaches its deadline.
     """
 
     prefer_local_copies = False  # all ranks have all tokens, and must select the same copies
@@ -90,7 +90,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
             )
             self._exchange_headers(headers, agreement, 0, step, refusal_index(error)).wait()
             headers_WF = headers.view(-1, len(FIELDS))
-            agreement.verify(headers_WF)
+            self._verify_headers(agreement, headers_WF)
             # The other ranks reduce the sums of all their tokens.
             tokens = int(headers_WF[:, TOKENS].max())
             sums = torch.zeros(tokens, self.problem.hidden, device=device)
@@ -151,6 +151,15 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         header = agreement.header(tokens, refusal=refusal)
         return self.manager.all_gather(headers, header, step=step, phase="dispatch")
 
+    def _verify_headers(self, agreement: DeviceAgreement, headers_WF: torch.Tensor) -> None:
+        """Verify the headers of all ranks; on a CPU, raise the error before the all-reduce.
+
+        gloo ends the process if the sizes of an all-reduce differ.
+        """
+        agreement.verify(headers_WF)
+        if self.manager.device == "cpu":
+            agreement.raise_failure()
+
     def _local_pairs(
         self, routing: Routing, call: Call, first_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,18 +192,16 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         )
         agreement, headers = self._device_agreement, part_handle.headers
         with stages.stage(stages.COMBINE):
-            exchange = None
-            if out.numel():  # the same on every rank, since T is
-                exchange = self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine")
-            if agreement is None or headers is None:
-                if exchange is not None:
-                    exchange.wait()
-                out.copy_(sum_TH)
-                return
-            header_exchange, received = headers
-            header_exchange.wait_on_stream()
-            agreement.verify(received.view(-1, len(FIELDS)))
-            if exchange is not None:
+            if agreement is not None and headers is not None:
+                exchange, received = headers
                 exchange.wait_on_stream()
+                self._verify_headers(agreement, received.view(-1, len(FIELDS)))
+            if out.numel():  # the same on every rank, since T is
+                reduction = self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine")
+                if agreement is None:
+                    reduction.wait()
+                else:
+                    reduction.wait_on_stream()
             out.copy_(sum_TH)
-            agreement.end_call(out)
+            if agreement is not None:
+                agreement.end_call(out)

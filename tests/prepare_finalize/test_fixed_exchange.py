@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ep_layers import ALL2ALL, BATCHED, PARTS, REPLICATED, Layer
+from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError, ModularKernelError
@@ -14,6 +14,7 @@ from modular_kernel.tensors import Routing
 from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import TorchGroup
 from prepare_finalize.common import agreement, device_agreement
+from prepare_finalize.common.device_status import NOT_REFUSED, Capacity, DeviceStatus, Failure
 
 BF16 = torch.bfloat16
 ALL_PARTS = (*PARTS, BATCHED)
@@ -183,12 +184,14 @@ def test_a_failed_call_is_nan_and_raises_in_the_next(
         if rank == 1 and failure == "refused":
             assert out is None
             assert errors.pop(0).startswith("DtypeError")
+        elif part == REPLICATED:  # raises before the all-reduce on a CPU
+            assert out is None
         else:
             assert out.isnan().all()
-        assert len(errors) == 2
+        assert len(errors) in (2, 3)
         assert got in errors[0], errors
         assert "peer 1" in errors[0] or rank == 1
-        assert "a manager that failed before" in errors[1]
+        assert all("a manager that failed before" in error for error in errors[1:])
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
@@ -230,3 +233,93 @@ def open_with(rank: int, world: int, group: object, checked: object) -> str:
     except ModularKernelError as error:
         return str(error)
     return ""
+
+
+GOOD = (3, 7, 4, 2, NOT_REFUSED)  # layer, call, tokens, rows, refusal
+CAPACITY = Capacity(tokens=5, rows=3)
+
+
+def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Failure | None:
+    status = DeviceStatus(len(headers), torch.device("cpu"))
+    status.verify(torch.tensor(headers), status.limits(capacity), rank=0)
+    failure = status.failure()
+    assert bool(status.failed) == (failure is not None)
+    return failure
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (4, 7, 4, 2, NOT_REFUSED),
+        (3, 8, 4, 2, NOT_REFUSED),
+        (3, 7, 6, 2, NOT_REFUSED),
+        (3, 7, -1, 2, NOT_REFUSED),
+        (3, 7, 4, 4, NOT_REFUSED),
+        (3, 7, 4, -1, NOT_REFUSED),
+        (3, 7, 4, 2, 0),
+    ],
+)
+def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
+    failure = verify([GOOD, GOOD, header])
+    assert failure == Failure((GOOD, GOOD, header), CAPACITY)
+
+
+def test_tokens_may_differ_unless_they_must_be_equal() -> None:
+    other = (3, 7, 1, 0, NOT_REFUSED)
+    assert verify([GOOD, other]) is None
+    equal = replace(CAPACITY, equal_tokens=True)
+    assert verify([GOOD, GOOD], equal) is None
+    assert verify([GOOD, other], equal) == Failure((GOOD, other), equal)
+
+
+def test_the_first_failure_is_kept() -> None:
+    status, bad, worse = DeviceStatus(2, torch.device("cpu")), (3, 7, 9, 2, -1), (3, 9, 9, 2, 5)
+    for second in (GOOD, bad, worse, GOOD):
+        headers_WF = torch.tensor([GOOD, second])
+        status.verify(headers_WF, status.limits(CAPACITY), rank=0)
+    assert status.failure() == Failure((GOOD, bad), CAPACITY)
+
+
+def differ_in_tokens(rank: int, world: int, group: object, layer: Layer) -> str:
+    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=3.0, checked=False))
+    given = layer.inputs_of(rank)
+    kernel(given.x_TH, given.weights, given.routing)
+    rows = slice(0, len(given.x_TH) - rank)
+    routing = Routing(given.routing.topk_weights_TK[rows], given.routing.topk_ids_TK[rows])
+    try:
+        kernel(given.x_TH[rows], given.weights, routing)
+        kernel.prepare_finalize.check()
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_replicated_tokens_that_differ_raise_on_every_rank(pool: RankPool) -> None:
+    layer = layer_of(REPLICATED, (4,) * pool.world_size)
+    assert all(pool.run(differ_in_tokens, layer))
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
+def test_a_refusal_takes_part_in_the_exchange_of_scales(pool: RankPool, part: str) -> None:
+    layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
+    for rank, (first_ok, out, errors) in enumerate(pool.run(fail_second_call, layer, "refused")):
+        assert first_ok
+        if rank == 1:
+            errors.pop(0)
+        else:
+            assert out.isnan().all()
+        assert "rank 1 refused its call 2 of layer 1 with DtypeError" in errors[0]
+
+
+def call_with_nan(rank: int, world: int, group: object, layer: Layer) -> torch.Tensor:
+    kernel, given = layer.kernel(rank, TorchGroup(group, checked=False)), layer.inputs_of(rank)
+    x_TH = given.x_TH.clone()
+    if rank == 1:
+        x_TH[0, 0] = float("nan")
+    return kernel(x_TH, given.weights, given.routing)
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
+def test_nan_on_one_rank_is_in_a_scale_of_all_ranks(pool: RankPool, part: str) -> None:
+    layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
+    assert all(bool(out.isnan().all()) for out in pool.run(call_with_nan, layer))

@@ -50,7 +50,7 @@ from modular_kernel.testing.verify.rank_differences import (
     local_output,
     output_difference,
 )
-from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.sample import NUM_RECIPE_TOKENS, Sample
 from modular_kernel.testing.verify.scenario_context import ScenarioContext
 from modular_kernel.testing.verify.scenarios import run_scenario
 from modular_kernel.testing.verify.trial import Build, Trial, call
@@ -140,19 +140,39 @@ class RankSample(Sample):
         """Compare `out` with the oracle.
 
         The recipe's error is measured over the tokens of all ranks, since one rank may have too
-        few.
+        few, and over more tokens of the same layer if all ranks together have too few.
         """
         exact, recipe = self.global_exact, self.global_recipe
         if self.variation.nan:
             exact, recipe = (t.masked_fill(recipe.isnan(), 0) for t in (exact, recipe))
         norm = exact.norm()
         recipe_error = float((recipe - exact).norm() / norm) if norm else 0.0
+        result = self._compare(out, RecipeErrors(recipe_error))
+        return result if result.ok else self._compare(out, self.recipe_errors)
+
+    def _compare(self, out: torch.Tensor, recipe_errors: RecipeErrors) -> Comparison:
         args = out, self.exact, self.recipe, self.problem
-        return (
-            compare_with_nan(*args, recipe_errors=RecipeErrors(recipe_error))
-            if self.variation.nan
-            else compare(*args, recipe_error=recipe_error)
-        )
+        if self.variation.nan:
+            return compare_with_nan(*args, recipe_errors=recipe_errors)
+        return compare(*args, **vars(recipe_errors))
+
+    @cached_property
+    def recipe_errors(self) -> RecipeErrors:
+        """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
+        problem = self.case.global_problem.with_tokens(NUM_RECIPE_TOKENS)
+        inputs = make_inputs(problem, "uniform", _CPU, seed=self.seed)
+        layer = self.global_inputs
+        if self.variation.nan:
+            layer = self._global_inputs(replace(self.variation, nan=""))
+        adapters_T = layer.routing.adapters_T
+        if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
+            adapters_T = adapters_T[torch.arange(NUM_RECIPE_TOKENS) % len(adapters_T)]
+        routing = replace(inputs.routing, adapters_T=adapters_T)
+        inputs = Inputs(inputs.x_TH, layer.weights, routing)
+        exact = reference.oracle(inputs.x_TH, inputs.weights, routing, problem)
+        recipe = recipe_over_ranks(inputs, replace(self.problem, chunk_tokens=None))
+        num_rows = int((self.exact != 0).flatten(1).any(1).sum())
+        return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """Apply `function` to all tokens and all experts."""

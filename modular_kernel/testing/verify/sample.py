@@ -22,7 +22,7 @@ from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 # Enough for 146 calls of 7 tokens. With 64, w8a8 cases of 7 tokens failed by chance, although their
 # error over many tokens equaled that of the recipe.
-_NUM_RECIPE_TOKENS = 1024
+NUM_RECIPE_TOKENS = 1024
 
 
 class Sample:
@@ -106,7 +106,7 @@ class Sample:
     @cached_property
     def recipe_errors(self) -> RecipeErrors:
         """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
-        problem = replace(self.problem.with_tokens(_NUM_RECIPE_TOKENS), chunk_tokens=None)
+        problem = replace(self.problem.with_tokens(NUM_RECIPE_TOKENS), chunk_tokens=None)
         inputs = make_inputs(problem, "uniform", self.device, seed=self.seed)
         weights = self.pristine.weights
         if self.variation.nan:
@@ -116,7 +116,7 @@ class Sample:
         adapters_T = self.pristine.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
-                torch.arange(_NUM_RECIPE_TOKENS, device=adapters_T.device) % len(adapters_T)
+                torch.arange(NUM_RECIPE_TOKENS, device=adapters_T.device) % len(adapters_T)
             ]
         expert_map = weights.expert_map
         ids_TK = _map_to_local(inputs.routing.topk_ids_TK, expert_map, problem.e)
@@ -125,7 +125,7 @@ class Sample:
         exact = reference.oracle(*args)
         recipe = reference.recipe(*args, input_weighted=self.input_weighted)
         num_rows = int((self.exact != 0).flatten(1).any(1).sum())  # nonzero
-        return RecipeErrors.measure(exact, recipe, min(_NUM_RECIPE_TOKENS, max(1, num_rows)))
+        return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
 
     def x_TH(self) -> torch.Tensor:
         """Return x for one call: a new copy if the call overwrites it."""
