@@ -28,6 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
+from modular_kernel.errors import CapacityError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.environment import Environment, environment
@@ -47,8 +48,12 @@ from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
 from modular_kernel.replay import stages
+from modular_kernel.select.budget import free_bytes, gigabytes, ranks_sharing_memory
+from modular_kernel.select.inputs import weight_bytes
+from modular_kernel.select.process_group import GroupRanks, SingleProcess
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
+from modular_kernel.text import plural
 
 _CYCLES_PER_S = 2.0e9  # upper bound of GPU clocks
 _HOST_MARGIN = 3.0  # factor on the host time of an unprofiled eager call
@@ -149,6 +154,7 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
     catalog = load_catalog()
     replicated = any(catalog.prepare_finalize(pf).requires.replicated_input for pf, _ in job.pairs)
     with torch.no_grad():
+        _check_memory(problem, device, group)
         types = dict.fromkeys((operand_type(problem, problem.scheme), dtype_name(problem.dtype)))
         peaks = measure_peaks(device, types)
         inputs = make_inputs(problem, device, job.routing, replicated=replicated)
@@ -158,6 +164,24 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
     difference = _difference(outputs) if len(outputs) > 1 else None
     env = environment(device, job.command)
     return RankRecord(rank, env, peaks, link, inputs.load, records, difference)
+
+
+def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
+    """Raise CapacityError on every rank unless the weights of all ranks fit their memory."""
+    ranks = SingleProcess() if group is None else GroupRanks(group)
+    # Quantized weights are made from unquantized ones.
+    unquantized = weight_bytes(replace(problem, quant="none"))
+    need = unquantized + weight_bytes(problem) * problem.scheme.quantized
+    sharing = ranks_sharing_memory(ranks, device)
+    free = free_bytes(device)
+    fits = ranks.all_gather(free is None or need * sharing <= free)
+    if not all(fits):
+        free = min(count for count in ranks.all_gather(free) if count is not None)
+        raise CapacityError(
+            f"weights of {sharing} {plural('rank', sharing)} that share memory",
+            got=gigabytes(need * sharing),
+            need=f"at most {gigabytes(free)}, the free memory",
+        )
 
 
 def _device(machine: Machine) -> torch.device:

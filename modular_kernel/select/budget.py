@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from modular_kernel.select.process_group import Ranks
+from modular_kernel.utils.host_memory import memory_id
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -56,6 +57,14 @@ class Budget:
             yield
         finally:
             self._longest = max(self._longest, time.monotonic() - start)
+
+
+def ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
+    """Return how many ranks use the memory of this rank's device, including this one. Collective.
+
+    The ranks of a host share its memory; ranks on GPUs usually have one each.
+    """
+    return ranks.all_gather(memory_id(device)).count(memory_id(device))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.select.budget import Budget, free_bytes, gigabytes
+from modular_kernel.select.budget import Budget, free_bytes, gigabytes, ranks_sharing_memory
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates
 from modular_kernel.select.inputs import make_weights, make_workload, weight_bytes, without_inplace
@@ -205,13 +205,15 @@ class Search:
     def _weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
         """Return the weights; or None and the reason if memory or the budget does not suffice."""
         device = _device(self.machine)
-        free, need = free_bytes(device), weight_bytes(problem)
+        sharing = ranks_sharing_memory(self.ranks, device)
+        free, need = free_bytes(device), weight_bytes(problem) * sharing
         enough_memory = all(
             self.ranks.all_gather(free is None or need <= _MAX_FREE_FRACTION * free)
         )
         if not enough_memory:
             available = gigabytes(min(f for f in self.ranks.all_gather(free) if f is not None))
-            return None, f"weights take {gigabytes(need)}, {available} are free"
+            of_ranks = f" of {sharing} ranks" if sharing > 1 else ""
+            return None, f"weights{of_ranks} take {gigabytes(need)}, {available} are free"
         is_over = self.budget.is_over if self.ranks.size == 1 else None
         try:
             # `is_over` is collective, but ranks may have different numbers of experts.

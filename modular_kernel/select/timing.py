@@ -19,7 +19,7 @@ import torch
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.timing import Call, capture, clock_of, l2_flusher, samples_ms
-from modular_kernel.select.budget import Budget, free_bytes, gigabytes
+from modular_kernel.select.budget import Budget, free_bytes, gigabytes, ranks_sharing_memory
 from modular_kernel.select.inputs import SelectWorkload
 from modular_kernel.select.process_group import Ranks, first_failure, max_over_ranks
 from modular_kernel.select.record import Bucket, Pair, TimedOutcome
@@ -84,6 +84,7 @@ class Stopwatch:
     def __post_init__(self) -> None:
         self._device = self.workload.weights.w1.device
         self._clock = clock_of(self._device)
+        self._sharing_ranks = ranks_sharing_memory(self.ranks, self._device)
         self._flush_l2 = l2_flusher(self._device) if self.workload.flush else None
 
     def bucket(self, challengers: Iterable[Pair]) -> Bucket:
@@ -241,10 +242,11 @@ class Stopwatch:
     def _build(self, pair: Pair) -> FusedMoEModularKernel:
         problem = self.workload.problem
         kernel = make_kernel(*pair, problem, group=self.ranks.group, machine=self.machine)
-        need = workspace_bytes(kernel.workspace_specs(problem.tokens))
+        need = workspace_bytes(kernel.workspace_specs(problem.tokens)) * self._sharing_ranks
         free = free_bytes(self._device)
         if free is not None and need > _MAX_FREE_FRACTION * free:
-            raise MemoryError(f"its plan takes {gigabytes(need)}, {gigabytes(free)} are free")
+            plans = "its plan takes" if self._sharing_ranks == 1 else "its plans on all ranks take"
+            raise MemoryError(f"{plans} {gigabytes(need)}, {gigabytes(free)} are free")
         return kernel
 
     def _plan(self, kernel: FusedMoEModularKernel) -> PlannedCall:

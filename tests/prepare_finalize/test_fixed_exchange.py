@@ -323,3 +323,12 @@ def call_with_nan(rank: int, world: int, group: object, layer: Layer) -> torch.T
 def test_nan_on_one_rank_is_in_a_scale_of_all_ranks(pool: RankPool, part: str) -> None:
     layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
     assert all(bool(out.isnan().all()) for out in pool.run(call_with_nan, layer))
+
+
+@pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
+def test_rows_fill_the_capacity(pool: RankPool, part: str) -> None:
+    world = pool.world_size
+    assert_exact(
+        pool,
+        [layer_of(part, (4,) * world, routing="all_to_one", top_k=1, max_received=4 * world)],
+    )

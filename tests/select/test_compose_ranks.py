@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import CapacityError, ConfigurationError
+from modular_kernel.profiling import record
+from modular_kernel.profiling.record import ProfileJob
+from modular_kernel.select import search
 from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.cache import Cache
-from modular_kernel.select.inputs import SelectWorkload, make_weights
+from modular_kernel.select.inputs import SelectWorkload, make_weights, weight_bytes
 from modular_kernel.select.record import Bucket, TimedOutcome
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Machine, Parallel, Problem
@@ -140,3 +143,27 @@ def test_two_processes_lose_nothing_of_each_other(rank_pool, tmp_path: Path) -> 
     assert record is not None
     assert [bucket.tokens for bucket in record.buckets] == list(range(1, 81))
     assert [path for path in (tmp_path / "choices").iterdir() if ".part" in path.name] == []
+
+
+def _too_little_memory(rank: int, world: int, group: object, folder: Path) -> tuple[str, str]:
+    """Compose and profile where the weights of one rank fit into memory, but not those of all."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    free = int(1.5 * weight_bytes(problem))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "free_bytes", lambda _device: free)
+        terms = Terms(tokens=(2,), folder=folder)
+        kernel = compose(problem, Machine("cpu"), group=group, terms=terms)
+        summary = kernel.choice.summary
+        kernel.destroy()
+        patch.setattr(record, "free_bytes", lambda _device: free)
+        pairs = (("TorchAll2AllPrepareAndFinalize", "TorchExperts"),)
+        job = ProfileJob(pairs, problem, Machine("cpu"), "uniform", 1, (folder / "trace",))
+        with pytest.raises(CapacityError) as raised:
+            record.record_rank(rank, world, group, job)
+    return summary, str(raised.value)
+
+
+def test_ranks_of_a_host_share_its_memory(rank_pool, tmp_path: Path) -> None:
+    for summary, error in rank_pool(2).run(_too_little_memory, tmp_path):
+        assert "weights of 2 ranks take" in summary
+        assert error.startswith("weights of 2 ranks that share memory: got")

@@ -8,13 +8,11 @@ and only rank 0 needs to report.
 """
 
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +23,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import Launcher, hide_gpus, read_settings
 from modular_kernel.testing.ranks.closing import Closeable
 from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, RankPool
+from modular_kernel.utils.host_memory import boot_id
 
 Result = TypeVar("Result")
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
@@ -272,8 +271,4 @@ def _host_name() -> str:
 
     This only counts hosts; parts detect by themselves which ranks share memory.
     """
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot_id = socket.gethostname()
-    return read_settings().host_id or boot_id
+    return read_settings().host_id or boot_id()
