@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ep_fault_ranks import three_ranks
 from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer
 
 from modular_kernel.catalog import make_kernel
@@ -12,10 +13,13 @@ from modular_kernel.errors import CommunicationError, ModularKernelError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.fault_matrix import run_scenario, scenarios
+from modular_kernel.testing.stress.faults import Scenario
 from prepare_finalize import TorchGroup
 from prepare_finalize.common import agreement, device_agreement
 from prepare_finalize.common.device_status import NOT_REFUSED, Capacity, DeviceStatus, Failure
 
+fault_pool = three_ranks()
 BF16 = torch.bfloat16
 ALL_PARTS = (*PARTS, BATCHED)
 
@@ -332,3 +336,18 @@ def test_rows_fill_the_capacity(pool: RankPool, part: str) -> None:
         pool,
         [layer_of(part, (4,) * world, routing="all_to_one", top_k=1, max_received=4 * world)],
     )
+
+
+SCENARIOS = [
+    scenario
+    for part in ALL_PARTS
+    for scenario in scenarios(part, "gloo", checked=False)
+    # Every point for one part; for the others, one point of each kind.
+    if part == ALL2ALL or scenario.point in ("", "in dispatch")
+]
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: f"{scenario.part}-{scenario}")
+def test_faults_raise_on_every_other_rank(fault_pool: RankPool, scenario: Scenario) -> None:
+    assert run_scenario(scenario, fault_pool).findings() == []

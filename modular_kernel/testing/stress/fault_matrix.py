@@ -81,8 +81,11 @@ class FaultResult:
             yield f"took {report.seconds:.1f} s, more than {max_seconds:g} s"
 
 
-def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
-    """Return all scenarios of a part: a rank that disappears, raises, or uses another layer."""
+def scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Scenario, ...]:
+    """Return all scenarios of a part: a rank that disappears, raises, or uses another layer.
+
+    checked: see `Scenario`.
+    """
     layer = GPU_LAYER if backend == "nccl" else CPU_LAYER
     result = [
         Scenario(part, kind, point, layer=layer)
@@ -92,7 +95,7 @@ def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
     result += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
     result.append(Scenario(part, "raises", "before dispatch", layer=layer))
     result += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHER_LAYERS]
-    return tuple(result)
+    return tuple(replace(scenario, checked=checked) for scenario in result)
 
 
 def supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class Scenario:
     prepare if the point is "before dispatch", otherwise in its experts; "overflow": more tokens
     than problem.tokens; "refuses": x of another dtype; "disagrees": a problem with the fields of
     `other` ("experts_part" names other experts). experts: None uses the first that pair with the
-    part. Raises ConfigurationError for an unknown kind or point.
+    part. checked: False for a manager whose ranks agree on the host in the first call only. Raises
+    ConfigurationError for an unknown kind or point.
     """
 
     part: str
@@ -68,6 +69,7 @@ class Scenario:
     layer: tuple[tuple[str, object], ...] = CPU_LAYER
     experts: str | None = None
     deadline_s: float = DEADLINE_S
+    checked: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -168,9 +170,11 @@ class FaultContext:
         return preferred[0]  # make_kernel then reports why it does not pair
 
     def kernel(self, problem: Problem, experts: str) -> FusedMoEModularKernel:
-        return make_kernel(
-            self.scenario.part, experts, problem, group=self.group, machine=self.machine
-        )
+        part, group = self.scenario.part, self.group
+        if not self.scenario.checked:
+            manager_class: Any = load_catalog().prepare_finalize(part)
+            group = manager_class.manager_class(group, checked=False)
+        return make_kernel(part, experts, problem, group=group, machine=self.machine)
 
     def synchronize_ranks(self) -> None:
         """Synchronize all ranks, so that a delay of a busy machine is not attributed to a rank."""
