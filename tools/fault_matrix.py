@@ -22,12 +22,22 @@ if __name__ == "__main__":
     parser.add_argument("--kinds", default="", help="only these, such as killed,late")
     parser.add_argument("--lanes", type=int, default=4, help="scenarios side by side")
     parser.add_argument("--seconds", type=float, default=300, help="none begins after so long")
+    parser.add_argument(
+        "--unchecked",
+        dest="checked",
+        action="store_false",
+        help="let ranks agree on the host in the first call only",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     parts = args.parts.split(",") if args.parts else None
     parts = parts or faults.supported_parts(args.world_size, args.backend)
-    selected = [scenario for part in parts for scenario in faults.scenarios(part, args.backend)]
+    selected = [
+        scenario
+        for part in parts
+        for scenario in faults.scenarios(part, args.backend, checked=args.checked)
+    ]
     selected = [s for s in selected if not args.kinds or s.kind in args.kinds.split(",")]
 
     def print_result(result):

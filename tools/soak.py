@@ -27,6 +27,12 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--hosts", type=int, default=1, help="that the ranks stand for")
+    parser.add_argument(
+        "--unchecked",
+        dest="checked",
+        action="store_false",
+        help="let ranks agree on the host in the first call only",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = vars(parser.parse_args())

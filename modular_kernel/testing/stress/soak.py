@@ -42,7 +42,8 @@ class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
     part: a PrepareAndFinalize. experts: None uses experts that pair and are fast to call. tokens:
-    maximum per rank. hosts: number of simulated hosts. check_every: in steps. warmup_steps: number
+    maximum per rank. hosts: number of simulated hosts. checked: False for a manager whose ranks
+    agree on the host in the first call only. check_every: in steps. warmup_steps: number
     of steps, at most a tenth of the run, after which memory may grow by at most cuda_bytes and
     rss_bytes, and the number of open files and threads must not change.
     """
@@ -62,6 +63,7 @@ class Soak:
     rss_bytes: int = 32 << 20
     seed: int = 0
     hosts: int = 1
+    checked: bool = True
 
     def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
         ranks_per_host = world_size // self.hosts
@@ -137,6 +139,9 @@ class _Run:
         requires = load_catalog().prepare_finalize(params.part).requires
         problem = params.problem(world_size, rank, graph=is_cuda and requires.graph_capturable)
         experts = params.experts or _find_experts(params.part, problem, machine)
+        if not params.checked:
+            part_class: Any = load_catalog().prepare_finalize(params.part)
+            group = part_class.manager_class(group, checked=False)
         self.kernel = make_kernel(params.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
