@@ -339,6 +339,12 @@ class FusedMoE(ExpertParameters):
             quantize_inputs=self.problem.scheme.scales_by_expert,
             quantize=quantize,
         )
+        if loaded.intermediate != self.intermediate_size:  # their shares may be padded to one width
+            raise ConfigurationError(
+                "intermediate_size of the checkpoint",
+                got=loaded.intermediate,
+                need=self.intermediate_size,
+            )
         checkpoint_problem = replace(self.problem, **loaded.problem_fields)
         for field in loaded.problem_fields:
             got, need = getattr(checkpoint_problem, field), getattr(self.problem, field)
