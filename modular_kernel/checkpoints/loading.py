@@ -55,6 +55,7 @@ class LoadedExperts:
     format: how the files store the weights.
     bytes_read: bytes of tensor data that were read.
     config: path of the config.json, and its object that describes the layer.
+    intermediate: I of a whole expert, before it is split over TP ranks.
 
     `problem` and `partial` include the checkpoint's routed_scaling_factor, by which the kernel then
     multiplies. If the router's weights already contain the factor, as in transformers' DeepSeek
@@ -71,6 +72,7 @@ class LoadedExperts:
     format: Format
     bytes_read: int
     config: tuple[Path, dict[str, Any]]
+    intermediate: int
 
     @property
     def router(self) -> RouterSpec | None:
@@ -265,6 +267,7 @@ def _load(
         source.format,
         bytes_read,
         info.config,
+        source.layer.intermediate,
     )
 
 

@@ -317,7 +317,7 @@ def _assemble(
     padded_spec = replace(spec, rank=max(ranks, default=1))
     shapes = padded_spec.shapes(len(experts), problem.w1_rows, problem.hidden, problem.intermediate)
     tensors = {
-        name: torch.zeros((len(experts), *shape[2:]), dtype=problem.dtype)
+        name: torch.zeros((len(experts), *shape[2:]), dtype=problem.dtype, device="cpu")
         for name, shape in shapes.items()
     }
     num_a = tensors["lora_a13"].shape[1] // padded_spec.rank

@@ -85,7 +85,8 @@ class TensorFiles:
         slices: slices of its leading dimensions, within its shape.
         """
         try:
-            tensor: torch.Tensor = self._slice(name)[slices or ...]
+            with torch.device("cpu"):  # instead of the default device
+                tensor: torch.Tensor = self._slice(name)[slices or ...]
         except _library_errors() as error:
             raise _invalid_file_error(self.files[name], error) from None
         self.bytes_read += tensor.numel() * tensor.element_size()

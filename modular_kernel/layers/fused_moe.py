@@ -183,7 +183,9 @@ class FusedMoE(ExpertParameters):
         prepare_finalize, parallel = prepare_finalize or NO_EP, parallel or LayerParallel()
         spans_ranks, (ep_rank, ep_size) = _spans_ranks(prepare_finalize), parallel.ep
         placement = resolve_placement(placement, num_experts, ep_size, over_ranks=spans_ranks)
-        uses_expert_map = ep_size > 1 and not spans_ranks
+        sums_ep = ep_size > 1 and not spans_ranks
+        # One rank with experts in another order needs a map, too.
+        uses_expert_map = sums_ep or not (spans_ranks or placement.is_linear)
         act = ActivationSpec.parse(activation)
         if act.up_first:
             need = "gate rows first, or interleaved rows, as in loaded weights"
@@ -218,8 +220,8 @@ class FusedMoE(ExpertParameters):
         check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
         # Look up the groups of the reduction now, so that a missing group raises here.
-        self._sums_ep = uses_expert_map
-        self._groups = parallel.groups(ep=uses_expert_map) if reduce_results else ()
+        self._sums_ep = sums_ep
+        self._groups = parallel.groups(ep=sums_ep) if reduce_results else ()
         # Default experts by device, used if `experts` is None.
         self._default_experts = dict[torch.device, tuple[Problem, Experts]]()
         self._kernels_by_device = dict[torch.device, tuple[object, KernelsBySize]]()
@@ -339,6 +341,12 @@ class FusedMoE(ExpertParameters):
             quantize_inputs=self.problem.scheme.scales_by_expert,
             quantize=quantize,
         )
+        if loaded.intermediate != self.intermediate_size:  # their shares may be padded to one width
+            raise ConfigurationError(
+                "intermediate_size of the checkpoint",
+                got=loaded.intermediate,
+                need=self.intermediate_size,
+            )
         checkpoint_problem = replace(self.problem, **loaded.problem_fields)
         for field in loaded.problem_fields:
             got, need = getattr(checkpoint_problem, field), getattr(self.problem, field)

@@ -261,7 +261,7 @@ class LoRAManager:
         with self._lock:
             slots = self._slots_of(names, layer_id)
         ranks = self._ranks[layer_id]
-        indices = torch.tensor(slots, dtype=torch.int32).to(ranks.device)
+        indices = torch.tensor(slots, dtype=torch.int32, device=ranks.device)
         return MoELoRABatchInfo(indices, ranks, self._scalings[layer_id], forward_batch.seg_indptr)
 
     def _slots_of(self, names: Sequence[str | None], layer_id: int) -> list[int]:
@@ -309,7 +309,8 @@ class LoRAManager:
             problem.e, problem.w1_rows, problem.hidden, problem.intermediate
         )
         zeros = {
-            name: torch.zeros(shape[1:], dtype=problem.dtype) for name, shape in shapes.items()
+            name: torch.zeros(shape[1:], dtype=problem.dtype, device="cpu")
+            for name, shape in shapes.items()
         }
         return Adapter(**zeros)
 
@@ -328,7 +329,7 @@ class LoRABackend:
 
     def __init__(self, pool: AdapterPool) -> None:
         expect("pool", pool, AdapterPool)
-        empty = torch.zeros(())
+        empty = torch.zeros((), device="cpu")
         weights = pool.weights(ExpertWeights(empty, empty))
         a13, b13, a2, b2 = weights.lora_a13, weights.lora_b13, weights.lora_a2, weights.lora_b2
         assert a13 is not None

@@ -457,9 +457,10 @@ def _check_overrides(path: str, config: Config) -> None:
     """Raise ConfigurationError for per-module options that apply to experts of some layer.
 
     GPTQModel's `dynamic` maps patterns to options: with prefix "-:" the modules are not quantized,
-    with "+:" or none they have other options. auto-round's `extra_config` maps module names.
+    with "+:" or none they have other options. auto-round's `extra_config` and Quark's
+    `layer_quant_config` map module names.
     """
-    for key in ("dynamic", "extra_config"):
+    for key in ("dynamic", "extra_config", "layer_quant_config"):
         entries = config.get(key)
         if not isinstance(entries, dict | None):
             raise config_error(path, f"{key} = {shorten(entries)}", "an object")
@@ -467,10 +468,14 @@ def _check_overrides(path: str, config: Config) -> None:
             if not isinstance(name, str):
                 raise config_error(path, f"{key} has {shorten(name)}", "names of modules")
             is_excluded = key == "dynamic" and name.startswith("-:")
-            if is_empty(options) and not is_excluded:
+            if key == "layer_quant_config":
+                if options == config.get("global_quant_config"):
+                    continue
+            elif is_empty(options) and not is_excluded:
                 continue
             pattern = name[2:] if key == "dynamic" and name[:2] in ("-:", "+:") else name
-            is_pattern = key == "dynamic" or ".*" in name or "\\" in name
+            is_regex = key == "extra_config" and (".*" in name or "\\" in name)
+            is_pattern = key == "dynamic" or is_regex
             text = f"re:{pattern}" if is_pattern else pattern
             if _matches_experts(path, text if is_excluded else _with_any_number(text)):
                 need = "the same options for all experts; otherwise pass the sizes and --quant"
@@ -478,10 +483,19 @@ def _check_overrides(path: str, config: Config) -> None:
 
 
 def _with_any_number(name: str) -> str:
-    """Return the name or pattern with every number replaced by a wildcard."""
+    """Return the name or pattern with what can match a digit replaced by a wildcard.
+
+    This includes character classes, which may tell layers with a number of few digits apart.
+    """
     if name.startswith("re:"):
-        return re.sub(r"\[0-9\]\+|\d+", r"\\d+", name)
-    return re.sub(r"\d+", "*", name)
+        return re.sub(_DIGITS_OF_REGEX, lambda found: found[1] or "[^.]+", name)
+    return re.sub(r"\[!?\]?[^\]]*\]|\?|\d+", "*", name)
+
+
+# Group 1 is an escaped character that is no digit, and stays.
+_DIGITS_OF_REGEX = re.compile(
+    r"(\\[^d])|(?:\\d|\[\^?\]?(?:\\.|[^\]])*\]|\d+)(?:\{[\d,]*\}|[*+?])?", re.ASCII
+)
 
 
 def _expert_modules() -> Iterator[str]:

@@ -15,9 +15,18 @@ _READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_fo
 _HARMLESS = ("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type")
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "symmetric": (True,),
-    "ch_axis": (0, 1, -1),
     "is_scale_quant": (False,),
 }
+# Axes along which scales differ, by tensor and granularity: of the rows (N) and columns (K) of a
+# weight, and of inputs, for which quantizers give the axis of tokens with and without a batch.
+# The other granularities have no axis, and their value is not used.
+_AXES: dict[tuple[str, object], tuple[int, ...]] = {
+    ("weight", "per_channel"): (0,),
+    ("weight", "per_group"): (1, -1),
+    ("input_tensors", "per_channel"): (0, 1),
+    ("input_tensors", "per_group"): (1, -1),
+}
+_ANY_AXIS = (0, 1, -1)
 _SPECIFICATIONS = ("weight", "input_tensors")
 _ALGORITHMS = ("gptq",)  # others may also transform activations
 
@@ -69,7 +78,9 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
         for key, item in found.items() if isinstance(found, Mapping) else ():
             if is_empty(item) or key in (*_READ, *_HARMLESS):
                 continue
-            allowed = _ALLOWED.get(key, ())
+            allowed: tuple[object, ...] = _ALLOWED.get(key, ())
+            if key == "ch_axis":
+                allowed = _AXES.get((name, str(found.get("qscheme"))), _ANY_AXIS)
             if not any(item == each and type(item) is type(each) for each in allowed):
                 need = " or ".join(map(repr, allowed)) or "no such key: it may change values"
                 yield f"global_quant_config.{name}.{key} = {item!r}", need

@@ -270,5 +270,7 @@ def name_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.
         for first in range(expert * capacity, expert * capacity + count, TILE_M)
     ]
     columns = out[: out.numel() // 3 * 3].view(3, -1)
-    columns[:, : len(tile_list)] = torch.tensor(tile_list, dtype=torch.int32).reshape(-1, 3).T
+    columns[:, : len(tile_list)] = (
+        torch.tensor(tile_list, dtype=torch.int32, device="cpu").reshape(-1, 3).T
+    )
     out[-1] = len(tile_list)

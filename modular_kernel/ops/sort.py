@@ -116,5 +116,7 @@ def sort_pairs_ref(
         start = end
     out.starts[-1] = start
     columns = out.tiles[: 3 * out.max_tiles].view(3, -1)
-    columns[:, : len(tile_list)] = torch.tensor(tile_list, dtype=torch.int32).reshape(-1, 3).T
+    columns[:, : len(tile_list)] = (
+        torch.tensor(tile_list, dtype=torch.int32, device="cpu").reshape(-1, 3).T
+    )
     out.tiles[-1] = len(tile_list)

@@ -67,7 +67,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -
 
 def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tensor:
     """Return the matrix index of each row, for stacked or interleaved (row by row) matrices."""
-    row = torch.arange(rows)
+    row = torch.arange(rows, device="cpu")
     return row % matrices if interleaved else row // (rows // matrices)
 
 

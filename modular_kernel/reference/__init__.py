@@ -211,7 +211,9 @@ def _float32_product(
         copies = (matrix.chunk(len(jitters)) for matrix in (exact, bound))
         for jitter, values, bounds in zip(jitters, *copies, strict=True):
             if jitter is not None:
-                noise = torch.randn(values.shape, generator=jitter, dtype=torch.float64)
+                noise = torch.randn(
+                    values.shape, generator=jitter, dtype=torch.float64, device="cpu"
+                )
                 values += noise.to(values.device) * bounds
     return exact.float()
 

@@ -225,7 +225,8 @@ class Placement:
         target = available_device(device, meta=True)
         slots = dict.fromkeys(range(self.experts), -1)
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
-        return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(target)
+        slot_of_expert = [slots[i] for i in range(self.experts)]
+        return torch.tensor(slot_of_expert, dtype=torch.int32, device="cpu").to(target)
 
     def tables(
         self, device: torch.device | str = "cpu", tiers: Sequence[Sequence[int]] = ()
@@ -243,8 +244,9 @@ class Placement:
         padded = [
             (*locations, *[locations[0]] * (max_copies - len(locations))) for locations in usable
         ]
-        homes_ER2 = torch.tensor(padded, dtype=torch.int32)
-        copies_E = torch.tensor([len(locations) for locations in usable], dtype=torch.int32)
+        homes_ER2 = torch.tensor(padded, dtype=torch.int32, device="cpu")
+        copies = [len(locations) for locations in usable]
+        copies_E = torch.tensor(copies, dtype=torch.int32, device="cpu")
         return PlacementTables(homes_ER2.to(target), copies_E.to(target))
 
 

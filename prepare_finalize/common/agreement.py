@@ -86,7 +86,9 @@ def agree(
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
     local_fields = _fields(layer, step, _other_properties(layer, call))
-    sent = torch.tensor([*local_fields, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
+    sent = torch.tensor(
+        [*local_fields, tokens, *rows_W, 0, -1], dtype=torch.int64, device="cpu"
+    ).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
     received = torch.empty(manager.world_size * sent.numel(), dtype=torch.int64, device=device)
@@ -98,9 +100,11 @@ def agree(
     _check_same_fields(manager, fields, step)
     _check_counts(manager, counts, problem.tokens, step)
     layer.calls += 1
-    amax_bits = torch.tensor([row[-1] for row in counts], dtype=torch.int32).view(torch.float32)
+    amax_bits = torch.tensor([row[-1] for row in counts], dtype=torch.int32, device="cpu")
     rows_WW = tuple(tuple(row[1:-1]) for row in counts)
-    return Agreement(step, next(zip(*counts, strict=True)), rows_WW, float(amax_bits.max()))
+    return Agreement(
+        step, next(zip(*counts, strict=True)), rows_WW, float(amax_bits.view(torch.float32).max())
+    )
 
 
 def refuse(layer: Layer, error: Exception) -> None:
@@ -114,8 +118,8 @@ def refuse(layer: Layer, error: Exception) -> None:
         step = manager.next_step(layer.number, layer.calls + 1)
         local_fields = _fields(layer, step, 0)
         no_counts = [0] * (2 + (layer.counts or manager.world_size))
-        sent = torch.tensor([*local_fields, *no_counts, refusal_index(error)], dtype=torch.int64)
-        sent = sent.to(manager.device)
+        fields = [*local_fields, *no_counts, refusal_index(error)]
+        sent = torch.tensor(fields, dtype=torch.int64, device="cpu").to(manager.device)
         manager.send_refusal(sent, step=step, reason=type(error).__name__)
     except (CommunicationError, UnsupportedError):
         return

@@ -45,16 +45,18 @@ class DeviceStatus:
         # Whether a call failed, its capacity, and its headers.
         num_words = 4 + world_size * len(FIELDS)
         self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        is_cuda = device.type == "cuda"
-        self._host_words = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_cuda)
+        pinned = device.type == "cuda"
+        self._host_words = torch.zeros(
+            num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
+        )
         # Numbers of calls that began and ended.
         self._progress = torch.zeros(2, dtype=torch.int64, device=device)
-        self._host_progress = torch.zeros(2, dtype=torch.int64, pin_memory=is_cuda)
+        self._host_progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     def limits(self, capacity: Capacity) -> torch.Tensor:
         """Return a capacity as the (4,) int64 tensor that `verify` takes."""
         words = [1, capacity.tokens, capacity.rows, int(capacity.equal_tokens)]
-        return torch.tensor(words, dtype=torch.int64).to(self._words.device)
+        return torch.tensor(words, dtype=torch.int64, device=self._words.device)
 
     def verify(self, headers_WF: torch.Tensor, limits: torch.Tensor, rank: int) -> None:
         """Compare the headers of one call on the device, and keep the first wrong ones.

@@ -110,8 +110,9 @@ class RowCounts:
     def crosses_hosts(self) -> list[bool]:
         """Whether any row of a chunk leaves its host; the same on every rank."""
         geometry = self.geometry
-        host_of_rank = torch.arange(geometry.hosts).repeat_interleave(geometry.ranks_per_host)
-        is_remote = torch.arange(geometry.hosts)[None, :] != host_of_rank[:, None]
+        hosts = torch.arange(geometry.hosts, device="cpu")
+        host_of_rank = hosts.repeat_interleave(geometry.ranks_per_host)
+        is_remote = hosts[None, :] != host_of_rank[:, None]
         crosses: list[bool] = (self._to_hosts * is_remote[:, None]).sum((0, 2)).gt(0).tolist()
         return crosses
 
@@ -177,9 +178,10 @@ def check_counts(manager: TorchGroup, agreement: Agreement, geometry: Geometry) 
 
     Raises CommunicationError on every rank if the counts contradict T.
     """
-    result = RowCounts(geometry, torch.tensor(agreement.rows_WW, dtype=torch.int64))
-    tokens_W = torch.tensor(agreement.tokens_W)
-    first = geometry.tokens * torch.arange(geometry.chunks)
+    rows_WW = torch.tensor(agreement.rows_WW, dtype=torch.int64, device="cpu")
+    result = RowCounts(geometry, rows_WW)
+    tokens_W = torch.tensor(agreement.tokens_W, device="cpu")
+    first = geometry.tokens * torch.arange(geometry.chunks, device="cpu")
     limit_WC1 = (tokens_W[:, None] - first).clamp(0, geometry.tokens)[..., None]
     is_wrong = ((result._to_hosts > limit_WC1).flatten(1).any(1)) | (
         (result._to_ranks > limit_WC1).flatten(1).any(1)

@@ -70,7 +70,6 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         batch_invariant=True,
         lora=True,
         rounds_capacity=True,
-        linear_placement=False,
     )
 
     @classmethod

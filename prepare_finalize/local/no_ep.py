@@ -47,7 +47,6 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         graph_capturable=True,
         batch_invariant=True,
         lora=True,
-        linear_placement=False,
     )
 
     @classmethod

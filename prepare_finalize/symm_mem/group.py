@@ -105,7 +105,8 @@ class SharedMemory(ABC):
             current_device = torch.device("cuda", torch.cuda.current_device())
         self._device = current_device
         self.failed = torch.zeros(1, dtype=torch.int32, device=current_device)
-        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=current_device.type == "cuda")
+        pinned = current_device.type == "cuda"
+        self.status = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     @property
     def timeout_ns(self) -> int:
@@ -169,8 +170,9 @@ class SharedMemory(ABC):
             shared = self._rendezvous(local_block)
             addresses, owners = list(shared.buffer_ptrs), (shared,)
         own_address = addresses[self.rank]
-        deltas = torch.tensor([address - own_address for address in addresses], dtype=torch.int64)
-        return Heap(local_block, deltas.to(self._device), owners)
+        distances = [address - own_address for address in addresses]
+        deltas = torch.tensor(distances, dtype=torch.int64, device=self._device)
+        return Heap(local_block, deltas, owners)
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError unless tensors on `device` can be exchanged."""

@@ -31,6 +31,6 @@ def share_memory(
 
 
 def _map_file(name: str, nbytes: int) -> torch.Tensor:
-    block = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+    block = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
     make_reachable(block)
     return block

@@ -1,6 +1,7 @@
 """Formats with the tensors of others: mxfp8, fp8 of FBGEMM and modelopt, auto-round, E8M0."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,69 @@ def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
 def test_what_quark_says_and_no_scheme_has_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
+
+
+PTPC = CHECKPOINT_FORMATS["quark fp8, channels"].config
+
+
+def ptpc(weight_axis: int | None, input_axis: int | None) -> dict[str, Any]:
+    """A config of Quark, fp8 by channel and token, with the axes of its scales."""
+    config = json.loads(json.dumps(PTPC))
+    for name, axis in (("weight", weight_axis), ("input_tensors", input_axis)):
+        config["global_quant_config"][name]["ch_axis"] = axis
+    return config
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (0, 0), (None, None)])
+def test_axes_of_quark(axes: tuple[int | None, int | None]) -> None:
+    assert str(format_of(ptpc(*axes)).scheme) == "fp8_w8a8_channel"
+    assert str(format_of(quark(ch_axis=1)).scheme) == "mxfp4_w4a16"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ptpc(1, 1), "weight.ch_axis = 1, need 0$"),
+        (ptpc(-1, 1), "weight.ch_axis = -1, need 0$"),
+        (ptpc(0, -1), "input_tensors.ch_axis = -1, need 0 or 1$"),
+        (quark(ch_axis=0), "weight.ch_axis = 0, need 1 or -1$"),
+    ],
+)
+def test_scales_of_quark_along_another_axis_are_refused(config: Any, message: str) -> None:
+    """Square matrices would have the same number of scales along either axis."""
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "*.experts.*",
+        "*down_proj",
+        "model.layers.0.*",
+        "model.layers.[0-3].mlp.experts.*",
+        "model.layers.?.mlp.experts.*",
+        "model.layers.1?.*",
+        "*.experts.[!0].up_proj",
+    ],
+)
+def test_options_of_quark_for_some_experts_are_refused_without_their_names(name: str) -> None:
+    """`format_of` has one format for all experts; `QuantizationMap` has that of each module."""
+    options = PTPC["global_quant_config"]  # type: ignore[index]
+    config = quark() | {"layer_quant_config": {name: options}}
+    message = re.escape(f"layer_quant_config has {name!r}, need the same options for all experts")
+    with pytest.raises(ConfigurationError, match=message):
+        format_of(config)
+    same = quark()
+    assert format_of(same | {"layer_quant_config": {name: same["global_quant_config"]}})
+    others = {"*self_attn*": options, "model.layers.?.mlp.shared_expert.*": options}
+    assert str(format_of(quark() | {"layer_quant_config": others}).scheme) == "mxfp4_w4a16"
+    config["layer_quant_config"] = {name.replace("down_proj", "up_proj"): options}
+    formats = QuantizationMap(config)
+    assert str(formats.format_of("model.layers.0.mlp.experts.0.down_proj")) in (
+        "mxfp4_w4a16 (quark)",
+        "fp8_w8a8_channel (quark)",
+    )
 
 
 def test_layers_of_quark_have_options_of_their_own(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modular_kernel import Parallel, Problem
+from modular_kernel import Parallel, Problem, check
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.spec.placement import Placement, pairs_to_slots, rank_tiers
 
@@ -204,3 +204,19 @@ def test_maps_of_eplb_and_back() -> None:
     assert maps.logical_to_physical[:3].tolist() == [[13, -1], [11, 15], [8, -1]]
     assert {each.dtype for each in vars(maps).values()} == {torch.int64}
     assert Placement.from_eplb([0, 0, 1, 0], 2, join=True).slots == ((0,), (1, 0))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    ],
+)
+def test_parts_of_one_rank_take_experts_in_their_order_only(pair: tuple[str, str]) -> None:
+    """They do not map ids, so weights in the order of a placement would be those of others."""
+    problem = Problem(4, 8, 8, experts=3, top_k=2, parallel=Parallel(1, Placement(((2, 0, 1),))))
+    verdict = check(*pair, problem)
+    assert [(r.rule, r.need) for r in verdict.rejections] == [("placement", "linear")]
+    linear = Parallel(1, Placement.linear(3, 1))
+    assert check(*pair, replace(problem, parallel=linear)).ok

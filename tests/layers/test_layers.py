@@ -23,6 +23,7 @@ from modular_kernel.operators import kernel_cache as planning
 from modular_kernel.operators.kernel_cache import KernelCache
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.plan import plan_capacity
+from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ExpertWeights, Routing
 
 SAMPLES = {
@@ -85,6 +86,23 @@ def test_experts_that_do_not_divide() -> None:
         total += layer(sample.x_TH, sample.logits).double()
     assert homes == [[0, 1, 2, *[-1] * 5], [-1, -1, -1, 0, 1, 2, -1, -1], [*[-1] * 6, 0, 1]]
     assert error(total, sample.expected_output()) < 1e-5
+
+
+@pytest.mark.parametrize("reduce_results", [False, True])
+def test_one_rank_may_hold_experts_in_another_order(reduce_results: bool) -> None:
+    """The weights are in the placement's order, so ids must be mapped on one rank, too."""
+    sample = SAMPLES["biases"]
+    order = (3, 0, 5, 1, 7, 2, 6, 4)
+    layer = FusedMoE(
+        E, H, I, 3, K, bias=True, params_dtype=torch.float32, placement=Placement((order,)),
+        router=sample.router, reduce_results=reduce_results, device="cpu",
+    )  # fmt: skip
+    whole = vars(sample.plain)
+    picked = {name: t[list(order)] for name, t in whole.items() if t is not None}
+    layer.set_weights(ExpertWeights(**picked))
+    assert [layer.local_expert(expert) for expert in order] == list(range(E))
+    y = layer(sample.x_TH, sample.logits).double()
+    assert error(y, sample.expected_output()) < 1e-5
 
 
 def test_parameters_have_the_field_s_names() -> None:

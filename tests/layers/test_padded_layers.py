@@ -9,6 +9,7 @@ from test_weight_loading import loaded_by_name
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.rank_share import Move, Share, destination, padded_parts
@@ -117,6 +118,29 @@ def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
         total += layer(x.float(), (weights, ids)).double()
     truth = sample.expected_output(x.float().double(), weights, ids)
     assert float((total - truth).norm() / truth.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
+def test_a_checkpoint_of_another_size_is_refused_although_its_shares_have_one_width(
+    kind: str, tmp_path: Path
+) -> None:
+    """By every rank, also by those whose own columns are the same."""
+    sizes = {"bf16": (301, 303), "mxfp4": (288, 320)}[kind]
+    for size in sizes:
+        write(tmp_path / str(size), "mixtral", kind, intermediate=size)
+    for t in range(4):
+        layer = FusedMoE.from_config(
+            tmp_path / str(sizes[0]), 0, parallel=LayerParallel(tp=(t, 4)), device="cpu"
+        )
+        before = layer.w13_weight
+        other = mk.load_experts(tmp_path / str(sizes[1]), 0, tp=(t, 4))
+        assert other.problem_fields["intermediate"] == layer.problem.intermediate
+        assert other.intermediate == sizes[1]
+        message = f"intermediate_size of the checkpoint: got {sizes[1]}, need {sizes[0]}$"
+        with pytest.raises(ConfigurationError, match=message):
+            layer.load(tmp_path / str(sizes[1]))
+        assert layer.w13_weight is before
+        layer.load(tmp_path / str(sizes[0]))
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "fp8_w8a8_block", "int4_w4a16_group:group=64"])

@@ -157,6 +157,14 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
         GPTQ | {"dynamic": {r"model\.layers\.3\.mlp\..*": {"sym": False}}},
         "dynamic",
     ),
+    "GPTQ with other layers of one digit": (
+        GPTQ | {"dynamic": {r"+:model\.layers\.[0-3]\.mlp\..*": {"bits": 8}}},
+        "dynamic",
+    ),
+    "GPTQ with other layers of two digits": (
+        GPTQ | {"dynamic": {r"+:model\.layers\.\d{2}\.mlp\..*": {"bits": 8}}},
+        "dynamic",
+    ),
     "GPTQ without experts": (GPTQ | {"dynamic": {r"-:.*\.experts\..*": {}}}, "dynamic"),
     "GPTQ of a model in a model": (
         GPTQ | {"dynamic": {r"model\.language_model\.layers\.0\.mlp\.experts.*": {"bits": 8}}},

@@ -114,6 +114,8 @@ def rows_of_tiles(columns: int, step: int, up_row: int, *, gated: bool) -> torch
     sides = 2 if gated else 1
     per_tile = BLOCKS_PER_TILE // sides * BLOCK
     tiles = -(-columns // per_tile)
-    column = torch.arange(tiles * per_tile).view(tiles, BLOCKS_PER_TILE // sides, 1, BLOCK)
-    row = column * step + torch.arange(sides).view(sides, 1) * up_row
+    column = torch.arange(tiles * per_tile, device="cpu").view(
+        tiles, BLOCKS_PER_TILE // sides, 1, BLOCK
+    )
+    row = column * step + torch.arange(sides, device="cpu").view(sides, 1) * up_row
     return torch.where(column < columns, row, -1).view(tiles, BLOCKS_PER_TILE * BLOCK)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from math import isfinite
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -130,13 +131,16 @@ def _candidate_specs(gated: bool, candidates: dict[str, list[float]]) -> Iterato
 
 def _probe(columns: int, limits: list[float]) -> torch.Tensor:
     """Return sample values (rows, columns), float64: small and large ones, and some near limits."""
-    large = torch.logspace(-3, 4, 64, dtype=torch.float64)
+    kind: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    large = torch.logspace(-3, 4, 64, **kind)
     near_limits = [limit * factor for limit in limits for factor in (0.5, 0.99, 1.0, 1.01, 2.0)]
-    positive = torch.cat([large, torch.linspace(0, 10, 128), torch.tensor(near_limits)])
+    positive = torch.cat(
+        [large, torch.linspace(0, 10, 128, **kind), torch.tensor(near_limits, **kind)]
+    )
     values = torch.cat([positive, -positive]).float().double()
     shape = (-(-2 * _PROBE_PAIRS // columns), columns)
-    generator = torch.Generator().manual_seed(0)  # does not affect the global generator
-    return values[torch.randint(len(values), shape, generator=generator)]
+    generator = torch.Generator("cpu").manual_seed(0)  # does not affect the global generator
+    return values[torch.randint(len(values), shape, generator=generator, device="cpu")]
 
 
 def _matches(found: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:

@@ -1,0 +1,127 @@
+"""Functions that make tensors do so on the device that they name, whatever the default device is.
+
+The meta device stands for a GPU: with a default device other than the tensors', an operation on
+both fails, or the result has no values.
+"""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.lora import (
+    ForwardBatch,
+    FusedMoEWithLoRA,
+    LoRAManager,
+    MoELoRALayer,
+)
+from modular_kernel.quant.quantized_weights import dequantized_weights, quantize_weights
+from modular_kernel.spec.lora import Adapter
+from modular_kernel.spec.placement import Placement
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
+from modular_kernel.testing.checkpoints.samples import write
+
+ROOT = Path(mk.__file__).parent.parent
+FACTORIES = {
+    *("tensor", "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint"),
+    *("linspace", "logspace", "scalar_tensor", "eye", "randperm", "empty_strided", "from_file"),
+}
+FORMATS = ("bf16", "gptq", "compressed fp8 channel", "deepseek fp8", "compressed nvfp4", "mxfp4")
+
+
+def floats(*shape: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(len(shape))
+    return torch.randn(shape, generator=generator, device="cpu") / 4
+
+
+def nvfp4() -> list[torch.Tensor]:
+    problem = mk.Problem(3, 32, 32, 4, 2, dtype=torch.float32, quant="nvfp4_w4a16")
+    weights = quantize_weights(ExpertWeights(floats(4, 64, 32), floats(4, 32, 32)), problem)
+    return [dequantized_weights(weights, name, problem) for name in ("w1", "w2")]
+
+
+def tables() -> list[torch.Tensor]:
+    placement = Placement.round_robin(5, 2)
+    return [placement.expert_map(1), *vars(placement.with_copies({0: (1,)}).tables()).values()]
+
+
+def adapted(mode: Any) -> list[torch.Tensor]:
+    layer = FusedMoE(4, 32, 24, 3, 2, params_dtype=torch.float32, device="cpu")
+    layer.set_weights(ExpertWeights(floats(4, 48, 32), floats(4, 32, 24)))
+    manager = LoRAManager(layer.problem, "adapters=2,rank=3,a13=shared", [3, 4], mode=mode)
+    factors = Adapter(floats(4, 3, 32), floats(4, 48, 3), floats(4, 3, 24), floats(4, 32, 3))
+    manager.load("mine", {3: MoELoRALayer(factors, 0.5)})
+    starts = torch.tensor([0, 2, 5], device="cpu")
+    info = manager.prepare_moe_lora_batch(ForwardBatch(("mine", None), starts), 3)
+    ids = torch.tensor([[0, 3]] * 5, device="cpu")
+    routing = Routing(floats(5, 2).abs(), ids)
+    return [FusedMoEWithLoRA(layer, manager)(floats(5, 32), routing, moe_lora_info=info)]
+
+
+MAKE: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "nvfp4": nvfp4,
+    "tables": tables,
+    "merged": lambda: adapted("merged"),
+    "parallel_delta": lambda: adapted("parallel_delta"),
+}
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.device.type == "cpu"
+        assert mine.dtype is other.dtype
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_results_do_not_depend_on_the_default_device(name: str) -> None:
+    expected = MAKE[name]()
+    with torch.device("meta"):
+        found = MAKE[name]()
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_checkpoint_is_loaded_to_the_device_that_is_named(kind: str, tmp_path: Path) -> None:
+    assert kind in CHECKPOINT_FORMATS
+    write(tmp_path, "mixtral", kind)
+
+    def load() -> list[torch.Tensor]:
+        weights = mk.load_experts(tmp_path, 0, tp=(1, 2)).weights
+        layer = FusedMoE.from_config(tmp_path, 0, device="cpu")
+        layer.load(tmp_path)
+        loaded = [*vars(weights).values(), *layer.parameters()]
+        tensors = [tensor for tensor in loaded if tensor is not None]
+        return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
+
+    expected = load()
+    with torch.device("meta"):
+        found = load()
+    assert_same(found, expected)
+
+
+def test_every_factory_names_the_device_of_its_tensor() -> None:
+    """In the library itself. Tests, benchmarks and the command line set no default device."""
+    tools = {"testing", "bench", "cli", "profiling", "tuning", "measure"}
+    folders = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    checked = [path for path in files if not tools & {*path.relative_to(ROOT).parts}]
+    assert len(checked) > 300
+    missing = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in checked
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in FACTORIES
+        and ast.unparse(node.func.value) == "torch"
+        and not {keyword.arg for keyword in node.keywords} & {"device", None}
+    ]
+    assert missing == []
