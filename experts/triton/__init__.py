@@ -1,1 +1,3 @@
-"""Experts written in Triton: TritonExperts with its execution paths, and two more parts."""
+"""Experts parts written in Triton: TritonExperts and its execution paths, BatchedTritonExperts, and
+a staged version of TritonExperts.
+"""

@@ -1,1 +1,3 @@
-"""The TMA-pipelined gemv path: a few tokens and fp8 weights, in two launches (sm_90)."""
+"""The gemv_tma path: a few tokens and fp8 weights, in two launches that load weights by TMA
+(sm_90).
+"""

@@ -1,3 +1,5 @@
-"""The persistent grouped GEMM in Gluon, with explicit layouts and warp roles, for sm_90."""
+"""The persistent grouped GEMM of the grouped_tma path, in Gluon: layouts and warp roles are
+explicit.
+"""
 
-TARGETS = ("sm_90",)  # `mk compile` supports no other target
+TARGETS = ("sm_90",)  # the only target that `mk compile` compiles these kernels for
