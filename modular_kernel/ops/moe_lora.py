@@ -42,8 +42,9 @@ BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MAX_INT32)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Maximum of pairs x blocks of H for which "auto" chooses "fused". An estimate, not measured: at
-# this size, repeating the first steps per block costs about as much as three launches of 5 us.
+# Maximum of pairs x blocks of H for which "auto" chooses "fused". This is an estimate, not a
+# measurement: repeating the first steps for every block then costs about as much as three launches
+# of 5 us.
 _MAX_FUSED_PROGRAMS = 512
 
 
@@ -87,7 +88,7 @@ class MoELoRABatchInfo:
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
     def _check_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that are not None, after checking that they can be read."""
+        """Check that the tensors can be read; return those that are not None."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -155,8 +156,9 @@ def should_use_fused_kernel(
 ) -> bool:
     """Return whether strategy "auto" uses the fused kernel, which it does for few pairs.
 
-    The fused kernel repeats the first steps for each block of H. hidden_shape: (T, H). topk_shape:
-    (T, K). The threshold is an estimate; the crossover was not measured.
+    hidden_shape is (T, H), topk_shape is (T, K). The fused kernel repeats the first steps for each
+    block of H. The threshold is an estimate; where the strategies take the same time was not
+    measured.
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
