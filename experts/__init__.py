@@ -1,4 +1,6 @@
-"""PermuteExpertsUnpermute parts: permute, two grouped GEMMs with an activation, unpermute."""
+"""Experts parts (PermuteExpertsUnpermute): permute, two grouped GEMMs with an activation,
+unpermute.
+"""
 
 from experts.cutlass import (
     BatchedCutlassExpertsFP4,
