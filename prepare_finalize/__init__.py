@@ -1,4 +1,5 @@
-"""PrepareAndFinalize parts: quantize and dispatch, then combine. One package per transport.
+"""PrepareAndFinalize parts: quantize and dispatch, then combine. There is one package per
+transport.
 
 Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) hold the communicator of a
 process group. Create, keep and destroy each of them in one place.
