@@ -1,5 +1,6 @@
-"""Experts parts (PermuteExpertsUnpermute): permute, two grouped GEMMs with an activation,
-unpermute.
+"""Experts parts (PermuteExpertsUnpermute).
+
+They permute tokens, run two grouped GEMMs with an activation in between, and unpermute.
 """
 
 from experts.cutlass import (

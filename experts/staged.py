@@ -70,8 +70,9 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self._core = self.stages.core(problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the buffers of the core, and the output, whose shape follows from
-        `requires.reduce`.
+        """Return the buffers of the core, and the output.
+
+        The shape of the output follows from `requires.reduce`.
         """
         problem = self.problem
         empty = BufferSpec((0,), problem.dtype)
@@ -118,8 +119,9 @@ class FusedExperts(AssembledExperts):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return the rejections of `unfused`, because the fused operation supports the same
-        problems.
+        """Return the rejections of `unfused`.
+
+        The fused operation supports the same problems.
         """
         assert cls.unfused is not None
         return cls.unfused.extra_rejections(problem, machine)

@@ -85,8 +85,6 @@ def _values_and_scale(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has_tensor_scale(problem: Problem) -> bool:
-    """Return whether one scale depends on all of h, so that it must be computed before h is
-    quantized.
-    """
+    """Return whether one scale depends on all of h, which must then be computed first."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -56,8 +56,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the product (e, C, N) of rows (e, C, K) and weights (e, N, K), both with their
-        scales.
+        """Return the product (e, C, N) of rows (e, C, K) and weights (e, N, K), both with scales.
 
         rows: scales have the shape (1,), or (e, C, groups) with any strides.
         weights: scales are as in `weight_specs`.

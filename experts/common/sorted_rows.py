@@ -121,8 +121,7 @@ class SortedRowsExperts(SummedRowsExperts):
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Multiply each row by the weights of its expert: rows (R, K), weights (e, N, K), result
-        (R, N).
+        """Multiply rows (R, K) by the weights (N, K) of their experts; return the result (R, N).
 
         Rows and weights come with their scales, as in `Quantized` and `weight_specs`. `out` is the
         buffer of the result, None if `library_allocates_output`.

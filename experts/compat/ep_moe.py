@@ -321,8 +321,9 @@ def _row_scales(
     seg_indptr: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """Check scale_a and scale_b; return the scales of the rows of `a`: (R, 1), or (R, G) with
-    blocks.
+    """Check scale_a and scale_b; return the scales of the rows of `a`.
+
+    These are (R, 1), or (R, G) with blocks.
     """
     rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
     segments = seg_indptr.numel() - 1
@@ -402,8 +403,9 @@ def _check_tensors(
     inputs: Mapping[str, torch.Tensor],
     **optional: torch.Tensor | None,
 ) -> None:
-    """Check devices and gradients, and that `output` overlaps no input. `optional` ones may be
-    None.
+    """Check devices and gradients, and that `output` overlaps no input.
+
+    Tensors whose names are in `optional` may be None.
     """
     check_tensor(what, output)
     all_inputs = {**inputs, **optional}

@@ -41,11 +41,11 @@ _ARCHS = frozenset({(10, 0)})  # the kernel uses tcgen05 instructions
 
 
 class CutlassExpertsFP4(SummedRowsExperts):
-    """Experts with nvfp4 weights and activations over contiguous tokens; weights and sums over
-    top-k.
+    """Experts with nvfp4 weights and activations over contiguous tokens.
 
-    Every call rearranges the scales of the weights into the layout of the GEMM, and copies weights
-    that are not row-major and 16-byte aligned.
+    They apply router weights and sum over top-k themselves. Every call rearranges the scales of the
+    weights into the layout of the GEMM, and copies weights that are not row-major and 16-byte
+    aligned.
     """
 
     gemm = staticmethod(fp4_gemm)

@@ -1,7 +1,7 @@
-"""Both GEMMs over nvfp4 rows in tiles, and the steps between them, for both activation formats.
+"""Both GEMMs over nvfp4 rows in tiles, and the steps between them.
 
-The launches are: factors and scales of w1; GEMM 1; activation and quantize; factors and scales of
-w2; GEMM 2.
+Used for contiguous and for batched rows. The launches are: factors and scales of w1; GEMM 1;
+activation and quantization; factors and scales of w2; GEMM 2.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,8 +60,11 @@ def mlp(
 ) -> torch.Tensor:
     """Return the bfloat16 output rows (R, H) of both GEMMs; rows outside all tiles are undefined.
 
-    GEMM 1 writes to the buffer "workspace13". allocate_out returns the buffer of the output rows,
-    which may share memory with x.
+    GEMM 1 writes to the buffer "workspace13".
+
+    tiles: as in `ops.fp4_rows`.
+    gemm: multiplies rows by weights.
+    allocate_out: returns the buffer of the output rows, which may share memory with x.
     """
     rows = len(x.q_RK)
     gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))

@@ -23,10 +23,10 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class CutlassRowwiseExpertsFP8(SortedRowsExperts):
-    """Experts with fp8 by channel or tensor over contiguous tokens; weights and sums over top-k
-    itself.
+    """Experts with fp8 by channel or tensor over contiguous tokens.
 
-    Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call.
+    They apply router weights and sum over top-k themselves. Both GEMMs are
+    torch._scaled_grouped_mm, which allocates its output in every call.
     """
 
     library_allocates_output = True

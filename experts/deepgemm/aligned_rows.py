@@ -30,8 +30,7 @@ def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferS
 def aligned_rows(
     routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assign a row to each pair, sorted stably by expert; return the rows and the end of each
-    expert.
+    """Assign a row to each pair, sorted stably by expert; return rows and the end of each expert.
 
     The rows are (T, K) int32, -1 where a pair is skipped. The ends are (e,) int32, one past the
     last row of each expert. Expert i starts at the end of expert i - 1, rounded up to a multiple of

@@ -1,3 +1,5 @@
-"""Experts parts written in Triton: TritonExperts and its execution paths, BatchedTritonExperts, and
-a staged version of TritonExperts.
+"""Experts parts written in Triton.
+
+These are TritonExperts with its execution paths, BatchedTritonExperts, and a staged version of
+TritonExperts.
 """

@@ -164,9 +164,7 @@ class PairShrink:
 
 
 class SegmentShrink:
-    """The shrink launches of one call over expert-sorted rows (`ops.sort`), in tiles of block_m
-    rows.
-    """
+    """The shrink launches of one call over expert-sorted rows (`ops.sort`)."""
 
     def __init__(
         self,

@@ -22,9 +22,7 @@ _SHORT = 32  # block_m up to which sharing weight tiles in L2 (group_m > 1) does
 
 
 def blocks_worth_timing(rows: RowRange, problem: Problem, tokens: int) -> list[int]:
-    """Return the keys of `rows`, values of block_m, whose range has the mean rows per expert of a
-    call.
-    """
+    """Return the values of block_m whose range in `rows` has the mean rows per expert of a call."""
     mean = tokens * problem.top_k / problem.experts
     return [
         block_m for block_m, (min_rows, max_rows) in rows.items() if min_rows <= mean <= max_rows

@@ -220,9 +220,7 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
 
 
 def _possible_path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return every subset of `paths` that can remain after some of them reject the tensors of a
-    call.
-    """
+    """Return every subset of `paths` that can remain after some reject the tensors of a call."""
     selective = [name for name in paths if BY_NAME[name].refuses]
     rejected = (
         rejected_paths

@@ -47,8 +47,10 @@ class BrokenPath:
 
 @dataclass(frozen=True)
 class ExternalPaths:
-    """The external paths that can be used, in the order of their entry points, and those that
-    cannot.
+    """The external paths of the installed packages.
+
+    usable: in the order of their entry points.
+    broken: those that cannot be used.
     """
 
     usable: tuple[ExternalPath, ...] = ()

@@ -201,8 +201,9 @@ class Gemm:
 
     @property
     def min_block_k(self) -> int:
-        """Return the minimum block_k: 32 for operands of 8 bits or less, because the K of their MMA
-        is 32, or two MMAs of 16 for packed weights; else 16.
+        """Return the minimum block_k: 32 for operands of 8 bits or less, else 16.
+
+        The K of an MMA with 8-bit operands is 32. Packed weights take two MMAs with a K of 16.
         """
         return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
 

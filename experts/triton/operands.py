@@ -233,9 +233,7 @@ def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
-    """Return the operands of GEMM 2: h W2^T, with K = I and H output columns, without an
-    activation.
-    """
+    """Return the operands of GEMM 2: h W2^T, with K = I and H output columns."""
     return GemmOperands(
         w=weights.w2,
         scale=weights.w2_scale,
@@ -254,8 +252,7 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def activation_scale_kind(scheme: QuantScheme, depth: int) -> str:
-    """Return what one activation scale covers: "tensor", "token" or "group"; "static" if it is
-    given.
+    """Return what one activation scale covers: "tensor", "token" or "group"; "static" if given.
 
     A group that covers all of K is a token.
     """

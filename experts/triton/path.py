@@ -69,8 +69,7 @@ class Path(ABC):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call for which the path is used without a tuned file, in tokens; None:
-        any.
+        """Return the largest call, in tokens, that uses the path without a tuned file; None: any.
 
         Launches from a tuned file are not used for larger calls either, except up to the call for
         which they were tuned.
@@ -86,9 +85,7 @@ class Path(ABC):
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the last token count of each range of calls with the same `default_config`,
-        ascending.
-        """
+        """Return the last token counts of the ranges with the same `default_config`, ascending."""
         return ()
 
     @classmethod
@@ -107,8 +104,7 @@ class Path(ABC):
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the configuration to use in place of `config`, which is from a file of vLLM or
-        SGLang.
+        """Return the configuration to use in place of `config`, from a file of vLLM or SGLang.
 
         Such a file always names the aligned path. A path for 4-bit weights overrides this if it is
         faster than any of the aligned path's launches.
@@ -127,15 +123,14 @@ class Path(ABC):
         return ()
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        """Return the tensors that `prepare` writes, by name; see
-        `PermuteExpertsUnpermute.prepared_specs`.
+        """Return the tensors that `prepare` writes, by name.
+
+        See `PermuteExpertsUnpermute.prepared_specs`.
         """
         return {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether prepared weights make a call of `tokens` tokens faster, if there is no
-        tuned file.
-        """
+        """Return whether prepared weights make a call faster if there is no tuned file."""
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -143,8 +138,9 @@ class Path(ABC):
         return self.specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Write every element of `out`, the prepared weights; see
-        `PermuteExpertsUnpermute.prepare`.
+        """Write every element of the prepared weights, `out`.
+
+        See `PermuteExpertsUnpermute.prepare`.
         """
         assert not out
 
@@ -184,8 +180,9 @@ class WorkspaceCache:
         kinds: tuple[K, ...],
         specs: Callable[[K], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
-        """Return a workspace that fits calls of all `kinds`, where specs(kind) returns the buffers
-        of one.
+        """Return a workspace that fits calls of all `kinds`.
+
+        specs(kind) returns the buffers of calls of one kind.
         """
         shapes = self._shapes.get((shape, kinds))
         if shapes is None:

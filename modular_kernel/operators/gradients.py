@@ -151,8 +151,9 @@ def _up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Ten
 
 
 def _curve(v: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation's scalar function of v, such as v sigmoid(v) for silu, and its
-    derivative.
+    """Return the activation's scalar function of v and its derivative.
+
+    For silu, for example, the function is v sigmoid(v).
     """
     kind = spec.kind.removesuffix("_no_mul")
     if kind == "relu2":

@@ -200,8 +200,7 @@ class KernelCache:
         return KernelsBySize(self, pairing, problem, x_TH.device).run(x_TH, weights, routing)
 
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
-        """Make the kernel and plan for problem.tokens, so that such calls allocate only their
-        outputs.
+        """Make the kernel and plan for problem.tokens; such calls then allocate only their outputs.
 
         Calls so large that they allocate their own workspace have no plan (see
         `modular_kernel.plan`).

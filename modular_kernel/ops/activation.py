@@ -10,8 +10,9 @@ from modular_kernel.spec.problem import ActivationSpec
 
 
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """Return (step, offset): the gate of value i is in column i * step, and its up is `offset`
-    later.
+    """Return (step, offset).
+
+    The gate of value i is in column i * step, and its up is `offset` later.
     """
     if not spec.gated:
         return 1, 0

@@ -25,7 +25,7 @@ from modular_kernel.utils.argument_checks import MAX_INT32, Count, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_FILL_BLOCKS = 8  # blocks per program that writes experts of blocks and padding
+_FILL_BLOCKS = 8  # number of blocks whose experts and padding one program writes
 # Limits of the single launch, in which every program counts all pairs by comparing each pair with
 # every bin.
 _MAX_SINGLE_LAUNCH_PAIRS = 4096
@@ -134,16 +134,15 @@ def moe_align_block_size(
     ignore_invalid: bool = False,
     checked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return sorted_token_ids, expert_ids and num_tokens_post_padded as new tensors (see
-    `Aligned`).
+    """Return sorted_token_ids, expert_ids and num_tokens_post_padded, new tensors as in `Aligned`.
+
+    Raise ShapeError, DtypeError or another InputError for invalid arguments.
 
     topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts).
     block_size: pairs per block, a power of two.
     expert_map: (num_experts,) int32, from ids to local ids or -1.
     ignore_invalid: omit skipped pairs instead of giving them blocks with expert -1.
     checked: raise RoutingError for an id out of range instead of skipping it.
-
-    Raise ShapeError, DtypeError or another InputError for invalid arguments.
     """
     check_tensor("topk_ids", topk_ids_TK)
     for what, number in (("block_size", block_size), ("num_experts", num_experts)):
@@ -200,11 +199,11 @@ def batched_moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `moe_align_block_size` on batched rows, where i * capacity + c is row c of expert i.
 
+    In the sorted rows, e * capacity marks padding.
+
     counts_e: (e,) int32 or int64, the rows of each expert in use, clamped to `capacity`. Other rows
         are omitted.
     block_size: rows per block, a power of two.
-
-    e * capacity marks padding.
     """
     check_tensor("counts", counts_e)
     expect("capacity", capacity, int)

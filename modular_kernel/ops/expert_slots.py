@@ -67,9 +67,7 @@ class Numbering:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ranks have equal blocks of experts, so that an expert's number follows from its
-        id.
-        """
+        """Whether ranks have equal blocks of experts, so that ids determine the numbers."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts
         return equal_blocks and self.placement.is_linear
 

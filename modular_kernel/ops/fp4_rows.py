@@ -67,8 +67,7 @@ def quantize_tiles(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) rounded to the dtype of
-    x.
+    """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) in the dtype of x.
 
     x: (T, N) of 16- or 32-bit floats, with contiguous rows; N is 2 K before a gated activation,
         else K.

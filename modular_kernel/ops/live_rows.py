@@ -29,9 +29,7 @@ Live = PairRows | BatchedRows | None
 def source_arguments(
     x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None
 ) -> dict[str, object]:
-    """Return the kernel arguments that describe the input rows: which hold a token, and their
-    weights.
-    """
+    """Return the kernel arguments for the input rows: which hold a token, and their weights."""
     ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
     source = "all"
     if isinstance(live, PairRows):

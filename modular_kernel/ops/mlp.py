@@ -154,9 +154,7 @@ def _deltas(
     b_LeNR: torch.Tensor | None,
     problem: Problem,
 ) -> Deltas:
-    """Return B (A x) in float32 for each adapter that occurs. A x is rounded to the problem's
-    dtype.
-    """
+    """Return B (A x) in float32 for each adapter that occurs, with A x in the problem's dtype."""
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
         return []

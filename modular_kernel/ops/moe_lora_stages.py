@@ -45,8 +45,7 @@ class PairBatch:
     order_P: torch.Tensor | None = None
 
     def keys(self) -> torch.Tensor:
-        """Return the key of each pair, slot * E + expert, (T, K) int64; L E for pairs that add
-        nothing.
+        """Return the key of each pair, slot * E + expert, (T, K) int64; L * E if it adds nothing.
 
         Does not synchronize, and output shapes do not depend on values.
         """

@@ -24,8 +24,7 @@ def permute_and_quantize(
     *,
     out: Quantized,
 ) -> None:
-    """Run `quantize_rows` of x_TH and `permute_tokens` of the result to the rows of `out`, in one
-    launch.
+    """Quantize x_TH as `quantize_rows`, and permute the result to the rows of `out`, in one launch.
 
     x_TH: (T, H), contiguous rows.
     row_of_pair_TK: (T, K) int32, -1 to skip a pair.

@@ -231,8 +231,9 @@ _loaded_locations = set[tuple[object, ...]]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise StateError for parameters that are not loaded; memory found loaded is not checked
-    again.
+    """Raise StateError for parameters that are not loaded.
+
+    Memory that was found loaded is not checked again.
     """
     locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_locations
     if known.issuperset(locations):
@@ -375,8 +376,9 @@ def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 
 
 def _top_ids(choice: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the `count` largest values per row, the lower id first on ties; -1 for
-    -inf.
+    """Return the ids of the `count` largest values of each row.
+
+    On ties, the lower id comes first. The id of a value of -inf is -1.
     """
     values, ids = choice.sort(dim=1, descending=True, stable=True)
     return torch.where(values[:, :count] > -torch.inf, ids[:, :count], -1)

@@ -37,7 +37,7 @@ _Key = tuple[object, ...]
 class _Entry:
     """Prepared tensors, the function that derives them, and what the cache tracks about them.
 
-    storages: those of the source tensors. The entry ends with any of them.
+    storages: those of the source tensors. If one of them is freed, the entry is dropped.
     token: identifies the entry without keeping its tensors alive.
     finalizers: one for each storage, which frees the entry.
     """
@@ -166,9 +166,7 @@ class AutoPrepared:
 
 
 def has_room(nbytes: int, free: int, total: int) -> bool:
-    """Return whether `_MIN_FREE` of `total` bytes of memory stays free after `nbytes` more are
-    used.
-    """
+    """Return whether `_MIN_FREE` of `total` bytes stay free after `nbytes` more are used."""
     return free - nbytes >= _MIN_FREE * total
 
 

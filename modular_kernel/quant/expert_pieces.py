@@ -72,8 +72,9 @@ def _quantize_nvfp4(
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step: int) -> None:
-    """Copy `source`, which has one row per `step` rows of the matrix, to where row `first_row`
-    belongs.
+    """Copy `source` to where row `first_row` of the matrix belongs.
+
+    Each row of `source` and `target` belongs to `step` rows of the matrix.
     """
     start = first_row // step
     target[start : start + len(source)] = source

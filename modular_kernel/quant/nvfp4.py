@@ -99,8 +99,7 @@ def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool
 def quantize_matrices(
     w_eNK: torch.Tensor, matrices: int, *, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize (e, N, K) weights; return codes (e, N, K / 2), scales and global scales (e,
-    matrices).
+    """Quantize weights (e, N, K); return codes (e, N, K / 2), scales, global scales (e, matrices).
 
     matrices, interleaved: see `matrix_of_rows`.
     """

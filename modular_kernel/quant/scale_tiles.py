@@ -47,10 +47,10 @@ def expand_scales(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: in
 
 
 def extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest and the smallest weight of each tile, shaped like `tiles` of
-    `expand_scales`.
+    """Return the largest and the smallest weight of each tile.
 
-    A partial tile is padded with zeros, which count.
+    Their shape is that of `tiles` of `expand_scales`. A partial tile is padded with zeros, which
+    count.
     """
     e, rows, depth = w_eNK.shape
     if scheme.granularity == "tensor":

@@ -184,9 +184,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         self.manager.release(exchange)
 
     def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
-        """Return the expert numbers to send rows to; for skipped pairs, the first number of this
-        rank.
-        """
+        """Return the expert numbers to send rows to; this rank's first one for skipped pairs."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)

@@ -165,8 +165,9 @@ class RowCounts:
 
     @cached_property
     def max_rows_W(self) -> list[int]:
-        """For each rank, the larger of the rows that it finally receives and of those that it
-        forwards.
+        """For each rank, the larger of two numbers of rows.
+
+        These are the rows that it finally receives, and the rows that it forwards.
         """
         geometry = self.geometry
         final = self._to_ranks.sum((0, 1))

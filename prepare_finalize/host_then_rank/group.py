@@ -154,9 +154,7 @@ class HostThenRankGroup(TorchGroup):
         return self.memory.heap(nbytes, signature, initialize)
 
     def note(self, step: int, phase: str) -> None:
-        """Add an exchange within the hosts to the sequence of exchanges, which must be equal on all
-        ranks.
-        """
+        """Add an exchange within the hosts to the sequence, which must be equal on all ranks."""
         self.order = zlib.crc32(f"{step} {phase} inside".encode(), self.order)
 
     def check_host_memory(self, step: int, phase: str, nbytes: int, started_s: float) -> None:

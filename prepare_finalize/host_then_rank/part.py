@@ -195,10 +195,10 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         step: int,
         phase: str,
     ) -> Exchange | None:
-        """Start the exchange of a chunk between hosts: from `sent` to `forwarded`, or back in the
-        combine.
+        """Start the exchange of a chunk between hosts.
 
-        Return None if no row leaves its host; the rows are then copied.
+        Rows go from `sent` to `forwarded`, or back in the combine. Return None if no row leaves its
+        host; the rows are then copied.
         """
         to_W, from_W = counts.splits(chunk)
         target = forwarded[_chunk(counts.forwarded, chunk)]

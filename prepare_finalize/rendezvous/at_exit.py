@@ -43,11 +43,10 @@ class Communicator:
         weakref.finalize(owner, self.close).atexit = device == "cpu"
 
     def close(self) -> Any:
-        """Release and return the group. Return None if it was released before, or in a forked
-        child.
+        """Release and return the group.
 
-        A child keeps the group forever, because freeing it would wait for threads that the child
-        does not have.
+        Return None if it was released before, or in a forked child. A child keeps the group
+        forever, because freeing it would wait for threads that the child does not have.
         """
         group, name = self.group, self.name
         self.group = self.name = None

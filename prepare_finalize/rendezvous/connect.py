@@ -102,8 +102,9 @@ def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def _parse_counter(key: str, value: bytes) -> int:
-    """Parse a counter. Raise RuntimeError, as for a store that does not answer, if it is not a
-    number.
+    """Parse a counter.
+
+    Raise RuntimeError if it is not a number. A store that does not answer raises the same error.
     """
     try:
         return int(value)

@@ -59,15 +59,15 @@ _COMBINE = LaunchShape(2048, 8, 4)
 
 @dataclass(frozen=True)
 class Slot:
-    """The tensors of one call in symmetric memory, laid out alike on every rank, and local
-    counters.
+    """The tensors of one call in symmetric memory, alike on every rank, and local counters.
 
     x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity. Rows from rank r start at
         row r * capacity.
     y_RH: weighted sums over the local experts, one row per received row.
-    arrived_W, summed_W: int32 flags of each rank: its rows have arrived; its y_RH is complete.
-    dispatches, combines: (2,) int32 in local memory: the number of the last call, and the counter
-        of `is_last_program`.
+    arrived_W: int32 flag of each rank: its rows have arrived.
+    summed_W: int32 flag of each rank: its y_RH is complete.
+    dispatches, combines: (2,) int32 in local memory, for `send` and for `combine`: the number of
+        the last call, and the counter of `is_last_program`.
     adapters_R: int32, the adapter slots of the rows; None without adapters.
     """
 
@@ -86,7 +86,7 @@ class Slot:
 def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
     """Return the sections of symmetric memory for the fields of a `Slot`.
 
-    `rows` is the maximum number of rows that may arrive; None means world_size * problem.tokens.
+    rows: maximum number of rows that may arrive; None means world_size * problem.tokens.
     """
     scheme, world = problem.scheme, problem.parallel.world_size
     hidden, k = problem.hidden, problem.top_k
@@ -127,7 +127,7 @@ class SymmetricExchange:
     slot: the tensors of the call.
     deltas_W: (W,) int64, address offsets of the peers' memory.
     rank_bits_T: (capacity,) int32, written by `send`; bit r is set if the token was sent to rank r.
-    tokens: tokens of this rank.
+    tokens: number of tokens of this rank.
     row_at_rank_WT: (W, tokens) int32, contiguous; the row of each token at each rank, -1 if it is
         not sent there. None means row rank * capacity + token at every rank.
     """

@@ -49,8 +49,7 @@ def silu_and_mul_kernel(
     x_ptr, out_ptr, ids_ptr, scales_ptr, intermediate, start_expert, end_expert,
     HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = silu(x[r, :I]) * x[r, I:] / scale, for rows of experts from start_expert to
-    end_expert.
+    """out[r] = silu(x[r, :I]) * x[r, I:] / scale, for rows of start_expert to end_expert.
 
     Grid: (rows, blocks of BLOCK columns). ids has the expert of each row. HAS_SCALES: the scale of
     an expert is scales[expert - start_expert], otherwise 1.

@@ -273,8 +273,9 @@ class BlockGemm(Epilogue):
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
         out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group, thread,
     ):  # fmt: skip
-        """Multiply 64 rows, from row group * 64 on, of every tile of this block; run by one
-        warpgroup.
+        """Multiply 64 rows, from row group * 64 on, of every tile of this block.
+
+        Run by one warpgroup.
         """
         warp = thread // 32
         # The shuffle keeps the compiler from recomputing the lane in the loop.
@@ -341,8 +342,9 @@ class BlockGemm(Epilogue):
 
     @cute.jit
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
-        """Add part * scale to sums[:, p], one row after the other, so that its scale stays in a
-        register.
+        """Add part * scale to sums[:, p].
+
+        The rows are added one after the other, so that the scale of a row stays in a register.
         """
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(ACC_PER_THREAD):

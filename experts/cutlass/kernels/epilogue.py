@@ -35,9 +35,16 @@ class Epilogue:
     def finish(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store the results of the rows from `row` on, at most 64, that come before `end`."""
-        # The shuffle keeps the compiler from computing values that depend on the lane before the
-        # GEMM.
+        """Store the results of the rows from `row` on, at most 64, that come before `end`.
+
+        sums: the thread's accumulators, (ACC_PER_THREAD, PARTS): two halves of the columns, or gate
+            and up.
+        s_out: staging in shared memory of all warpgroups.
+        o_atom, o_tma: TMA copy to out, and out as TMA tensor.
+        n: index of the tile along the columns.
+        group, warp, lane: warpgroup, warp in it, and lane of the thread.
+        """
+        # The shuffle keeps the compiler from computing, before the GEMM, what depends on the lane.
         lane = cute.arch.shuffle_sync(lane, lane)
         if cutlass.const_expr(self.gated):
             self.finish_gated(
@@ -75,7 +82,10 @@ class Epilogue:
     def finish_gated(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store h = silu(gate) * up, rounded to bf16, as e4m3 values with one scale per row."""
+        """Store h = silu(gate) * up, rounded to bf16, as e4m3 values.
+
+        A row has one scale per tile.
+        """
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
         thread_row = warp * 16 + lane // 4
@@ -150,8 +160,10 @@ def store_matrices(to, row, byte, words):
 
 
 def bf16_words(sums, p, q):
-    """Return four words of two bf16: rows r and r + 8 at columns from 16 q on, then from 16 q + 8
-    on.
+    """Return four words of two bf16 each, for `store_matrices`.
+
+    They hold two columns from 16 q on of rows r and r + 8, and two columns from 16 q + 8 on of the
+    same rows.
     """
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
     base = q * 8

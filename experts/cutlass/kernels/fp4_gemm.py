@@ -219,8 +219,9 @@ class Fp4Gemm:
         self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
         stored, schedule, steps,
     ):  # fmt: skip
-        """Issue the MMAs of this block's tiles, with accumulators in tensor memory, in the MMA
-        warp.
+        """Issue the MMAs of this block's tiles, in the MMA warp.
+
+        Accumulators are in tensor memory.
         """
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
         first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)

@@ -1,3 +1,1 @@
-"""The aligned path: pairs sorted into blocks of one expert, two grouped GEMMs, and a sum over
-top-k.
-"""
+"""The aligned path: pairs sorted into blocks of one expert, two grouped GEMMs, sum over top-k."""

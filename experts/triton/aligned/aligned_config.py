@@ -146,8 +146,9 @@ def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
 
 
 def _has_few_steps(steps: int, stages: int) -> bool:
-    """Return whether K has so few steps that using less shared memory, for more blocks per SM, is
-    faster.
+    """Return whether K has few steps of block_k, compared with the stages.
+
+    Using less shared memory is then faster, because more blocks fit on an SM.
     """
     return steps * 2 < stages * 3
 

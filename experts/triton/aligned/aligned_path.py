@@ -112,8 +112,7 @@ class AlignedPath(Path):
             )
 
     def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
-        """Run both GEMMs and return the (P, H) output of GEMM 2, without router weights of the
-        output.
+        """Run both GEMMs; return the (P, H) output of GEMM 2, not weighted by the router.
 
         If the output keeps the top-k dimension, the result is call.output.
         """
@@ -177,9 +176,7 @@ class AlignedPath(Path):
     def _quantize(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input rows of GEMM 2 and their scales, or (h_PI, None) if they are not
-        quantized.
-        """
+        """Return the input rows of GEMM 2 and their scales: (h_PI, None) if not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return h_PI, None

@@ -76,8 +76,9 @@ class TritonRunnerOutput(RunnerOutput):
 
 @register_core(BACKEND)
 class TritonRunnerCore(MoeRunnerCore[NoState]):
-    """The core stage: both GEMMs with the activation and, for some schemes, quantization in
-    between.
+    """The core stage: both GEMMs, and the activation between them.
+
+    For some schemes, the stage also quantizes the result of the activation.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -323,8 +323,9 @@ _CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return the launches to time for `tokens` tokens: those that should not spill, by
-    `_registers`.
+    """Return the launches to time for `tokens` tokens.
+
+    Those that spill, as far as `_registers` predicts it, are left out.
     """
     result = {}
     for rows in blocks_worth_timing(_CANDIDATE_ROWS, problem, tokens):

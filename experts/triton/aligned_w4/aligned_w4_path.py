@@ -71,8 +71,7 @@ class AlignedW4Path(AlignedPath):
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default configuration of this path if it is faster than `config`, else
-        `config`.
+        """Return this path's default configuration if it is faster than `config`, else `config`.
 
         It is faster than configurations of the aligned path with a small block_m.
         """

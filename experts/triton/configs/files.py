@@ -202,8 +202,9 @@ _DEFAULTS = {"num_warps": 4, "num_stages": 3}  # Triton's defaults
 
 @dataclass(frozen=True)
 class TunedFor:
-    """The part and the layer for which a file in our format was tuned, as far as its name lacks
-    them.
+    """The part and the layer for which a file in our format was tuned.
+
+    Sizes that the file's name contains are left out.
     """
 
     experts_part: str
@@ -282,8 +283,7 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
 
 
 def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
-    """Convert the argument of `override_config`: a configuration, the contents of a file, or one
-    entry.
+    """Convert the argument of `override_config`: a configuration, a file's contents, or one entry.
 
     A mapping follows the rules of files, except that token counts may be integers. A single entry
     applies to every call: {"gemm1": .., "gemm2": ..} is in our format, {"BLOCK_SIZE_M": ..} in

@@ -257,8 +257,9 @@ def _read_with_down(path: Path) -> TunedConfigs:
 
 
 def _has_same_alignment(recipe: TunedConfigs, problem: Problem) -> bool:
-    """Return whether rows have the alignment of the tuned layer, without which large tiles are
-    slow.
+    """Return whether rows have the alignment of the tuned layer.
+
+    Large tiles are slow for rows without it.
     """
     if rows_aligned_to_16(problem):
         return True
@@ -332,8 +333,7 @@ def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tupl
 def _max_tokens_for(
     name: str, tokens: int, recipe: TunedConfigs, problem: Problem, device: Device, prepared: bool
 ) -> int:
-    """Return the largest call that may use a configuration that was tuned for `tokens` on path
-    `name`.
+    """Return the largest call that may use a configuration tuned for `tokens` on path `name`.
 
     Paths for few tokens read weights once per pair, so their launches are not used beyond
     `Path.max_tokens` (or beyond `tokens`, if that is larger). With prepared weights there is no

@@ -68,10 +68,10 @@ def buffer_kinds_up_to(
     *,
     prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
-    """Return (max tokens, path, block_m) for each path and block_m used by calls up to `tokens`
-    tokens.
+    """Return the paths and block_m that calls of up to `tokens` tokens use.
 
-    If `prepared`, the calls have prepared weights.
+    Each is given as (largest such call in tokens, path, block_m). If `prepared`, the calls have
+    prepared weights.
     """
     return list(
         _cached_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
@@ -222,8 +222,9 @@ def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) 
 
 
 def clear_caches() -> None:
-    """Clear all cached choices, files and machine properties; `mk tune` calls this after it has
-    written.
+    """Clear all cached choices, files and machine properties.
+
+    `mk tune` calls this after it has written a file.
     """
     for function in (_cached_config, _cached_kinds, _steps, _machine_lookup):
         function.cache_clear()
@@ -273,8 +274,9 @@ class _Context(NamedTuple):
 
 @lru_cache(maxsize=1 << 10)
 def _steps(problem: Problem, context: _Context) -> ConfigSteps:
-    """Return the configurations for `problem`, whose `tokens` must be 0 to make it a good cache
-    key.
+    """Return the configurations for `problem`.
+
+    Its `tokens` must be 0, so that all calls of a layer share a cache entry.
     """
     store, prepared = current_lookup(), context.prepared
     source = _source(store, context.recipe, problem, prepared)

@@ -87,9 +87,7 @@ def experts_at_once(problem: Problem) -> int:
 
 
 def values_at_once(problem: Problem) -> int:
-    """Return the number of elements of the buffer for the dequantized w1 or w2 of
-    `experts_at_once`.
-    """
+    """Return the number of elements of a buffer for w1 or w2 of `experts_at_once` experts."""
     return experts_at_once(problem) * max(problem.w1_rows, problem.intermediate) * problem.hidden
 
 

@@ -91,8 +91,9 @@ class DequantizedPath(GroupedTmaPath):
         return {"dequantized": BufferSpec((self._chunk_numel,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether scales and zero points are contiguous, and the TMA kernels can read the
-        tensors.
+        """Return whether the kernels can read the tensors.
+
+        Scales and zero points must be contiguous, and weights must be readable by TMA.
         """
         scale_tensors = (getattr(weights, name) for name in SCALE_FIELDS)
         contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
@@ -193,8 +194,9 @@ class DequantizedPath(GroupedTmaPath):
     def _select_tiles(
         self, first_expert: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
     ) -> SortedPairs:
-        """Return `order` with only the tiles of `count` experts from first_expert on, renumbered
-        from 0.
+        """Return `order` with the tiles of only `count` experts, numbered from 0.
+
+        These are the experts from first_expert on.
         """
         from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
 

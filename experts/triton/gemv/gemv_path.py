@@ -78,8 +78,9 @@ class GemvPath(Path):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of a tiled launch, except those of scale groups: block_k may span
-        several.
+        """Yield the violations of a tiled launch.
+
+        Those of scale groups are left out, because block_k may span several groups.
         """
         assert isinstance(config, LaunchConfig)
         return violations(config, replace(gemm, group_k=0), device)
@@ -163,8 +164,9 @@ class GemvPath(Path):
             )
 
     def _adapters(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
-        """Launch the shrink of one GEMM and return the LoRA arguments of its kernel; none without
-        adapters.
+        """Launch the shrink of one GEMM; return the LoRA arguments of the GEMM's kernel.
+
+        They are {} without adapters.
         """
         if call.tokens.routing.adapters_T is None:
             return {}
@@ -181,16 +183,18 @@ class GemvPath(Path):
         return _adapter_arguments(shrunk, None if is_gemm1 else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the stages that the GEMM 1 launch comprises: it quantizes x that is not quantized
-        yet.
+        """Return the stages that the GEMM 1 launch comprises.
+
+        The launch quantizes x that is not quantized yet.
         """
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
         return stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
     def _second_stage(self) -> str:
-        """Return the stages that the GEMM 2 launch comprises: it also quantizes h and sums over
-        top-k.
+        """Return the stages that the GEMM 2 launch comprises.
+
+        The launch also quantizes h and sums over top-k.
         """
         before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
         return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
@@ -236,17 +240,14 @@ class GemvPath(Path):
         }
 
     def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
-        """Return the pairs per output row, and how many of them a program of GEMM 2 processes at
-        once.
-        """
+        """Return the pairs per output row, and how many of them GEMM 2 processes at once."""
         slots = self.problem.top_k if self._sums_topk else 1
         max_pairs_per_step = min(next_power_of_2(slots), tile.block_n)
         pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
         return slots, pairs_per_step
 
     def _down_registers(self, tile: LaunchConfig) -> dict[str, object]:
-        """Return maxnreg for GEMM 2 if K, the number of experts per token, is large; otherwise
-        nothing.
+        """Return maxnreg for GEMM 2 if K, the number of experts per token, is large; else nothing.
 
         The limit is what four programs of four warps per SM can use. Without it, ptxas spills to
         fit a fifth program: 8 bytes from K = 17 on, with fp8 weights and biases (triton 3.6.0,

@@ -94,8 +94,9 @@ def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
 
 
 def default(problem: Problem, device: Device) -> MoEConfig:
-    """Return the launches without a tuned file: the largest block_k with _MIN_STAGES stages or
-    more.
+    """Return the launches without a tuned file.
+
+    They use the largest block_k that allows _MIN_STAGES stages.
     """
     launch1, launch2 = (_tile(gemm, device) for gemm in gemms(problem))
     return MoEConfig(launch1, launch2, NAME)

@@ -98,9 +98,7 @@ class GemvTmaPath(Path):
         return -(-self.problem.intermediate // COLUMNS)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether weights, biases and scales are contiguous, and weights are aligned for
-        TMA.
-        """
+        """Return whether weights, biases and scales are contiguous, and weights aligned for TMA."""
         optional = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in optional if t is not None))
         return all(t.is_contiguous() for t in tensors) and all(
@@ -154,8 +152,9 @@ class GemvTmaPath(Path):
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the stages that the GEMM 1 launch comprises: it quantizes x that is not quantized
-        yet.
+        """Return the stages that the GEMM 1 launch comprises.
+
+        The launch quantizes x that is not quantized yet.
         """
         is_quantized = call.tokens.scale is not None
         return stages.GEMM1 if is_quantized else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)

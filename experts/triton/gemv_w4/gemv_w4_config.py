@@ -25,13 +25,12 @@ _MAX_TOKENS = 8  # without a tuned file: with 16 tokens, the path was slightly s
 
 @dataclass(frozen=True)
 class GemvW4Config:
-    """The launch of one GEMM. A program computes block_n columns (and as many up columns) of one
-    row.
+    """The launch of one GEMM. A program computes block_n columns of one row.
 
-    The num_warps warps of a program split K, and in GEMM 2 also the pairs of a token, in blocks of
-    block_k. Each warp has num_stages blocks in registers or being loaded. An MMA has 16 weight
-    rows. In GEMM 2, block_n may be 8: the 16 rows are then the same 8 weight rows for each half of
-    a block.
+    If the activation is gated, it also computes as many up columns. The num_warps warps of a
+    program split K, and in GEMM 2 also the pairs of a token, in blocks of block_k. Each warp has
+    num_stages blocks in registers or being loaded. An MMA has 16 weight rows. In GEMM 2, block_n
+    may be 8: the 16 rows are then the same 8 weight rows for each half of a block.
     """
 
     block_n: int

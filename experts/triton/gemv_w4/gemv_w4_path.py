@@ -52,8 +52,9 @@ class GemvW4Path(Path):
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return every token count for which this path is used by default: the launches may change
-        at each.
+        """Return every token count for which this path is used by default.
+
+        The launches may change at each of them.
         """
         return range(1, gemv_w4_config.max_tokens(problem) + 1)
 
@@ -61,8 +62,9 @@ class GemvW4Path(Path):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of a tiled launch, except those of scale groups: block_k may span
-        several.
+        """Yield the violations of a tiled launch.
+
+        Those of scale groups are left out, because block_k may span several groups.
         """
         assert isinstance(config, GemvW4Config)
         return violations(config, gemm, device)

@@ -1,3 +1,1 @@
-"""Grouped GEMMs over expert-sorted rows, on any GPU, and the steps that they share with other
-paths.
-"""
+"""Grouped GEMMs over expert-sorted rows on any GPU, and the steps shared with other paths."""

@@ -138,9 +138,7 @@ class ExpertSortedGemms(ABC):
     def hidden_rows(
         self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> GemmRows:
-        """Run GEMM 1 with its activation; return the input of GEMM 2, quantized if the scheme says
-        so.
-        """
+        """Run GEMM 1 with its activation; return the input of GEMM 2, quantized if necessary."""
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
         adapters = self._adapters(tile, order, call)

@@ -136,9 +136,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
 
 
 def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
-    """Return the launches of a call of `tokens` tokens without a tuned file; None means many
-    tokens.
-    """
+    """Return the launches of a call without a tuned file; tokens = None means many."""
     mode = MODES[problem.scheme.name]
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
     if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):

@@ -95,8 +95,9 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether tensors are contiguous and aligned for TMA and, if gathered, for 16-byte
-        copies.
+        """Return whether the kernels can read the tensors.
+
+        They must be contiguous and aligned for TMA and, if gathered, for 16-byte copies.
         """
         tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
         all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)

@@ -118,9 +118,7 @@ def _with_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
-    """Build a word of four bytes: the two nibbles of byte i go to bits 4 i of the word's two
-    halves.
-    """
+    """Build words of four bytes, the nibbles of byte i at bits 4 i of a word's two halves."""
     byte_values = bytes_.view(-1, 4).long()
     shifts = torch.arange(4, device=byte_values.device) * 4
     word = ((byte_values & 15) << shifts | (byte_values >> 4) << (16 + shifts)).sum(1)

@@ -76,9 +76,7 @@ _ENTRIES: ByBlock = {
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Return whether the kernels of this path support `problem`: 4-bit weights and bf16
-    activations.
-    """
+    """Return whether the path supports `problem`: 4-bit weights and bf16 activations."""
     scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
     if scheme.name not in _SCHEMES or not dequantized.serves(problem, device):
         return False
@@ -87,8 +85,9 @@ def serves(problem: Problem, device: Device) -> bool:
 
 
 def forms(problem: Problem) -> tuple[PackedFormat, PackedFormat]:
-    """Return the formats of tiled w1 and w2 for float32 scales; their sizes are the same for
-    others.
+    """Return the formats of tiled w1 and w2 for float32 scales.
+
+    Those for other scales have the same sizes.
     """
     return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
 
@@ -161,9 +160,7 @@ def max_tokens(problem: Problem) -> int:
 
 
 def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
-    """Return the largest call that uses prepared weights, in tokens, by scale dtype; None: any
-    call.
-    """
+    """Return, by scale dtype, the largest call in tokens that uses prepared weights; None: any."""
     scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
         max_rows = _MAX_PREPARED_WITH_ZEROS
@@ -173,8 +170,10 @@ def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
 
 
 def breakpoints(problem: Problem) -> tuple[int, ...]:
-    """Return the last token counts before the path, with tiles of 64 rows, and with the path at
-    all.
+    """Return the token counts after which the launches change.
+
+    They are the last one before the path, the last one with tiles of 64 rows, and the last one with
+    the path.
     """
     last_short = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
     return min_tokens(problem) - 1, last_short, max_tokens(problem)

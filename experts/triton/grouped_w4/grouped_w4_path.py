@@ -59,8 +59,9 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the last token counts before the path, with tiles of 64 rows, and with the path at
-        all.
+        """Return the token counts after which the launches change.
+
+        See `grouped_w4_config.breakpoints`.
         """
         return grouped_w4_config.breakpoints(problem)
 
@@ -89,8 +90,9 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return launches for each block_m. With prepared weights, the path is faster from fewer
-        rows on.
+        """Return launches for each block_m.
+
+        With prepared weights, the path is faster from fewer rows on.
         """
         return grouped_w4_config.prepared_configs(problem)
 
@@ -160,9 +162,7 @@ class GroupedW4Path(DequantizedPath):
                 tile_experts(product, starts, chunk, first_expert)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the layout of the tensors is supported; that of prepared weights always
-        is.
-        """
+        """Return whether the layout of the tensors is supported. Prepared weights always are."""
         if weights.w1_tiles is None:
             return super().takes(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))

@@ -91,8 +91,9 @@ def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32)
 
 
 class Tiled(NamedTuple):
-    """Tiled weights: words (e, tiles, steps, 64, 32) and scales (e, tiles, steps, lines, 16),
-    int32.
+    """Tiled weights as int32 tensors.
+
+    words is (e, tiles, steps, 64, 32), and scales is (e, tiles, steps, lines, 16).
     """
 
     words: torch.Tensor

@@ -25,8 +25,7 @@ def batched_gemm_kernel(
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
-    """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of each expert
-    i.
+    """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
     Grid: (tiles of one expert, e). A program computes BLOCK_M rows by BLOCK_N columns of one
     expert, or returns at once if the expert has no rows there.

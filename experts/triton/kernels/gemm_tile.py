@@ -8,8 +8,9 @@ from modular_kernel.ops.kernels.activation import activate
 
 @triton.jit
 def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """Return (pid_m, pid_n) of a program, ordered so that GROUP_M row blocks share weight tiles in
-    L2.
+    """Return (pid_m, pid_n) of a program.
+
+    Programs are ordered so that GROUP_M row blocks share weight tiles in L2.
     """
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M

@@ -14,8 +14,7 @@ def multiply_tile_w8a8(
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply like `multiply_tile`, for fp8 or int8; return float32 (gate, up) with scales
-    applied.
+    """Multiply like `multiply_tile`, for fp8 or int8; return scaled float32 (gate, up).
 
     If GROUP_K is 0, there is one scale per row and per column, applied after the loop. Otherwise a
     scale covers GROUP_K columns; BLOCK_K divides GROUP_K, so a K step has one scale per row and

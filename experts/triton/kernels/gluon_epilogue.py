@@ -36,9 +36,7 @@ def _tanh(value):
 
 @gluon.jit
 def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
-    """Apply the activation KIND with the same operations as
-    `modular_kernel.ops.kernels.activation`.
-    """
+    """Apply the activation KIND, with the operations of `modular_kernel.ops.kernels.activation`."""
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
         if KIND != "swiglu_clamp_after":
@@ -135,8 +133,9 @@ def _finish_one_half(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Finish one half of a tile on its own: all of its rows are gate rows, or gate and up rows
-    alternate.
+    """Finish one half of a tile on its own.
+
+    All of its rows are gate rows, or gate and up rows alternate.
     """
     values = _scaled(
         values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS

@@ -91,8 +91,9 @@ def word_order_offsets(DEPTH: tl.constexpr):
 
 @triton.jit
 def first_of_eight(DEPTH: tl.constexpr):
-    """Return `word_order_offsets` of the first value of each word, for all eight values of the
-    word.
+    """Return `word_order_offsets` of the first value of each word.
+
+    It is repeated for all eight values of the word.
     """
     word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]

@@ -14,8 +14,9 @@ import triton.language as tl
 # The functions below return PTX for pair i. W is the word ($4), or the word shifted right by 8. A
 # mask selects two nibbles at once: 0x000F000F the lowest nibble of each half, 0x00F000F0 the next.
 def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
-    """Build the PTX for a word; pair(i) returns code that moves nibbles i and i + 4 of W to T's
-    halves.
+    """Build the PTX for a word.
+
+    pair(i) returns code that moves nibbles i and i + 4 of W to the halves of T.
     """
     code = "shr.b32 w, $4, 8; "
     for j in range(4):
@@ -24,10 +25,10 @@ def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
 
 
 def _counts(i: int) -> str:
-    """Return code for integers as low bits of bf16, with values q * 2^-133, or 16 * q * 2^-133 for
-    i = 1.
+    """Return code for integers q as low bits of bf16.
 
-    Below 2^8, bf16 bit patterns count up linearly, from the subnormals into the smallest normals.
+    Their values are q * 2^-133, or 16 * q * 2^-133 for i = 1. Below 2^8, bf16 bit patterns count up
+    linearly, from the subnormals into the smallest normals.
     """
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
@@ -73,8 +74,9 @@ ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def opaque(value):
-    """Return value, an int32 or int64, so that the compiler knows nothing about it; emits no
-    instruction.
+    """Return value, an int32 or int64, so that the compiler knows nothing about it.
+
+    No instruction is emitted.
     """
     if ASSEMBLE and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
@@ -162,8 +164,7 @@ def _halves(pair, dtype: tl.constexpr):
 
 @triton.jit
 def _repacked(words, dtype: tl.constexpr):
-    """Unpack repacked words to four int32, where int32 i has the values 2i and 2i + 1 in its
-    halves.
+    """Unpack repacked words to four int32. The halves of int32 i are the values 2i and 2i + 1.
 
     As in `modular_kernel.quant.repacking.unpack_words`, five shifts and four masks move the values
     to the bf16 fields.
@@ -188,8 +189,9 @@ def _repacked(words, dtype: tl.constexpr):
 
 @triton.jit
 def _fp16_fields(pair):
-    """Move two e2m1 values from bf16 fields to those of fp16, whose exponent ends three bits
-    higher.
+    """Move two e2m1 values from bf16 fields to those of fp16.
+
+    The exponent of fp16 ends three bits higher.
     """
     return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)
 

@@ -242,8 +242,9 @@ class AdditiveTimeModel:
         return [MoEConfig(launch1, launch2, kind[0]) for launch1, launch2 in product(*fastest)]
 
     def seconds(self, pair: MoEConfig) -> float:
-        """Return the modeled seconds of a call. Raise KeyError if one of its launches was not
-        timed.
+        """Return the modeled seconds of a call.
+
+        Raise KeyError if one of its launches was not timed.
         """
         kind = pair.path, pair.gemm1.block_m
         launches1, launches2 = self.tiles[kind]

@@ -1,3 +1,4 @@
-"""Triton kernels and device functions of the operations. They import no other module of the
-package.
+"""Triton kernels and device functions of the operations.
+
+They import no other module of the package.
 """

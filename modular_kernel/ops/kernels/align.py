@@ -104,8 +104,7 @@ def align_kernel(
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Do the work of `align_place_kernel` for at most PAIRS pairs, which every program counts
-    itself.
+    """Do the work of `align_place_kernel` for at most PAIRS pairs, all counted by every program.
 
     Programs of chunks also add their invalid ids to the counter. The arguments are those of
     `align_place_kernel`.

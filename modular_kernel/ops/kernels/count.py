@@ -63,8 +63,7 @@ def scan_counts_kernel(
     counts_ptr, totals_ptr, expert_counts_ptr, num_chunks,
     HAS_EXPERT_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace one bucket's counts by their exclusive prefix sums, and store totals[bucket], the
-    sum.
+    """Replace one bucket's counts by their exclusive prefix sums; store their sum, totals[bucket].
 
     Grid: (buckets,). If HAS_EXPERT_COUNTS, the totals of experts are stored in expert_counts, too.
     """

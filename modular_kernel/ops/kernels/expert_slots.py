@@ -11,11 +11,11 @@ def _join_repeats(
     ids, ids_row, weights_row, mask, k,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return, per pair, the summed weights of the token's pairs with its expert, and whether it
-    repeats.
+    """Return the joined weight of each pair, and whether the pair repeats an earlier one.
 
-    Every lane reads the whole row of its token. Those cache lines are loaded anyway, whereas
-    comparing lanes with each other would require a layout conversion.
+    Pairs of a token repeat each other if they have the same expert. The joined weight is the sum of
+    their weights. Every lane reads the whole row of its token. Those cache lines are loaded anyway,
+    whereas comparing lanes with each other would require a layout conversion.
     """
     weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)

@@ -46,8 +46,7 @@ def quantize_tiles_kernel(
     HAS_SOURCE: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """q[r, k] = e2m1(v[r, k] / scale of its group of 16), with v = x, or act(x) rounded to x's
-    dtype.
+    """q[r, k] = e2m1(v[r, k] / scale of its group of 16); v = x, or act(x) rounded to x's dtype.
 
     Grid: (4 * max_tiles, ceil(num_columns / 256)). A program quantizes 32 rows of a tile and 256
     columns.

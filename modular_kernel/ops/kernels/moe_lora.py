@@ -61,9 +61,9 @@ def moe_lora_a_kernel(
 ):  # fmt: skip
     """out[p, :rank] = A[key of p, :rank] @ x[p // X_TOP_K]; 0 beyond the rank, and without a key.
 
-    Grid: (blocks of BLOCK_T pairs, blocks of BLOCK_R ranks). x has one row per token (X_TOP_K =
-    TOP_K) or per pair (X_TOP_K = 1). out is (num_pairs, max_rank), contiguous. If GROUPED,
-    order_ptr has the order in which programs take pairs.
+    Grid: (blocks of BLOCK_T pairs, blocks of BLOCK_R columns of out). x has one row per token
+    (X_TOP_K = TOP_K) or per pair (X_TOP_K = 1). out is (num_pairs, max_rank), contiguous. If
+    GROUPED, order_ptr has the order in which programs take pairs.
     """
     pairs, mask, keys = _pairs(
         order_ptr, ids_ptr, slots_ptr, ranks_ptr, num_pairs, num_slots, num_experts,
@@ -209,10 +209,13 @@ def moe_lora_fused_kernel(
     stride_rank_l, stride_rank_e, stride_out,
     TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Run all four steps for one token: u = A13 x, h = silu(B u) * (B u), v = A2 h, out += B2 v.
+    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B2 @ A2 @ h), where
 
-    Grid: (tokens, blocks of BLOCK_H columns of out). Every program of a token repeats the first
-    three steps. Intermediate results are rounded as the other kernels round them.
+        h = silu(gate) * up, (gate, up) = B13 @ A13 @ x[t]
+
+    with the matrices of the key of t, k. Grid: (tokens, blocks of BLOCK_H columns of out). Every
+    program of a token repeats all steps but the last, B2. Intermediate results are rounded as the
+    other kernels round them.
 
     BLOCK_R: a power of two >= max_rank.
     BLOCK_K: elements of H, then of I, per step.

@@ -31,8 +31,9 @@ def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
 def quantized_values(
     value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
-    """Return value * inverse, clamped to [-LARGEST, LARGEST]; if ROUND, rounded to an integer, to
-    even.
+    """Return value * inverse, clamped to [-LARGEST, LARGEST].
+
+    If ROUND, it is rounded to the nearest integer, ties to even.
 
     SATURATE may be False if `inverse` comes from `scale_of` of the same values: the product then
     exceeds LARGEST by at most three roundings, which conversion to the quantized type rounds back.

@@ -97,8 +97,7 @@ def route_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, by the rules of
-    `RouterSpec`.
+    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as `RouterSpec` describes.
 
     Grid: (blocks of BLOCK_T tokens,).
 

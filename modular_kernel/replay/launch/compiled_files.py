@@ -48,11 +48,11 @@ def find_cached(stem: str, suffix: str) -> Path | None:
 
 
 def build_cached(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
-    """Return the file that `make` writes, cached in MK_CACHE_DIR under a name with the hash of its
-    bytes.
+    """Return the file that `make` writes, cached in MK_CACHE_DIR.
 
-    If it cannot be cached, it is placed in a temporary folder of this process. Exceptions of `make`
-    propagate, and nothing is kept. Raise OSError if the file cannot be written anywhere.
+    Its name contains the hash of its bytes. If it cannot be cached, it is placed in a temporary
+    folder of this process. Exceptions of `make` propagate, and nothing is kept. Raise OSError if
+    the file cannot be written anywhere.
 
     stem: a name and the `key_of` the file's inputs.
     make: writes the file to the path that it is given.

@@ -133,8 +133,9 @@ def pack(
 
 @cache
 def _built() -> tuple[Foreign, str]:
-    """Return cuda_replay.c as a module, or None and the reason. It is built, and a failure logged,
-    once.
+    """Return cuda_replay.c as a module, or None and the reason.
+
+    It is built once, and a failure is logged once.
     """
     try:
         import triton

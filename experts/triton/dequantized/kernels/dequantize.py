@@ -118,11 +118,10 @@ def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles (`ops.sort`) of `experts` experts from first_expert on, renumbered from 0, to
-    out.
+    """Copy the tiles (`ops.sort`) of `experts` experts, renumbered from 0, to out.
 
-    Each program copies FILL tiles of TILE_M rows; the first program also writes their number. BINS
-    is a power of two >= first_expert + experts.
+    These are the experts from first_expert on. Each program copies FILL tiles of TILE_M rows; the
+    first program also writes their number. BINS is a power of two >= first_expert + experts.
     """
     expert = tl.arange(0, BINS)
     in_range = expert < first_expert + experts

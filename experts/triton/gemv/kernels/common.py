@@ -87,8 +87,6 @@ def adapter_sums(
 
 @triton.jit
 def requantized(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
-    """Round float32 x to TYPE with this scale, as `quantize_rows` does; return the result as
-    float32.
-    """
+    """Round float32 x to TYPE with this scale, as `quantize_rows` does; return it as float32."""
     q = quantized_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
     return q.to(TYPE).to(tl.float32)

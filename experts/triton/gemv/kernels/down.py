@@ -95,8 +95,7 @@ def gemv_down_kernel(
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     LORA_TOP_K: tl.constexpr = 1, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert of p, n] +
-    bias).
+    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
     Grid: (num_pairs / SLOTS * blocks of BLOCK_N columns,), tokens varying fastest. A program
     computes BLOCK_N columns of one token. It processes S of the token's SLOTS pairs at once, and

@@ -1,5 +1,3 @@
-"""Matrix-vector kernels of the gemv_tma path, in Gluon: layouts, copies and warp roles are
-explicit.
-"""
+"""Matrix-vector kernels of the gemv_tma path, in Gluon."""
 
 TARGETS = ("sm_90",)  # the only target that `mk compile` compiles these kernels for

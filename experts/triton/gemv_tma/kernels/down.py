@@ -190,8 +190,7 @@ def gemv_tma_down_kernel(
     num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert of p, n] +
-    bias).
+    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
     Any number of programs share the work items (token, block of 64 / SLOTS columns). A tile of the
     MMA has 64 weight rows: those of the block, for each of SLOTS experts. SLOTS is TOP_K rounded up

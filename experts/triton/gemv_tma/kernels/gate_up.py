@@ -114,8 +114,9 @@ def _store_tokens(
     LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Store the vectors of a group of tokens to shared memory; return their scales (8,), 1 if
-    GROUPED.
+    """Store the vectors of a group of tokens to shared memory; return their scales, (8,).
+
+    The scales are 1 if GROUPED.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))

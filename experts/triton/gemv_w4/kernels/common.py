@@ -252,8 +252,9 @@ def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _x_operand(pairs, dtype: tl.constexpr):
-    """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8): in each column, the chunk of a
-    slot.
+    """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8).
+
+    Each column of x has the chunk of one slot.
     """
     parts: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)

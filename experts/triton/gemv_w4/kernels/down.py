@@ -257,8 +257,7 @@ def gemv_w4_down_kernel(
     PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert of p, n] +
-    bias).
+    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
     Grid: (tokens, blocks of BLOCK_N columns). The PARTS warps of a program split the pairs of a
     token and their K, in blocks of HALVES * CHUNKS * 128. Sums are added in a fixed order. With

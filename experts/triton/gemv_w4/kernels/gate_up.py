@@ -1,7 +1,7 @@
-"""GEMM 1 of the gemv_w4 path: a program computes a block of intermediate columns of one routed
-pair.
+"""GEMM 1 of path gemv_w4: a program computes a block of intermediate columns of a routed pair.
 
-The PARTS warps of a program are its parts. Blocks, chunks and slots are as in `common`.
+Each of the PARTS warps of a program computes a part, the sum over some of the blocks along K.
+Blocks, chunks and slots are as in `common`.
 """
 
 import triton
@@ -142,7 +142,9 @@ def gemv_w4_gate_up_kernel(
     PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
+    """h[p, n] = act(r[p] * (x[p // TOP_K] @ w[expert of p, rows of n]^T) + bias)
+
+    for pairs p of local experts, where r[p] is the router weight if HAS_ROW_WEIGHTS, else 1.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). The PARTS warps of a program split K in blocks
     of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, in steps of
@@ -151,6 +153,7 @@ def gemv_w4_gate_up_kernel(
     x_ptr: (num_pairs / TOP_K, DEPTH).
     b_ptr: w, (e, rows, DEPTH / 2) bytes, read as int32 words of eight. Column n uses row n *
         ROW_STEP and, if GATED, also row n * ROW_STEP + UP_ROW for up.
+    bias_ptr: bias of the rows of w, (e, rows), if HAS_BIAS.
     h_ptr: (num_pairs, intermediate), contiguous, written by `store_in_pair_order` for GEMM 2. Rows
         of skipped pairs are not written.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).

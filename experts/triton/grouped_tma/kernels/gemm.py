@@ -61,8 +61,9 @@ def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.conste
 
 @gluon.jit
 def _load_tile_slots(index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr):
-    """Return the number of adapter slots in a tile, 0 past the last tile, and a pointer to the
-    slots.
+    """Return the number of adapter slots in a tile, and a pointer to them.
+
+    The number is 0 past the last tile.
     """
     inside = index < num_m * num_n
     m, _ = tile_at(index, num_m, num_n, GROUP_M)

@@ -15,8 +15,7 @@ def shrink_tiles_kernel(
     GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BOX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[r, s * WIDTH:] = A[s-th slot of r's tile, expert of r] @ x[r], or zeros if r has another
-    slot.
+    """u[r, s * WIDTH:] = A[s-th slot of r's tile, expert of r] @ x[r]; 0 if r has another slot.
 
     Like `shrink_segments_kernel`, but a row of u has WIDTH columns for every slot of its tile,
     which are zero except for the row's own slot. tile_slots (max_tiles, num_slots + 1), int32, gets

@@ -65,9 +65,7 @@ def _multiply(
     x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART: gl.constexpr,
     TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Multiply both blocks of a warpgroup by the first TOKENS rows of a tile; return both
-    accumulators.
-    """
+    """Multiply a warpgroup's two blocks by the first TOKENS rows of a tile; return accumulators."""
     STAGES: gl.constexpr = x_ring.shape[0]
     LINES: gl.constexpr = w_ring.shape[1] // 4
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)

@@ -66,8 +66,9 @@ def _with_signs(w, scale):
 
 @triton.jit
 def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
-    """Convert four words along K to the words of four lanes, (..., 2, 2), indexed by the lane's
-    bits.
+    """Convert four words along K to those of four lanes, (..., 2, 2).
+
+    The last two dimensions are the bits of the lane.
     """
     if FORMAT == "integer":
         c0 = _by_halves(w0, w1, w2, w3, 0)
@@ -112,8 +113,7 @@ def tile_weights_kernel(
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Convert the weights of each expert first_expert + e that has rows to `words` and `scales` of
-    e.
+    """Convert the weights of experts first_expert + e that have rows to `words` and `scales` of e.
 
     Grid: (tiles, blocks of STEPS K steps, experts to convert). A program converts STEPS steps of
     one tile.

@@ -44,8 +44,7 @@ def _e2m1() -> str:
 
 
 def _nvfp4() -> str:
-    """Return PTX for NVFP4, where $20 and $21 have the scales of the two rows, a byte per 16
-    columns.
+    """Return PTX for NVFP4. $20 and $21 have the scales of the two rows, a byte per 16 columns.
 
     Bits 7 to 3 of a byte are the bf16 exponent field minus 224, bits 2 to 0 the upper three bits of
     the mantissa.
@@ -153,9 +152,7 @@ def _join4(a, b, c, d):
 
 @gluon.jit
 def _load_scale_quads(smem):
-    """Load words (8, 16) from shared memory as four tensors (32, 1), where four lanes share each
-    row.
-    """
+    """Load words (8, 16) from shared memory as four tensors (32, 1); four lanes share each row."""
     LOAD_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
     )
