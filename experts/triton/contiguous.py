@@ -113,9 +113,9 @@ class TritonExperts(TritonExpertsBase):
         return (*calls, *calls_without_adapters)
 
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
-        """Return the maximum tokens of a call for each (path, block_m).
+        """Return the tokens of the largest call that may use each (path, block_m).
 
-        The maximum is over all sets of paths that the strides of the tensors can leave.
+        The paths that a call can take depend on the strides of its tensors; all cases are included.
         """
         result: dict[tuple[str, int], int] = {}
         for paths in self._path_sets:

@@ -38,7 +38,7 @@ _SHARED = (
 class FlashInferHandle(PartHandle):
     """The handle of an exchange.
 
-    use_count: uses of the exchange up to this call.
+    use_count: number of uses of the exchange's workspace, this call included.
     weights_RK: weights of the received rows.
     """
 

@@ -27,8 +27,9 @@ def pre_reorder_kernel(
 ):  # fmt: skip
     """rows[src2dst[t, k]] = x[t] / scale, for pairs of experts from start_expert to end_expert.
 
-    Grid: (tokens, blocks of BLOCK_H columns). src2dst and ids are (tokens, TOP_K). HAS_SCALES: the
-    scale of an expert is scales[expert - start_expert], otherwise 1.
+    Grid: (tokens, blocks of BLOCK_H columns). src2dst and ids are (tokens, TOP_K).
+
+    HAS_SCALES: the scale of an expert is scales[expert - start_expert], otherwise 1.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -51,8 +52,9 @@ def silu_and_mul_kernel(
 ):  # fmt: skip
     """out[r] = silu(x[r, :I]) * x[r, I:] / scale, for rows of start_expert to end_expert.
 
-    Grid: (rows, blocks of BLOCK columns). ids has the expert of each row. HAS_SCALES: the scale of
-    an expert is scales[expert - start_expert], otherwise 1.
+    Grid: (rows, blocks of BLOCK columns). ids has the expert of each row.
+
+    HAS_SCALES: the scale of an expert is scales[expert - start_expert], otherwise 1.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + row)

@@ -21,7 +21,8 @@ def aligned_rows_kernel(
     prefix_ptr, totals_ptr: from `count_pairs`, (num_local + 1, num_chunks) and (num_local + 1,).
     rows_ptr: output (numel,) int32.
     ends_ptr: output (num_local,) int32, one past the last row of each expert.
-    BINS: a power of two > num_local + 1. TILE: rows of each expert start at a multiple of it.
+    BINS: a power of two > num_local + 1.
+    TILE: rows of each expert start at a multiple of it.
     """
     pdl_wait(OVERLAP)
     chunk = tl.program_id(0)

@@ -12,7 +12,8 @@ def nan_rows_kernel(
     """Set the weights of a token's pairs to NaN if its row of x has one; skipped pairs keep theirs.
 
     Grid: (tokens,). ids (T, K) are int32, -1 for a skipped pair; weights (T, K) are float32.
-    BLOCK_H: columns of x per step. BLOCK_K: a power of two >= TOP_K.
+    BLOCK_H: columns of x per step.
+    BLOCK_K: a power of two >= TOP_K.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)

@@ -30,7 +30,7 @@ class GemvW4Config:
     If the activation is gated, it also computes as many up columns. The num_warps warps of a
     program split K, and in GEMM 2 also the pairs of a token, in blocks of block_k. Each warp has
     num_stages blocks in registers or being loaded. An MMA has 16 weight rows. In GEMM 2, block_n
-    may be 8: the 16 rows are then the same 8 weight rows for each half of a block.
+    may be 8: an MMA then has the same 8 weight rows twice, once for each half of a block along K.
     """
 
     block_n: int
@@ -86,9 +86,9 @@ def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
     128 registers allow 16 warps per SM, 80 allow 24 and 64 allow 32. Tiles of 8 columns get fewer,
     because more programs must be resident at once.
 
-    in_lanes is `triton_versions.WORDS_STAY_IN_LANES`. If it is False, all of these would spill, and
-    the result is what one program per SM can use. It must be passed to ptxas, which would otherwise
-    spill to fit a second program.
+    in_lanes: `triton_versions.WORDS_STAY_IN_LANES`. If it is False, kernels would spill with all of
+        these numbers; the result is then the most that one program per SM can use. Without a limit,
+        ptxas would spill to fit a second program.
     """
     if not in_lanes:
         return min(_MAX_THREAD_REGISTERS, _REGISTERS // (32 * tile.num_warps))
@@ -155,8 +155,8 @@ def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
     """Return a launch of GEMM 2 with 8 columns, or None if it is not faster than 16.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1
-    ends, otherwise three. Blocks of more than 256 need integers with groups of 128, because smaller
-    groups leave no MMA columns for them.
+    ends, otherwise three. A block_k of more than 256 is used only for integers with groups of 128.
+    With smaller groups, a block would have more groups than an MMA has columns for them.
 
     Measured on one H200 (2026-11-23, triton 3.6.0): faster with one token on Qwen3-30B, OLMoE,
     Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536; elsewhere at most 2 % faster, or slower.

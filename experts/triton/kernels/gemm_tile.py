@@ -66,7 +66,8 @@ def multiply_tile(
     a_ptrs, b_ptrs: (BLOCK_M, 1) and (1, BLOCK_N), pointing at k = 0. Masked rows and columns read
         0.
     up_offset: elements from gate weights to up weights.
-    EVEN_K: BLOCK_K divides depth. SWAP: see `accumulate`.
+    EVEN_K: BLOCK_K divides depth.
+    SWAP: see `accumulate`.
     """
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak

@@ -74,7 +74,8 @@ def align_place_kernel(
     prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
     sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
     num_positions, num_blocks: the lengths of sorted and expert_ids.
-    IGNORE_INVALID: omit skipped pairs. BINS: a power of two > num_local + 1.
+    IGNORE_INVALID: omit skipped pairs.
+    BINS: a power of two > num_local + 1.
     """
     pid = tl.program_id(0)
     bins = tl.arange(0, BINS)

@@ -156,7 +156,8 @@ def quantize_part(
         stores.
     WHOLE: BLOCK_C covers a group, so x is read once.
     ALONG_ROWS: the scales of a segment are stored group by group, otherwise row by row.
-    STAGES: stages of the software pipeline over tiles. BLOCK_P: a power of two >= num_partials.
+    STAGES: stages of the software pipeline over tiles.
+    BLOCK_P: a power of two >= num_partials.
     """
     group_blocks = tl.cdiv(num_groups, BLOCK_G)
     part = program // group_blocks

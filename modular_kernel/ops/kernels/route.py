@@ -106,8 +106,8 @@ def route_kernel(
     bias_ptr: (num_columns,), added to scores for selection if HAS_BIAS.
     table_ptr, tokens_ptr: if TABLE, the experts (vocabulary, TOP_K) of each token id, and the token
         ids (T,). An invalid entry gives the id -2.
-    SCORE, TOPK_FIRST, RENORMALIZE, eps, floor: fields of `RouterSpec`. ZERO: there are zero
-        experts.
+    SCORE, TOPK_FIRST, RENORMALIZE, eps, floor: fields of `RouterSpec`.
+    ZERO: there are zero experts.
     BY_LOGIT: experts are compared by logits, because scores grow monotonically with them and
         nothing is added.
     GROUPS, SIZE, TOPK_GROUPS, TOP2: groups of experts, experts per group, groups to select from,

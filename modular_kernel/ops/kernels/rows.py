@@ -78,7 +78,9 @@ def weight_and_sum_kernel(
 
     Grid: (tokens * ceil(hidden / BLOCK_H),), with programs of one token adjacent, so that rows are
     read contiguously. Rows of skipped pairs are not read. The loop over k is unrolled, so that all
-    rows of a token are loaded concurrently. SOURCE: see `_row_of_pair`.
+    rows of a token are loaded concurrently.
+
+    SOURCE: see `_row_of_pair`.
     """
     pdl_wait(OVERLAP)
     column_blocks = tl.cdiv(hidden, BLOCK_H)
@@ -107,7 +109,9 @@ def gather_rows_kernel(
 ):  # fmt: skip
     """out[p] = scale * weight[p] * rows[row of p]; zero if the pair is skipped.
 
-    Grid: (pairs, ceil(hidden / BLOCK_H)). SOURCE: see `_row_of_pair`.
+    Grid: (pairs, ceil(hidden / BLOCK_H)).
+
+    SOURCE: see `_row_of_pair`.
     """
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -68,7 +68,8 @@ def sort_place_kernel(
     tiles. The outputs are those of `ops.sort.SortedPairs`.
 
     prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
-    TILE_M: maximum rows of a tile. BINS: a power of two > num_local + 1.
+    TILE_M: maximum rows of a tile.
+    BINS: a power of two > num_local + 1.
     """
     pid = tl.program_id(0)
     rows, starts = expert_rows(totals_ptr, num_local, BINS)

@@ -160,7 +160,8 @@ def dispatch_kernel(
     number of programs, which loop over work items. A work item is CHUNK columns of a row; CHUNK is
     a multiple of BLOCK.
 
-    x_ptr: (tokens, HIDDEN). scale_ptr: (tokens, SCALES), the scales of quantized rows.
+    x_ptr: (tokens, HIDDEN).
+    scale_ptr: (tokens, SCALES), the scales of quantized rows.
     ids_ptr, weights_ptr: (tokens, TOP_K).
     homes_ptr, copies_ptr: the tables of the placement: (E, MAX_COPIES, 2) rank and slot of each
         copy, and (E,) copies.

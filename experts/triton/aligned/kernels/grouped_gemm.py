@@ -43,13 +43,15 @@ def grouped_gemm_kernel(
     out_ptr: (num_pairs, columns), contiguous. Blocks of skipped pairs get zeros if WRITE_ZEROS, and
         are not written otherwise.
     sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
-    bias_ptr: (e, rows), added if HAS_BIAS. row_weights_ptr: (num_pairs,) float32, the router
-        weights, which multiply the product before the bias if HAS_ROW_WEIGHTS.
+    bias_ptr: (e, rows), added if HAS_BIAS.
+    row_weights_ptr: (num_pairs,) float32, the router weights, which multiply the product before the
+        bias if HAS_ROW_WEIGHTS.
 
     KIND, ALPHA and LIMIT select the activation (`ops.kernels.activation`). MODE to EVEN_K describe
     scales, zero points and packing: see `gemm_tile`. PRECISION is that of float32 products. Row
-    blocks are ordered in groups of GROUP_M, which share weight tiles in L2. OVERLAP: the launch
-    uses PDL.
+    blocks are ordered in groups of GROUP_M, which share weight tiles in L2.
+
+    OVERLAP: the launch uses PDL.
 
     LORA: add B u of the pair's adapter to the product (`expand_adapters`). There is one slot per
     token, (num_pairs / LORA_TOP_K,), and one row of u per pair; lora_b is (slots, e, rows, rank).

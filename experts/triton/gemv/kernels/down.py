@@ -102,15 +102,18 @@ def gemv_down_kernel(
     sums pairs in order. With SLOTS = 1 there is no sum: every pair has an output row, zero if it is
     skipped.
 
-    h_ptr: (num_pairs, depth), contiguous. amax_ptr: `blocks` amax values of each pair's row of h.
+    h_ptr: (num_pairs, depth), contiguous.
+    amax_ptr: `blocks` amax values of each pair's row of h.
     b_ptr: w, (e, hidden, depth). Weights of skipped pairs are not read.
     out_ptr: (num_pairs / SLOTS, hidden), contiguous.
     QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
-        one at h_scale_ptr. LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
+        one at h_scale_ptr.
+    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
     SCALED, GROUP_N, GROUP_K, SCALE_ROWS, MIDDLE, HAS_ZERO: as in `gemv_gate_up_kernel`.
-    BLOCK_B: a power of two >= blocks. VEC: adjacent weights per load.
-    LORA: add B[slot of the pair's token, expert] @ u[p] before the bias. LORA_R: a power of two >=
-        rank.
+    BLOCK_B: a power of two >= blocks.
+    VEC: adjacent weights per load.
+    LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
+    LORA_R: a power of two >= rank.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS

@@ -119,15 +119,18 @@ def gemv_gate_up_kernel(
     h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
     amax_ptr: (num_pairs, blocks); if STORE_AMAX, the largest magnitude of each block of h.
     QUANT: "none"; "given": x is quantized, with scales; otherwise x is quantized here, with one
-        scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr. LARGEST,
-        ROUND, MIN_SCALE: see `quantize_rows`. BLOCK_R: columns of x per step of its amax.
-    SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K). SCALE_ROWS:
-        1 if all BLOCK_N rows share a scale, else BLOCK_N.
+        scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr.
+    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
+    BLOCK_R: columns of x per step of its amax.
+    SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
+    SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
     MIDDLE: subtracted from integer weights, unless HAS_ZERO: they have zero points.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    VEC: adjacent weights per load. STAGES: stages of the software pipeline.
-    LORA: add B[slot of p's token, expert] @ u[p] before weight, bias and activation. U_UP: offset
-        from the columns of u for gate to those for up. LORA_R: a power of two >= rank.
+    VEC: adjacent weights per load.
+    STAGES: stages of the software pipeline.
+    LORA: add B[slot of p's token, expert] @ u[p] before weight, bias and activation.
+    U_UP: offset from the columns of u for gate to those for up.
+    LORA_R: a power of two >= rank.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)

@@ -202,9 +202,11 @@ def gemv_tma_down_kernel(
         per 128 values; otherwise with one per pair, from its amax_blocks values in amax.
     w_scale_ptr: if GROUPED, (experts, scale_rows, scale_groups), one per 128 x 128 block; otherwise
         (experts, hidden).
-    weights_ptr: (num_tokens * TOP_K,) float32, the router weights. bias_ptr: (experts, hidden).
+    weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
+    bias_ptr: (experts, hidden).
     out_ptr: (num_tokens, hidden), contiguous.
-    LARGEST, MIN_SCALE: see `quantize_rows`. BLOCKS: a power of two >= amax_blocks.
+    LARGEST, MIN_SCALE: see `quantize_rows`.
+    BLOCKS: a power of two >= amax_blocks.
     PIECES: pieces of 1024 values in a row of h. The ring has STAGES stages of PANELS_PER_STAGE
         panels (see `pipeline`).
     """

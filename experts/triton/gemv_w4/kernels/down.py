@@ -267,14 +267,19 @@ def gemv_w4_down_kernel(
     b_ptr: w, (e, hidden, DEPTH / 2) bytes, read as int32 words of eight. Weights of skipped pairs
         are not read.
     out_ptr: (tokens, hidden), contiguous.
-    FORMAT: how words and scales are encoded; see `unpack_w4`. HAS_ZERO: there are zero points.
-        GROUP_K: weights per scale. PAIRED_SCALES: see `load_by_slot`.
-    BLOCK_K: a power of two >= TOP_K. EVEN_N: BLOCK_N divides hidden.
-    CHUNKS, HALVES: see `common`. TEAM: parts per pair, 0 if they cannot be divided evenly.
+    FORMAT: how words and scales are encoded; see `unpack_w4`.
+    HAS_ZERO: there are zero points.
+    GROUP_K: weights per scale.
+    PAIRED_SCALES: see `load_by_slot`.
+    BLOCK_K: a power of two >= TOP_K.
+    EVEN_N: BLOCK_N divides hidden.
+    CHUNKS, HALVES: see `common`.
+    TEAM: parts per pair, 0 if they cannot be divided evenly.
     STEPS, steps: steps of the loop, as a constant to unroll a short loop, and as an argument for
         others.
-    STAGES: blocks that a warp has in flight while it multiplies one. LOAD_AFTER_MMA: load the next
-        block only after the previous one has been multiplied, which takes fewer registers.
+    STAGES: blocks that a warp has in flight while it multiplies one.
+    LOAD_AFTER_MMA: load the next block only after the previous one has been multiplied, which takes
+        fewer registers.
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES

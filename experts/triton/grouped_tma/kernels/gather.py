@@ -20,7 +20,10 @@ _COPY = gl.constexpr(16)  # bytes per cp.async
 
 @gluon.jit
 def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the tokens of ROWS sorted rows from `row` on, in rows of LAYOUT; -1 from `end` on."""
+    """Load the tokens of ROWS sorted rows from `row` on, -1 from `end` on.
+
+    LAYOUT: layout of the tile. The tokens are distributed like its rows.
+    """
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tokens_ptr + rows, mask=rows < end, other=-1)
 

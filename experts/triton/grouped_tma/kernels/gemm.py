@@ -365,14 +365,17 @@ def grouped_gemm_tma_kernel(
     GATHERED: row r of a is row tokens[r] of x, whose row stride is stride_x * 16 bytes; a_desc is
         unused. Not with MODE "block".
     EVEN_K: K is a multiple of 128 bytes.
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`). bias_ptr: (experts, rows_b).
-    STAGES: stages of the ring. SLOTS: staging buffers per warpgroup, 1 or 2. GROUP_M: row tiles
-        that share weight tiles in L2.
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    bias_ptr: (experts, rows_b).
+    STAGES: stages of the ring.
+    SLOTS: staging buffers per warpgroup, 1 or 2.
+    GROUP_M: row tiles that share weight tiles in L2.
     LORA_STEPS: K steps of u per adapter slot, 0 without LoRA; only with MODE "plain", not GATHERED.
     u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in each row's tile, side by side.
     tile_slots_ptr: int32, stride_tile_slots values per tile: the number of slots, then the slots.
     lora_b_desc: B of all slots, in boxes as in b_desc. A slot has slot_rows rows, expert i from row
-        i * expert_rows on. u_up: offset from the columns of u for gate to those for up.
+        i * expert_rows on.
+    u_up: offset from the columns of u for gate to those for up.
     """
     HALF: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]

@@ -214,7 +214,9 @@ def grouped_gemm_w4_tma_kernel(
 
     x_desc: x (rows, depth) bf16, in boxes of the rows of a tile and 64 columns.
     w_desc, scale_desc: int32 words and scales of the weights, in boxes of (64, 32) and (lines, 16),
-        each one K step of a tile. num_n: weight tiles per expert. steps: K steps.
+        each one K step of a tile.
+    num_n: weight tiles per expert.
+    steps: K steps.
     FORM: str of the `layout.PackedFormat` of the weights. Results are multiplied by FACTOR.
     factor_ptr: global scales, float32 (experts, MATRICES): of gate and up, or one for all results.
         Unused if MATRICES is 0.
@@ -224,8 +226,9 @@ def grouped_gemm_w4_tma_kernel(
     STEP, up_row: the bias of column n is at n * STEP, and that of up at n * STEP + up_row.
     KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
     SHORT: tiles with at most this many rows are multiplied as tiles of this size; 0: never.
-    STAGES: stages of the ring. SLOTS: staging buffers per warpgroup. GROUP_M: row tiles that share
-        weight tiles in L2.
+    STAGES: stages of the ring.
+    SLOTS: staging buffers per warpgroup.
+    GROUP_M: row tiles that share weight tiles in L2.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]

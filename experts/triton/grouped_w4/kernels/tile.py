@@ -124,8 +124,10 @@ def tile_weights_kernel(
     starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
         (`ops.sort`).
     words_ptr, scales_ptr: the converted weights, as in `layout.Tiled`.
-    FORMAT: see `operands.word_format`. GROUPS: `PackedFormat.groups`, for integers.
-    STEP, up_row: see `layout.rows_of_tiles`. SIDES: 2 if gated, else 1.
+    FORMAT: see `operands.word_format`.
+    GROUPS: `PackedFormat.groups`, for integers.
+    STEP, up_row: see `layout.rows_of_tiles`.
+    SIDES: 2 if gated, else 1.
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * STEPS
