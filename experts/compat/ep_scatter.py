@@ -151,7 +151,7 @@ def ep_gather(
 
 
 def _check(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-    """Check the kinds, devices and layouts of tensors, and the dtypes of integers."""
+    """Check that tensors can be read, their devices and layouts, and the dtypes of integers."""
     tensors = {**inputs, **outputs}
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():

@@ -29,8 +29,9 @@ _SCALES = "scales_of_tokens"
 class DeepGemmExperts(SortedRowsExperts):
     """Experts in bf16, or fp8 with 128 x 128 blocks, over contiguous tokens.
 
-    Weights and sums over top-k itself. The rows of each expert start at a multiple of 128, the tile
-    size. Weights that are not row-major and 16-byte aligned are copied in every call.
+    They apply router weights and sum over top-k themselves. The rows of each expert start at a
+    multiple of 128, the tile size. Weights that are not row-major and 16-byte aligned are copied in
+    every call.
     """
 
     load_library = staticmethod(load)

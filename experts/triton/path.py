@@ -197,9 +197,10 @@ def merged_workspace(
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: the largest buffer of each name.
 
-    `kinds` has the buffers of each kind, by name. A merged buffer may share memory with every
-    buffer that any kind allows (`BufferSpec.over`), so all of those must be unused in every kind at
-    that point.
+    A buffer may reuse the memory of others (`BufferSpec.over`). A merged buffer may reuse all those
+    that any of the kinds allows, so none of them may be in use then, in any kind of call.
+
+    kinds: the buffers of each kind, by name.
     """
     largest: dict[str, BufferSpec] = {}
     for specs in kinds:

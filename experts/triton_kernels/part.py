@@ -41,10 +41,10 @@ class TiledOrder(RowOrder):
 class TritonKernelsExperts(SortedRowsExperts):
     """Experts in bf16, with weights in bf16 or mxfp4, over contiguous tokens.
 
-    Weights and sums over top-k itself. mxfp4 weights are used in the layout of checkpoints, not in
-    the library's swizzled ones. The library's routing is not used, so an expert may appear twice in
-    a token, and router weights stay float32. Its `gammas` are not used, because they round the
-    weighted rows.
+    They apply router weights and sum over top-k themselves. mxfp4 weights are used in the layout of
+    checkpoints, not in the library's swizzled ones. The library's routing is not used, so an expert
+    may appear twice in a token, and router weights stay float32. Its `gammas` are not used, because
+    they round the weighted rows.
     """
 
     load_library = staticmethod(load)

@@ -45,7 +45,7 @@ class WeightsCache:
     def get(
         self, tensors: Sequence[torch.Tensor | None], key: Hashable, make: MakeWeights
     ) -> ExpertWeights:
-        """Return the weights that `make` returned for these tensors and `key`, or call it.
+        """Return the weights for these tensors and `key`; call `make` unless they are cached.
 
         tensors: the first is not None.
         make: called with detached aliases of the tensors.

@@ -25,12 +25,14 @@ def permute_tokens(
 ) -> None:
     """Set rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
 
+    Scales, if given, are copied in the same launch.
+
     x_TH: (T, H), contiguous rows.
     row_of_pair_TK: (T, K) int32, -1 to skip a pair.
     weights_TK: (T, K) float32, or None.
     rows_RH: (R, H), contiguous. Rows without a pair are left unchanged.
-    scale_TG, scale_rows_RG: scales (T, G) float32, contiguous, that are copied to the rows of (R,
-        G), of any strides, in the same launch; or None.
+    scale_TG: (T, G) float32, contiguous, the scales of x_TH; or None.
+    scale_rows_RG: (R, G) float32, any strides, gets the scales of rows_RH; or None.
     """
     tokens, hidden = x_TH.shape
     if tokens == 0:

@@ -51,9 +51,10 @@ class Tiles:
 
 
 def row_tiles(segments: int, capacity: int, group: int, max_programs: int) -> Tiles:
-    """Return tiles of one group of columns, for at most max_programs programs, or one per segment.
+    """Return tiles of one group of columns each.
 
-    A program of a segment handles every `parts`-th tile of it.
+    There are at most max_programs programs, or one per segment if that is more. A program handles
+    every `parts`-th tile of its segment.
     """
     block_c = min(_MAX_BLOCK, next_power_of_2(group))
     block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))

@@ -44,7 +44,7 @@ def weight_and_sum(
 def _source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return SOURCE (see the kernels) for rows that are their pairs, and the arguments for it."""
+    """Return the constexpr SOURCE for rows in the order of pairs, and the arguments it needs."""
     if routing is None:
         return "all", _index_arguments(index)
     ids = id_arguments(routing, num_local)
@@ -53,7 +53,7 @@ def _source(
 
 
 def _index_arguments(index: torch.Tensor) -> dict[str, object]:
-    """Return the arguments of a kernel that reads no ids, but possibly the table `index`."""
+    """Return the arguments of a kernel that reads no ids; it may read the table `index`."""
     return {
         "index_ptr": index,
         "map_ptr": index,

@@ -91,12 +91,12 @@ def recipe(
     and the result. With tf32, operands of both GEMMs lose their last 13 mantissa bits, as in
     Hopper's tensor cores.
 
-    If the scheme quantizes activations, x and h are quantized. Scales are one for x and one for h
-    of all valid pairs, or one per row, or one per group of a row; nvfp4 has one per expert in
-    addition. If it does not, dequantized weights are rounded to the problem's dtype.
+    If the scheme does not quantize activations, dequantized weights are rounded to the problem's
+    dtype. If it does, x and h are quantized: with one scale for x and one for h of all valid pairs,
+    with one per row, or with one per group of a row. nvfp4 has one per expert in addition.
 
-    input_weighted: for such a scheme, a router weight on the input multiplies x before it is
-        quantized. Otherwise it multiplies the results of GEMM 1.
+    input_weighted: if activations are quantized, a router weight on the input multiplies x before
+        that. Otherwise it multiplies the results of GEMM 1.
     """
     quantizes = problem.scheme.quantizes_activations
     arithmetic = _make_arithmetic(weights, problem, Roundings(weights=not quantizes, gate_up=True))

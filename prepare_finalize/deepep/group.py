@@ -77,7 +77,7 @@ class DeepEPGroup:
     group: a ProcessGroup of torch.distributed; None is the default one.
     deadline_s: timeout of collective steps that create or free buffers; None means MK_DEADLINE_S,
         or 10 s. Calls have the library's own timeout of about 100 s.
-    num_sms: number of SMs, even, for the kernels that allow to set it; None means the library's
+    num_sms: number of SMs, even, for the kernels that allow setting it; None means the library's
         default.
 
     Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not

@@ -48,17 +48,17 @@ FlashInferExchange = Exchange[AlltoAllShape]
 class FlashInferGroup(ExchangeManager[AlltoAllShape]):
     """Workspaces of FlashInfer's all-to-all for the ranks of one process group on one host.
 
+    Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
+    respond or ranks disagree.
+
     group: a ProcessGroup that can gather objects (NCCL or gloo), through which the library
         exchanges memory handles; None is the default one.
     in_flight: number of calls of one shape between dispatch and combine. Each takes a workspace,
         which is allocated when it is first needed.
-    deadline_s: deadline of collective steps before the library is called; None is MK_DEADLINE_S, or
-        10 s. The library itself waits on the GPU for its peers, and stops the device permanently
-        after about 300 s.
+    deadline_s: seconds that the steps before the library is called wait for other ranks; None is
+        MK_DEADLINE_S, or 10 s. The library itself waits on the GPU for its peers, and stops the
+        device permanently after about 300 s.
     library: replacement for flashinfer.comm.
-
-    Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
-    respond or ranks disagree.
     """
 
     package = "FlashInfer"

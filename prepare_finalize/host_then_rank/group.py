@@ -33,10 +33,11 @@ _numbers = count()  # numbers of the groups that this process registers with tor
 class HostMemory(SharedMemory):
     """Memory shared by the ranks of this host, for a group that spans several hosts.
 
-    Every rank of the group must allocate heaps in the same order, and all agree on them.
+    Every rank of the group must allocate heaps in the same order, and all agree on them. `ranks`
+    are the group's ranks on this host.
 
     store: a store of the group that only this manager uses.
-    rank: the rank in the group. `ranks` are the group's ranks on this host.
+    rank: the rank in the group.
     hosts: the hosts of the group's ranks.
     device, deadline_s, history: as in `SymmetricGroup`.
     """
@@ -160,8 +161,8 @@ class HostThenRankGroup(TorchGroup):
     def check_host_memory(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
         """Raise CommunicationError if this manager, or a wait for ranks of this host, has failed.
 
-        `nbytes` is the size of this rank's data, and started_s the start of the wait
-        (time.monotonic).
+        nbytes: size of this rank's data.
+        started_s: start of the wait (time.monotonic).
         """
         self._check_open()
         missing = self.memory.missing()

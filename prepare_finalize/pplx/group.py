@@ -62,16 +62,16 @@ PplxExchange = Exchange[PplxShape]
 class PplxGroup(ExchangeManager[PplxShape]):
     """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
 
+    Raise ConfigurationError if the library is missing or the ranks cannot share memory, and
+    CommunicationError if a rank does not respond or ranks disagree.
+
     group: a ProcessGroup with any backend, since handles are exchanged through a separate gloo
         group; None is the default one.
     in_flight: number of calls of one shape between dispatch and combine. Each takes a set of
         buffers, which is allocated when it is first needed.
-    deadline_s: deadline of collective steps here; None is MK_DEADLINE_S, or 10 s. A dispatch or
-        combine itself waits on the GPU for its peers without limit.
+    deadline_s: seconds that the steps of this class wait for other ranks; None is MK_DEADLINE_S, or
+        10 s. A dispatch or combine itself waits on the GPU for its peers without limit.
     library: replacement for the package pplx_kernels.
-
-    Raise ConfigurationError if the library is missing or the ranks cannot share memory, and
-    CommunicationError if a rank does not respond or ranks disagree.
     """
 
     package = "pplx-kernels"

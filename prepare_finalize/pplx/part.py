@@ -50,7 +50,7 @@ _MAX_ROW_BYTES = 48 << 10  # of a row, its scales and its index, which pass thro
 class PplxHandle(PartHandle):
     """The handle of an exchange.
 
-    use_count: uses of the exchange up to this call.
+    use_count: number of uses of the exchange's buffers, this call included.
     slots_TK, weights_TK: uint32 and float32, as passed to the library.
     sink_counts_S: int32, the number of rows in each sink.
     """

@@ -1,4 +1,4 @@
-"""Kernel that assigns expert-sorted rows, each expert's from a multiple of the tile on."""
+"""Kernel that assigns rows in the order of experts, each expert's from a multiple of TILE on."""
 
 import triton
 import triton.language as tl

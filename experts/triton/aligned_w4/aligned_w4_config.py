@@ -23,10 +23,10 @@ MIN_BLOCK_M = 8  # min block_m: the rows are the right operand of the MMA, whose
 # rows relative to blocks of 16: integers 0.74 to 0.80 at 8 rows per expert and 0.81 to 0.85 at 10;
 # mxfp4 0.96 to 1.03 at 8 and 1.13 to 1.19 at 10 (H200, 2026-11-28, triton 3.6.0).
 _ROWS = {"uint4": 11, "float4_e2m1": 6}
-# Mean rows per expert up to which calls use this path by default: (if rows are aligned to 16
-# elements, otherwise). Every block of MAX_BLOCK_M rows unpacks the weights again, which costs too
-# much with more rows. The limits for integers were measured on an H200 on 2026-11-22. With mxfp4
-# the path is also faster than the aligned path with tiles of 32 rows (H200, 2026-11-24,
+# Mean rows per expert up to which calls use this path by default: for rows that are aligned to 16
+# elements, and for others. Every block of MAX_BLOCK_M rows unpacks the weights again, which costs
+# too much with more rows. The limits for integers were measured on an H200 on 2026-11-22. With
+# mxfp4 the path is also faster than the aligned path with tiles of 32 rows (H200, 2026-11-24,
 # triton 3.6.0, 1 to 1024 tokens).
 _MAX_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
 # (max block_m, max mean rows per expert) of launches of the aligned path that are slower than this

@@ -99,7 +99,7 @@ class AlignedW4Path(AlignedPath):
     ) -> dict[str, object]:
         """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed.
 
-        `rows` are activations, contiguous along K, and None, because they have no scales.
+        rows: activations, contiguous along K, and None, because they have no scales.
         """
         assert isinstance(config, AlignedW4Config)
         assert shrunk is None  # `serves` excludes adapters

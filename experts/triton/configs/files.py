@@ -21,8 +21,8 @@ Files of vLLM and SGLang have no "format" and use one launch for both GEMMs, {"6
 up columns together. For a gated activation it is halved (to at least 16), which keeps the work of a
 block. Unknown keys are ignored.
 
-A malformed file is rejected as a whole, with a ConfigurationError that names the file and states
-got and need.
+A malformed file is rejected as a whole, with a ConfigurationError that names the file, what it has
+and what is needed.
 """
 
 import json

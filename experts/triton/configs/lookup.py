@@ -2,9 +2,11 @@
 
 The first of these that exists is used:
 
-1. an active override 2. a file in the user's folder (MK_CONFIG_DIR) 3. a packaged file, in data/ 4.
-the nearest layers with a packaged file (`nearest`) 5. `heuristics`, if no packaged file is for this
-device and number format
+- an active override;
+- a file in the user's folder (MK_CONFIG_DIR);
+- a packaged file, in data/;
+- the nearest layers with a packaged file (`nearest`);
+- `heuristics`, if no packaged file is for this device and number format.
 
 A folder may keep files in triton_X_Y_Z/, as SGLang does, or at its top level, as vLLM does. The
 subfolder of the installed Triton is searched first, then the top level, then other versions, newest
@@ -84,7 +86,7 @@ class Source:
     steps: the configurations.
     origin: "override_config", a file, NEAREST, "heuristics" or FIXED.
     keys: the token counts in the file.
-    lenders: for each step, the tuned layer from which its configuration is, if origin is NEAREST.
+    lenders: for each step, the tuned layer that its configuration is from, if origin is NEAREST.
     notes: remarks for `explain`.
     looked_in: locations without a usable file, in order of search.
     foreign: the file is from vLLM or SGLang.

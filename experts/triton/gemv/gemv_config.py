@@ -1,8 +1,12 @@
 """Supported problems, token limit, launches and tuning candidates of the gemv path.
 
-Its launches are LaunchConfig with these meanings: block_n is the number of weight rows that a
-program holds at once (in GEMM 1, of gate, and as many of up). In GEMM 2, group_m pairs of a token
-share them. block_k may span several scale groups. block_m is ignored.
+Its launches are LaunchConfig with these meanings:
+
+block_n: weight rows that a program holds at once. In GEMM 1 these are gate rows, and as many up
+    rows are held. In GEMM 2 they are those of all pairs that are processed at once.
+block_k: may span several scale groups.
+group_m: in GEMM 2, the maximum number of pairs of a token that are processed at once.
+block_m: ignored.
 """
 
 import torch

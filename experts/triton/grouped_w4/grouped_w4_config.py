@@ -160,7 +160,10 @@ def max_tokens(problem: Problem) -> int:
 
 
 def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
-    """Return, by scale dtype, the largest call in tokens that uses prepared weights; None: any."""
+    """Return the largest call, in tokens, that uses prepared weights; None: any.
+
+    scale: dtype of the scales of the weights.
+    """
     scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
         max_rows = _MAX_PREPARED_WITH_ZEROS

@@ -29,7 +29,10 @@ def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _store_u(u_ptr, u, row, slots, rank_row, rank_rows):
-    """Store u for rows with a slot and columns inside rank_rows. row: int64."""
+    """Store u for rows with a slot and columns inside rank_rows.
+
+    row: (BLOCK_M,) int64, the row of u of each row.
+    """
     u_ptrs = u_ptr + row[:, None] * rank_rows + rank_row[None, :]
     mask = (slots < NO_SLOT)[:, None] & (rank_row < rank_rows)[None, :]
     tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)

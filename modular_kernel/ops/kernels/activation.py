@@ -11,10 +11,11 @@ ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def _sigmoid(value, FLUSH: tl.constexpr):
-    """Return 1 / (1 + exp(-value)). FLUSH: faster, but may return zero below -87.3.
+    """Return 1 / (1 + exp(-value)).
 
-    With FLUSH, exp may flush subnormal results, which adding 1 would lose anyway, and the
-    reciprocal may flush its result to zero, so it needs no scaling, unlike a quotient.
+    FLUSH: faster, but results below -87.3 may be zero. exp may then flush subnormal results, which
+        adding 1 would lose anyway, and the reciprocal may flush its result, so that it needs no
+        scaling, unlike a quotient.
     """
     if ASSEMBLE and FLUSH:
         denominator = 1.0 + tl.exp2(value * -1.4426950216293335)

@@ -33,10 +33,9 @@ def quantized_values(
 ):
     """Return value * inverse, clamped to [-LARGEST, LARGEST].
 
-    If ROUND, it is rounded to the nearest integer, ties to even.
-
-    SATURATE may be False if `inverse` comes from `scale_of` of the same values: the product then
-    exceeds LARGEST by at most three roundings, which conversion to the quantized type rounds back.
+    If ROUND, it is rounded to the nearest integer, ties to even. SATURATE may be False if `inverse`
+    comes from `scale_of` of the same values: the product then exceeds LARGEST by three rounding
+    errors at most, and conversion to the quantized type rounds it to LARGEST.
     """
     value = value * inverse
     if SATURATE or ROUND:

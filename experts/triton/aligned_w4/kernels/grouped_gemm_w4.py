@@ -27,7 +27,7 @@ def _rows_of_spans(
 ):  # fmt: skip
     """Return the weight rows of a tile as two terms, as `rows_of` does, each (1, ROWS, 1).
 
-    The outer term is the start of a span of SPAN rows.
+    One term is the start of a span of SPAN rows, the other the row in it.
     """
     row = tl.arange(0, ROWS)[None, :, None]
     span = row // SPAN * SPAN

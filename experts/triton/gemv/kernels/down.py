@@ -55,7 +55,7 @@ def _add_step(
     codes: (S, N, BLOCK_K) stored weights.
     h: (S, BLOCK_K), quantized here according to QUANT.
     h_scale: (S,), the scales for QUANT "token", "tensor" and "static".
-    scale_mask: (S, rows with scales, 1).
+    scale_mask: (S, SCALE_ROWS, 1), the rows whose scales exist.
     """
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)

@@ -66,7 +66,10 @@ def _add_step(
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Add one K step to gate and up, and return them. scale_mask: (rows with scales,)."""
+    """Add one K step to gate and up, and return them.
+
+    scale_mask: (SCALE_ROWS,), the rows whose scales exist.
+    """
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,

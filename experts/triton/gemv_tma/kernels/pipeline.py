@@ -75,7 +75,10 @@ def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
 
 @gluon.jit
 def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
-    """Return the largest magnitude of each row, (R,). pieces: the result of `load_pieces`."""
+    """Return the largest magnitude of each row, (R,).
+
+    pieces: the result of `load_pieces`.
+    """
     NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
     amax = gl.zeros((NUM_ROWS, PIECE), gl.float32, vector_layout(NUM_ROWS))
     if len(pieces) > 0:

@@ -39,9 +39,9 @@ def issue_loads(WARPS: tl.constexpr):
     """Return 0, but only after all preceding loads have been issued.
 
     The compiler would otherwise delay loads until registers are free for their results, too late to
-    hide their latency. It does not move loads past a barrier, nor what depends on the result of the
-    barrier before it. The barrier joins two warps only; barrier 0 is reserved for the whole
-    program.
+    hide their latency. A barrier stops it: no load moves behind the barrier, and no code that uses
+    the barrier's result moves before it. The barrier joins two warps only; barrier 0 is reserved
+    for the whole program.
     """
     zero = 0
     if ASSEMBLE:

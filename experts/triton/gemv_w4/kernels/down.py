@@ -1,6 +1,7 @@
 """GEMM 2 of the gemv_w4 path: a program computes a block of hidden columns of one token.
 
-The PARTS warps of a program are its parts. Blocks, chunks and slots are as in `common`.
+Each of the PARTS warps of a program computes a part: the sum over some of the blocks along K and
+over some of the token's pairs. Blocks, chunks and slots are as in `common`.
 """
 
 import triton

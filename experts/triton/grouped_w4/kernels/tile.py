@@ -91,7 +91,7 @@ def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
     """
     if (
         FORMAT == "integer"
-    ):  # codes are read as q * 2^-133, and unpacked weights are lowered by 2^50 in all
+    ):  # codes are read as q * 2^-133, and unpacked weights are 2^-50 times the true ones
         raised = scale.to(tl.float32) * 2.0 ** (133 - 50)
         stored = raised.to(tl.int32, bitcast=True)
         if HAS_ZERO:  # a NaN with all bits set would be rounded up to zero
