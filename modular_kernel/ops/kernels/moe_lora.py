@@ -213,9 +213,10 @@ def moe_lora_fused_kernel(
 
         h = silu(gate) * up, (gate, up) = B13 @ A13 @ x[t]
 
-    with the matrices of the key of t, k. Grid: (tokens, blocks of BLOCK_H columns of out). Every
-    program of a token repeats all steps but the last, B2. Intermediate results are rounded as the
-    other kernels round them.
+    with the matrices of the key of t, k.
+
+    Grid: (tokens, blocks of BLOCK_H columns of out). Every program of a token repeats all steps but
+    the last, B2. Intermediate results are rounded as the other kernels round them.
 
     BLOCK_R: a power of two >= max_rank.
     BLOCK_K: elements of H, then of I, per step.
