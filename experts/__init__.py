@@ -1,4 +1,7 @@
-"""PermuteExpertsUnpermute parts: permute, two grouped GEMMs with an activation, unpermute."""
+"""Experts parts (PermuteExpertsUnpermute).
+
+They permute tokens, run two grouped GEMMs with an activation in between, and unpermute.
+"""
 
 from experts.cutlass import (
     BatchedCutlassExpertsFP4,

@@ -1,7 +1,7 @@
-"""GroupedGemmExperts: permute, two grouped GEMMs over the segments of the experts, unpermute.
+"""GroupedGemmExperts: permute, two grouped GEMMs over expert-sorted rows, unpermute.
 
-This module is above the packages it joins: `experts.triton` has the GEMMs, and `experts.compat`
-exposes the same steps one by one.
+This module imports two packages that do not import each other: `experts.triton` has the GEMMs, and
+`experts.compat` exposes the same steps one by one.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-# Weight-only schemes do not benefit from permuting the rows first; use TritonExperts for them.
+# For weight-only schemes, permuting the rows first is not faster; use TritonExperts for them.
 _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 
 
@@ -50,7 +50,7 @@ class GroupedGemmExperts(TritonExpertsBase):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the compile cases of experts.compat.ep_moe, which launches the same GEMMs."""
+        """Return the compile cases of `experts.compat.ep_moe`, which launches the same GEMMs."""
         from experts.compat.ep_moe_compile_cases import COMPILE_CASES, launch_all
 
         return {

@@ -21,7 +21,7 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched, reducer_for
 
 
 class NaiveBatchedExperts(PermuteExpertsUnpermute):
-    """Loop over the experts on (e, C, H) rows; write valid rows only.
+    """Loop over the experts of batched rows (e, C, H); write valid rows only.
 
     It copies the row counts to the host, so it cannot be captured in a CUDA graph.
     """

@@ -61,7 +61,7 @@ _REQUIREMENT_FIELDS = frozenset(field.name for field in fields(ExpertsRequiremen
 
 
 class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Run the pre-permute, core and post-permute stages of one backend."""
+    """Experts that run the pre-permute, core and post-permute stages of one backend."""
 
     stages: ClassVar[Stages]
 
@@ -70,7 +70,10 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self._core = self.stages.core(problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the core's buffers, and the output, whose shape depends on `requires.reduce`."""
+        """Return the buffers of the core, and the output.
+
+        The shape of the output follows from `requires.reduce`.
+        """
         problem = self.problem
         empty = BufferSpec((0,), problem.dtype)
         output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
@@ -93,7 +96,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
     def compute(self, call: RunnerCall[Any]) -> None:
         """Write call.output.
 
-        Raises ConfigurationError if a stage's result is not of this backend's type.
+        Raise ConfigurationError if the result of a stage is not of this backend's type.
         """
         stages = self.stages
         with stage_names.stage(stage_names.PERMUTE):
@@ -110,13 +113,16 @@ _CORE_STAGE_NAME = stage_names.fused(stage_names.GEMM1, stage_names.GEMM2)
 
 
 class FusedExperts(AssembledExperts):
-    """Run one fused operation that replaces the stages of `unfused`."""
+    """Experts that run one fused operation, which replaces the stages of `unfused`."""
 
     operation: ClassVar[FusedFunction]  # a staticmethod that takes only the call
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return the rejections of `unfused`: the fused operation supports the same problems."""
+        """Return the rejections of `unfused`.
+
+        The fused operation supports the same problems.
+        """
         assert cls.unfused is not None
         return cls.unfused.extra_rejections(problem, machine)
 
@@ -135,13 +141,15 @@ def make_experts(
 ) -> type[PermuteExpertsUnpermute]:
     """Return the experts part `name`, assembled from the stages of `backend` and `format`.
 
-    requires: fields of ExpertsRequirements other than the activation format. `reduce` is the work
-    that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens (post-permute
-    writes weighted sums) and to DELEGATE for batched ones (it writes unweighted rows). `__module__`
-    is that of the core stage: to make instances picklable, assign the class in that module to a
-    variable called `name`.
+    `requires` are fields of ExpertsRequirements other than the activation format. `reduce` is the
+    work that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens
+    (post-permute writes weighted sums) and to DELEGATE for batched ones (it writes unweighted
+    rows).
 
-    Raises UnknownPartError if a stage is not registered, and ConfigurationError for an unknown
+    `__module__` of the part is that of the core stage. To make instances picklable, assign the
+    class to a variable called `name` in that module.
+
+    Raise UnknownPartError if a stage is not registered, and ConfigurationError for an unknown
     field.
     """
     stages = stages_of(backend, format)
@@ -161,10 +169,9 @@ def make_experts(
 def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
     """Return the experts part `name` that runs the fused function of (a2a_backend, backend).
 
-    It has the requirements of the staged part that the function replaces.
-
-    Raises UnknownPartError if no operation is registered, and ConfigurationError if the registered
-    one is a part rather than a function, or if its staged part was not made by `make_experts`.
+    It has the requirements of the staged part that the function replaces. Raise UnknownPartError if
+    no operation is registered, and ConfigurationError if the registered one is a part rather than a
+    function, or if its staged part was not made by `make_experts`.
     """
     op = fused_op(a2a_backend, backend)
     check_name(name)

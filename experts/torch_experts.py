@@ -1,4 +1,4 @@
-"""TorchExperts: a plain torch reference over contiguous tokens, on any device."""
+"""TorchExperts: the torch reference over contiguous tokens, on any device."""
 
 import torch
 
@@ -22,7 +22,7 @@ from topk_reduce import TopKWeightAndReduceContiguous, reducer_for
 
 
 class TorchExperts(PermuteExpertsUnpermute):
-    """Loop over the experts; write unweighted (T, K, H) rows, zero for skipped pairs.
+    """Loop over the experts; write unweighted rows (T, K, H), which are zero for skipped pairs.
 
     It copies the routing to the host, so it cannot be captured in a CUDA graph.
     """

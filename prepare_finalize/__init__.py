@@ -1,7 +1,8 @@
-"""PrepareAndFinalize parts: quantize and dispatch, then combine. One package per transport.
+"""PrepareAndFinalize parts: quantize and dispatch, then combine.
 
-Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) hold the communicator of a
-process group. Create, keep and destroy each of them in one place.
+There is one package per transport. Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and
+others) hold the communicator of a process group. Create, keep and destroy each of them in one
+place.
 """
 
 from modular_kernel.compatibility.support import PlannedPart

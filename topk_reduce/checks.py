@@ -19,10 +19,11 @@ from modular_kernel.utils.tensor_checks import (
 def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
     """Raise an InputError for arguments that a reducer cannot take.
 
-    A reducer calls this unless `given.checked`; kernels have checked their arguments already.
+    A reducer calls this unless `given.checked`; a kernel has checked its arguments already.
 
-    shape: of `given.rows`: "(T, H)", "(T, K, H)", or "(e, C, H)", which needs row_of_pair_TK. A
-    reducer that takes several passes "(T, K, H)" if there is no row_of_pair_TK.
+    given: what the reducer was called with.
+    shape: that of `given.rows`: "(T, H)", "(T, K, H)", or "(e, C, H)", which needs row_of_pair_TK.
+        A reducer that takes both of the latter passes "(T, K, H)" if row_of_pair_TK is None.
     """
     expect("rows", given, ExpertRows)
     assert isinstance(given, ExpertRows)

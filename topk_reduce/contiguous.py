@@ -10,7 +10,10 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """(T, K, H) rows -> (T, H), accumulated in float32. Rows of skipped pairs must be zero."""
+    """(T, K, H) rows -> (T, H), accumulated in float32.
+
+    Rows of skipped pairs must be zero.
+    """
 
     kind = Reduce.CONTIGUOUS
 

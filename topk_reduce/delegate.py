@@ -9,7 +9,7 @@ from modular_kernel.tensors import ExpertRows
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """Marker without an implementation: finalize substitutes a reducer that suits its combine."""
+    """Marker without an implementation: finalize uses a reducer that suits its combine instead."""
 
     kind = Reduce.DELEGATE
 

@@ -1,4 +1,4 @@
-"""Per-pair rows instead of their sum (no_combine)."""
+"""Reducer of layers that return a row for each pair instead of their sum."""
 
 import torch
 
@@ -10,10 +10,11 @@ from topk_reduce.checks import check_rows
 
 
 class KeepTopK(TopKWeightAndReduce):
-    """Rows -> (T, K, H), token-major; zero for skipped pairs.
+    """Rows -> (T, K, H), in the order of the pairs; zero for skipped pairs.
 
-    weighted: multiply rows by the router weight and the routed scaling factor, so that their sum
-    over K is the combined output; otherwise return the rows of the experts unchanged.
+    weighted: whether to multiply rows by the router weight and the routed scaling factor, so that
+        their sum over K is the combined output. Otherwise the rows of the experts are returned
+        unchanged.
     """
 
     kind = None

@@ -1,4 +1,4 @@
-"""Weighted sum of rows in the batched format, gathered by pair."""
+"""Weighted sum of rows in the batched format, each found through its pair."""
 
 import torch
 

@@ -9,7 +9,7 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """rows.rows is already the (T, H) result; copied unless it is `out` itself."""
+    """Rows that are already the (T, H) result are copied to `out`, unless they are `out` itself."""
 
     kind = Reduce.NOOP
 

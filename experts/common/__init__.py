@@ -1,1 +1,1 @@
-"""Steps around two grouped GEMMs, shared by the parts that call other libraries."""
+"""The steps around the two grouped GEMMs, shared by the parts that call other libraries."""

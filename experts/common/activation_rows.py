@@ -19,12 +19,12 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Libraries write 16-bit results, which rounds before the activation and before the sum.
+# Libraries write 16-bit results, so values are rounded before the activation and before the sum.
 ROUNDINGS = Roundings(gate_up=True)
 
 
 def hidden_specs(problem: Problem, rows: int, segments: int = 1) -> Mapping[str, BufferSpec]:
-    """Return the buffers that `hidden_rows` takes."""
+    """Return the buffers that `hidden_rows` takes for `rows` rows in `segments` segments."""
     scheme, columns = problem.scheme, problem.intermediate
     is_unquantized = {"h": BufferSpec((rows, columns), problem.dtype)}
     if not scheme.quantizes_activations:
@@ -42,13 +42,14 @@ def hidden_rows(
     *,
     along_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply the activation and quantize. Returns (rows (R, I) for GEMM 2, their scales).
+    """Apply the activation and quantize; return the rows (R, I) for GEMM 2 and their scales.
 
     The scales are `Quantized.scale_of_rows`, or None for a scheme with 16-bit activations.
 
-    gate_up_RN: (R, N), in equal segments, one for each element of counts_e. Only the first
-    counts_e[i] rows of segment i are valid; the results of other rows are undefined. along_rows:
-    store the scales column-major, (R, groups) with stride(0) = 1.
+    gate_up_RN: (R, N), in segments of equal size, one for each element of counts_e.
+    counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
+        of other rows are undefined.
+    along_rows: store the scales column-major, (R, groups) with stride(0) = 1.
     """
     rows, scheme = len(gate_up_RN), problem.scheme
     shape = (rows, problem.intermediate)
@@ -84,6 +85,6 @@ def _values_and_scale(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has_tensor_scale(problem: Problem) -> bool:
-    """Return whether the scale depends on all of h, so that it must be computed before rounding."""
+    """Return whether one scale depends on all of h, which must then be computed first."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

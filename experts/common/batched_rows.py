@@ -1,6 +1,6 @@
 """Base classes of experts parts that call a library's grouped GEMM on batched rows.
 
-Launches: GEMM 1; activation [and quantize]; GEMM 2.
+The launches are: GEMM 1; activation [and quantize]; GEMM 2.
 """
 
 from abc import abstractmethod
@@ -27,7 +27,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of parts that return GEMM 2's batched rows, neither weighted nor summed."""
+    """Base of parts that return the batched rows of GEMM 2, neither weighted nor summed."""
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceDelegate())
@@ -39,9 +39,9 @@ class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 class BatchedRowsExperts(UnweightedRowsExperts):
     """Base of parts that call a library's grouped GEMM on (e, C, K) rows.
 
-    library_allocates_output: whether the library allocates its results; those of GEMM 2 are then
-    copied. scales_along_rows: whether the library takes the scales of GEMM 2's rows column-major,
-    (e, C, groups) with stride(1) = 1.
+    library_allocates_output: the library allocates its results; those of GEMM 2 are then copied.
+    scales_along_rows: the library takes the scales of GEMM 2's rows column-major, (e, C, groups)
+        with stride(1) = 1.
     """
 
     library_allocates_output: ClassVar[bool] = False
@@ -56,11 +56,12 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the product (e, C, N) of rows (e, C, K) and weights (e, N, K).
+        """Return the product (e, C, N) of rows (e, C, K) and weights (e, N, K), both with scales.
 
-        Only the first counts_e[i] rows of expert i are valid. Row scales have the shape (1,), or
-        (e, C, groups) with any strides; weight scales are as in `weight_specs`. `out` is None if
-        `library_allocates_output`.
+        rows: scales have the shape (1,), or (e, C, groups) with any strides.
+        weights: scales are as in `weight_specs`.
+        counts_e: only the first counts_e[i] rows of expert i are valid.
+        out: the buffer of the product; None if `library_allocates_output`.
         """
 
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:

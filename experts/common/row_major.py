@@ -6,7 +6,7 @@ _ALIGNMENT = 16  # bytes
 
 
 def is_aligned(w_eNK: torch.Tensor) -> bool:
-    """Return whether the data begins at a multiple of 16 bytes; a view may begin anywhere."""
+    """Return whether the data begins at a multiple of 16 bytes, which is not so for every view."""
     return w_eNK.data_ptr() % _ALIGNMENT == 0
 
 
@@ -16,10 +16,9 @@ def is_row_major(w_eNK: torch.Tensor) -> bool:
 
 
 def to_row_major(w_eNK: torch.Tensor) -> torch.Tensor:
-    """Return the weights in row-major order: unchanged if they are already, else a copy."""
+    """Return the weights in row-major order, copied only if they are not."""
     return w_eNK if is_row_major(w_eNK) else copy_row_major(w_eNK)
 
 
 def copy_row_major(w_eNK: torch.Tensor) -> torch.Tensor:
-    """Return a row-major copy."""
     return w_eNK.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Base of experts parts that sort the rows of contiguous tokens and call a library's grouped GEMM.
+"""Base of experts parts that sort rows of contiguous tokens and call a library's grouped GEMM.
 
-Launches: count, scan, place; permute [and quantize]; GEMM 1; activation [and quantize]; GEMM 2;
-sum.
+The launches are: count, scan and place pairs; permute [and quantize]; GEMM 1; activation [and
+quantize]; GEMM 2; sum.
 """
 
 from abc import abstractmethod
@@ -35,16 +35,16 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-_TILE_M = 128  # arbitrary: `sort_pairs` also lists tiles, but libraries schedule their own
+_TILE_M = 128  # arbitrary: `sort_pairs` also lists tiles, but libraries have their own
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Assignment of (token, expert) pairs to expert-sorted rows.
+    """The row of each pair in expert-sorted order.
 
-    row_of_pair_TK: (T, K) int32, -1 where a pair is skipped. ends: (e,) int32, one past the last
-    row of each expert. used: (1,) int32, one past the last row in use; the contents of later rows
-    are undefined.
+    row_of_pair_TK: (T, K) int32, -1 where a pair is skipped.
+    ends: (e,) int32, one past the last row of each expert.
+    used: (1,) int32, one past the last row in use; the contents of later rows are undefined.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -55,7 +55,7 @@ class RowOrder:
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     """Base of parts whose last step gathers, weights and sums the rows of each token.
 
-    Subclasses choose the order of rows, and extend `requires` by the limits of their GEMMs.
+    Subclasses choose the order of rows, and add the limits of their GEMMs to `requires`.
     """
 
     requires = ExpertsRequirements(
@@ -86,7 +86,7 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     ) -> None:
         """Write the weighted sum of each token's rows to `output`.
 
-        If the problem keeps top-k, write the unweighted rows to (T, K, H) instead.
+        If the problem keeps top-k, write the unweighted rows (T, K, H) instead.
         """
         problem = self.problem
         is_summed = problem.combine is Combine.SUM
@@ -105,8 +105,8 @@ class SortedRowsExperts(SummedRowsExperts):
 
     Pairs whose expert is on another rank get no row.
 
-    library_allocates_output: whether the library allocates its results outside the workspace.
-    scales_along_rows: whether the library takes row scales (R, groups) column-major, stride(0) = 1.
+    library_allocates_output: the library allocates its results outside the workspace.
+    scales_along_rows: the library takes row scales column-major, (R, groups) with stride(0) = 1.
     """
 
     library_allocates_output: ClassVar[bool] = False
@@ -121,10 +121,10 @@ class SortedRowsExperts(SummedRowsExperts):
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Multiply each row by its expert's weights: rows (R, K), weights (e, N, K), result (R, N).
+        """Multiply rows (R, K) by the weights (N, K) of their experts; return the result (R, N).
 
-        Scales are as in `Quantized` and `weight_specs`. `out` is None if
-        `library_allocates_output`.
+        Rows and weights come with their scales, as in `Quantized` and `weight_specs`. `out` is the
+        buffer of the result, None if `library_allocates_output`.
         """
 
     def max_rows(self, pairs: int) -> int:
@@ -151,7 +151,7 @@ class SortedRowsExperts(SummedRowsExperts):
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         """Return whether the permute step of this part also quantizes the tokens.
 
-        It does if scales are static, or if each scale depends on a single token.
+        It does if the scale is static, or if each scale depends on a single token.
         """
         scheme = self.problem.scheme
         per_token = scheme.static or scheme.activation_granularity != "tensor"
@@ -222,9 +222,9 @@ class SortedRowsExperts(SummedRowsExperts):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy each token and its scales to the rows of its pairs; quantize if not done yet.
+        """Copy each token and its scales to the rows of its pairs; quantize it first if necessary.
 
-        Returns (rows, scales). A per-tensor scale is returned unchanged.
+        Return the rows and their scales. A per-tensor scale is returned unchanged.
         """
         scheme, row_of_pair_TK = self.problem.scheme, order.row_of_pair_TK
         x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))

@@ -1,1 +1,1 @@
-"""Steps of a fused MoE layer, under the names they have in other projects."""
+"""Steps of a fused MoE layer, under the names that they have in other projects."""

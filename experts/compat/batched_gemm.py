@@ -1,4 +1,4 @@
-"""`batched_gemm`: a standalone grouped GEMM over batched (e, C, K) rows."""
+"""batched_gemm: a grouped GEMM over batched rows (e, C, K), as a function."""
 
 from collections.abc import Mapping
 
@@ -39,17 +39,18 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
 ) -> torch.Tensor:
     """out[i, c] = a[i, c] @ b[i]^T for c < counts_e[i]; other rows are neither read nor written.
 
-    - a: (e, C, K), contiguous.
-    - b: (e, N, K) with any strides, or packed. Its scales and zero points are those of w2 in an
-      `ExpertWeights` of the scheme.
-    - b_global_scale: (e, 1) float32, for nvfp4.
-    - counts_e: (e,) int32; counts above C are treated as C.
-    - a_scale: float32, of shape (1,), (e, C, 1) or (e, C, ceil(K / g)), as the scheme requires.
-    - out: (e, C, N), contiguous. If None, it is allocated: in `dtype` if a is quantized, else in
-      a's dtype.
+    a_eCK: (e, C, K), contiguous.
+    b_eNK: (e, N, K) with any strides, or packed.
+    counts_e: (e,) int32; counts above C are treated as C.
+    quant: the quantization scheme.
+    a_scale: float32, of shape (1,), (e, C, 1) or (e, C, ceil(K / g)), as the scheme requires.
+    b_scale, b_zero_point: as w2_scale and w2_zero_point in an `ExpertWeights` of the scheme.
+    b_global_scale: (e, 1) float32, for nvfp4.
+    out: (e, C, N), contiguous; None to allocate it.
+    dtype: that of the allocated output if a is quantized; otherwise it has a's dtype.
 
-    Sums are accumulated in float32. Raises InputError for a tensor of the wrong shape, dtype,
-    layout or device, IncompatibleError if the kernel has no K step for the scale groups, and
+    Sums are accumulated in float32. Raise InputError for a tensor of the wrong shape, dtype, layout
+    or device, IncompatibleError if the kernel has no K step for the scale groups, and
     UnsupportedError for tensors that require gradients.
     """
     tensors = {"a": a_eCK, "b": b_eNK, "counts": counts_e}
@@ -95,7 +96,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
         w2_zero_point=b_zero_point,
         w2_global_scale=b_global_scale,
     )
-    _, tile = choose_config(problem, capacity).both(LaunchConfig)  # GEMM 2's: no activation
+    _, tile = choose_config(problem, capacity).both(LaunchConfig)  # of GEMM 2: no activation
     num_m = -(-capacity // tile.block_m)
     launch(
         batched_gemm_kernel,
@@ -112,7 +113,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check the properties required of every tensor, and that `out` can be written."""
+    """Check what every tensor must be, and that `out` can be written."""
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
     check_no_gradients(tensors)

@@ -1,20 +1,20 @@
 """Steps of an expert-parallel layer without all-to-all, under the names of SGLang's EPMoE.
 
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(topk_ids, E)
-    pre_reorder(x, gateup_input, src2dst, topk_ids, a1_scales, start, end)
+    pre_reorder(x, gateup_input, src2dst, topk_ids, w13_input_scale, start, end)
     grouped_gemm_triton(gateup_input, w13, gateup_output, end - start + 1, True,
                         seg_indptr[start : end + 2], ...)
-    silu_and_mul(gateup_output, down_input, reorder_topk_ids, a2_scales, start, end)
+    silu_and_mul(gateup_output, down_input, reorder_topk_ids, w2_input_scale, start, end)
     grouped_gemm_triton(down_input, w2, down_output, ...)
     post_reorder(down_output, out, src2dst, topk_ids, topk_weights, start, end)
 
 Every rank has all tokens, and the experts start_expert_id to end_expert_id (inclusive). It writes
 its partial sum to `out`; an all-reduce over ranks gives the layer's output. Buffers have T * K rows
 for the pairs of all ranks, but each rank reads and writes only the rows of its own experts.
-GroupedGemmExperts computes the same with rows for local pairs only.
+`GroupedGemmExperts` computes the same with rows for local pairs only.
 
-Shapes, dtypes and strides are checked. The values of ids are not checked, because reading them
-would synchronize with the device.
+Shapes, dtypes and strides are checked. The values of ids are not, because reading them would
+synchronize with the device.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 _FP8 = torch.float8_e4m3fn
-_MIN_BLOCK_K = 32  # smallest K step of an 8-bit tl.dot
+_MIN_BLOCK_K = 32  # minimum K of an 8-bit tl.dot
 
 
 def run_moe_ep_preproess(
@@ -60,12 +60,12 @@ def run_moe_ep_preproess(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort topk_ids (T, K), int32 or int64; return (reorder_topk_ids, src2dst, seg_indptr).
 
-    - reorder_topk_ids: (T * K,), the sorted ids; the sort is stable.
-    - src2dst: (T * K,) int32, the sorted position of pair t * K + k.
-    - seg_indptr: (num_experts + 1,) int64; expert i has the rows from seg_indptr[i] to seg_indptr[i
-      + 1].
+    - reorder_topk_ids is (T * K,), the ids, sorted stably.
+    - src2dst is (T * K,) int32, the sorted position of pair t * K + k.
+    - seg_indptr is (num_experts + 1,) int64; expert i has the rows seg_indptr[i] to seg_indptr[i +
+      1] - 1.
 
-    Skipped pairs (-1) are sorted before all experts.
+    Skipped pairs (-1) come before all experts.
     """
     check_tensor("topk_ids", topk_ids)
     _check_integers("topk_ids", topk_ids)
@@ -87,10 +87,14 @@ def pre_reorder(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[expert of p], for local pairs.
+    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[expert of p], for local pairs p.
 
-    hidden_states: (T, H); gateup_input: (T * K, H), contiguous. Rows of other ranks' pairs are not
-    written. a1_scales: (local experts,) float32; None means 1. Float8 values saturate.
+    hidden_states: (T, H), contiguous rows.
+    gateup_input: (T * K, H), contiguous. Rows of other ranks' pairs are not written. Float8 values
+        saturate.
+    src2dst: (T * K,), from `run_moe_ep_preproess`.
+    topk_ids: (T, K).
+    a1_scales: (local experts,) float32; None means 1.
     """
     read = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
     _check_tensors("gateup_input", gateup_input, read, a1_scales=a1_scales)
@@ -134,11 +138,14 @@ def silu_and_mul(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """down_input[r] = silu(gate) * up / w2_input_scale[expert of r], for rows of local experts.
+    """down_input[r] = silu(gate) * up / w2_input_scale[expert of r], for rows r of local experts.
 
-    gateup_output: (R, 2I), gate values first; down_input: (R, I); both contiguous. Other rows are
-    not written. w2_input_scale: (local experts,) float32; None means 1. Computed in float32 and
-    rounded once; float8 values saturate.
+    gateup_output: (R, 2I), contiguous, gate values first.
+    down_input: (R, I), contiguous. Other rows are not written. Float8 values saturate.
+    reorder_topk_ids: (R,), from `run_moe_ep_preproess`.
+    w2_input_scale: (local experts,) float32; None means 1.
+
+    The result is computed in float32 and rounded once.
     """
     read = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
     _check_tensors("down_input", down_input, read, w2_input_scale=w2_input_scale)
@@ -181,8 +188,13 @@ def post_reorder(
 ) -> None:
     """output[t] = sum over local pairs of topk_weights[t, k] * down_output[src2dst[t * K + k]].
 
-    down_output: (T * K, H), output: (T, H), topk_weights: (T, K) float32, all contiguous. Summed in
-    float32 and rounded once. A token without a local pair gets exact zeros.
+    down_output: (T * K, H), contiguous.
+    output: (T, H), contiguous. A token without a local pair gets exact zeros.
+    src2dst: (T * K,), from `run_moe_ep_preproess`.
+    topk_ids: (T, K).
+    topk_weights: (T, K) float32, contiguous.
+
+    The sum is computed in float32 and rounded once.
     """
     read = {"down_output": down_output, "src2dst": src2dst}
     _check_tensors("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
@@ -212,14 +224,20 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     scale_b: torch.Tensor | None = None,
     block_shape: list[int] | None = None,
 ) -> torch.Tensor:
-    """c[r] = a[r] @ b[weight_indices[i]]^T for every row r of segment i; returns c.
+    """c[r] = a[r] @ b[weight_indices[i]]^T for every row r of segment i; return c.
 
-    - a: (R, K), c: (R, N), both contiguous; b: (E, N, K), any strides.
-    - seg_indptr: (batch_size + 1,), non-decreasing; segment i has the rows from seg_indptr[i] to
-      seg_indptr[i + 1]. Rows outside all segments are not written.
-    - weight_indices: (batch_size,); None means 0, 1, ...
-    - use_fp8_w8a8: a and b are float8_e4m3fn, with scale_a (batch_size,) and scale_b (E,) in
-      float32. With block_shape [bn, bk] they are (R, K / bk) and (E, N / bn, K / bk), rounded up.
+    a: (R, K), contiguous.
+    b: (E, N, K), any strides.
+    c: (R, N), contiguous. Rows outside all segments are not written.
+    batch_size: the number of segments.
+    weight_column_major: must be True: b is (E, N, K).
+    seg_indptr: (batch_size + 1,), non-decreasing; segment i has the rows seg_indptr[i] to
+        seg_indptr[i + 1] - 1.
+    weight_indices: (batch_size,); None means 0, 1, ...
+    use_fp8_w8a8: a and b are float8_e4m3fn, with scales.
+    scale_a, scale_b: float32 (batch_size,) and (E,) or, with block_shape, (R, K / bk) and (E, N /
+        bn, K / bk), rounded up.
+    block_shape: [bn, bk], the weight rows and K elements that share a scale.
     """
     expect("weight_column_major", weight_column_major, bool)
     expect("use_fp8_w8a8", use_fp8_w8a8, bool)
@@ -254,7 +272,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
         return c
     row_scales = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
-    # GEMM 2's configuration: it has no activation epilogue.
+    # The configuration of GEMM 2, which has no activation in its epilogue.
     _, config = choose_config(problem, m).both(LaunchConfig)
     tiles = _segment_tiles(seg_indptr, weight_indices, m, config.block_m)
     operands = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
@@ -263,9 +281,9 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
 
 
 class GroupedGemmRunner(torch.nn.Module):
-    """`grouped_gemm_triton` as a stateless module.
+    """`grouped_gemm_triton` as a module without state.
 
-    device: device of the tensors. use_flashinfer: must be False, else UnsupportedError is raised.
+    Tensors are on `device`. Raise UnsupportedError if use_flashinfer is True.
     """
 
     def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
@@ -282,7 +300,7 @@ class GroupedGemmRunner(torch.nn.Module):
 def _quant_scheme(
     a: torch.Tensor, b: torch.Tensor, use_fp8_w8a8: bool, block_shape: list[int] | None
 ) -> str:
-    """Return the Problem.quant scheme that the options describe."""
+    """Return the quantization scheme (`Problem.quant`) that the options describe."""
     for name, tensor in (("a", a), ("b", b)):
         if use_fp8_w8a8 or name == "b":
             _check_dtype(name, tensor, _FP8 if use_fp8_w8a8 else a.dtype)
@@ -303,7 +321,10 @@ def _row_scales(
     seg_indptr: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """Check scale_a and scale_b; return one scale per row of `a`, (R, 1), or per group (R, G)."""
+    """Check scale_a and scale_b; return the scales of the rows of `a`.
+
+    These are (R, 1), or (R, G) with blocks.
+    """
     rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
     segments = seg_indptr.numel() - 1
     need_a: tuple[int, ...] = (segments,)
@@ -365,7 +386,7 @@ def _require_triton(tensor: torch.Tensor) -> None:
 def _check_shape_and_strides(
     what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows_only: bool = False
 ) -> None:
-    """Check the shape, and that the tensor is contiguous, or its rows if `rows_only`."""
+    """Check the shape, and that the tensor (or, with rows_only, each of its rows) is contiguous."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
     has_valid_strides = (
@@ -384,7 +405,7 @@ def _check_tensors(
 ) -> None:
     """Check devices and gradients, and that `output` overlaps no input.
 
-    Tensors in `optional` may be None.
+    Tensors whose names are in `optional` may be None.
     """
     check_tensor(what, output)
     all_inputs = {**inputs, **optional}

@@ -1,4 +1,4 @@
-"""`ep_scatter` and `ep_gather`: copy received rows into expert order and back, as in SGLang.
+"""ep_scatter and ep_gather: copy received rows into expert order and back, as in SGLang.
 
 The rows of an expert are contiguous and padded to a multiple of ALIGNMENT, the layout of DeepGEMM's
 contiguous grouped GEMM. `DeepGemmExperts` creates this layout itself, with fewer launches.
@@ -21,11 +21,11 @@ from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
-ALIGNMENT = 128  # rows of a block of DeepGEMM's contiguous products
+ALIGNMENT = 128  # rows of a block in DeepGEMM's contiguous layout
 
 
 def padded_counts(num_recv_tokens_per_expert: Sequence[int]) -> list[int]:
-    """Return the rows of each expert in the layout: its pairs, padded to whole blocks."""
+    """Return the rows of each expert in the layout: its pairs, rounded up to whole blocks."""
     expect("num_recv_tokens_per_expert", num_recv_tokens_per_expert, list | tuple)
     for count in num_recv_tokens_per_expert:
         expect("num_recv_tokens_per_expert", count, int)
@@ -45,20 +45,20 @@ def ep_scatter(  # noqa: PLR0913  (the arguments, and their order, are SGLang's)
     m_indices: torch.Tensor,
     output_index: torch.Tensor,
 ) -> None:
-    """Copy each received row to the rows of its experts, and write the assignment.
+    """Copy each received row to the rows of its experts, and write which row each pair has.
 
-    recv_x: (R, H). recv_x_scale: its scales (R, G) float32, or None.
+    recv_x: (R, H).
+    recv_x_scale: its scales (R, G) float32, or None.
     recv_topk: (R, K) int32 or int64 local ids, -1 for experts of other ranks.
     num_recv_tokens_per_expert: pairs of each expert, which `padded_counts` rounds up.
+    expert_start_loc: output (e,) int32, the first row of each expert.
+    output_tensor: output (M, H). M is at least the sum of the padded counts; padding rows are not
+        written.
+    output_tensor_scale: output (M, G), the scales of output_tensor, or None.
+    m_indices: output (M,) int32, the expert of each row, -1 for padding.
+    output_index: output (R, K) int32, the row of each pair, -1 if it has none.
 
-    Outputs:
-    expert_start_loc: (e,) int32, the first row of each expert.
-    output_tensor: (M, H), and output_tensor_scale: (M, G). M is at least the sum of the padded
-        counts; padding rows are not written.
-    m_indices: (M,) int32, the expert of each row, -1 for padding.
-    output_index: (R, K) int32, the row of each pair, -1 if it has none.
-
-    Pairs of an expert keep the order of recv_topk. Raises InputError for tensors that do not match,
+    Pairs of an expert keep the order of recv_topk. Raise InputError for tensors that do not match,
     CapacityError if M is too small, and RoutingError if the counts differ from those of recv_topk.
     Comparing the counts synchronizes with the GPU.
     """
@@ -120,11 +120,16 @@ def ep_gather(
     input_index: torch.Tensor,
     output_tensor: torch.Tensor,
 ) -> None:
-    """Write the weighted sum of each received row's results to output_tensor (R, H).
+    """Write the weighted sum of each received row's results to output_tensor.
 
-    input_tensor: (M, H). recv_topk_ids: (R, K), not read. recv_topk_weight: (R, K) float32.
-    input_index: `output_index` of ep_scatter; pairs with -1 are skipped. Sums are accumulated in
-    float32. The values of input_index are checked on a CPU, but not on a GPU.
+    input_tensor: (M, H).
+    recv_topk_ids: (R, K); not read.
+    recv_topk_weight: (R, K) float32.
+    input_index: `output_index` of `ep_scatter`; pairs with -1 are skipped.
+    output_tensor: (R, H).
+
+    Sums are accumulated in float32. The values of input_index are checked on a CPU, but not on a
+    GPU.
     """
     inputs = {"input_tensor": input_tensor, "recv_topk_ids": recv_topk_ids}
     inputs |= {"recv_topk_weight": recv_topk_weight, "input_index": input_index}
@@ -146,7 +151,7 @@ def ep_gather(
 
 
 def _check(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-    """Check kinds, devices, layouts, and the dtypes of integers."""
+    """Check that tensors can be read, their devices and layouts, and the dtypes of integers."""
     tensors = {**inputs, **outputs}
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():

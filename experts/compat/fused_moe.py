@@ -1,11 +1,11 @@
-"""Steps of SGLang's and vLLM's fused_moe under their names: a GEMM, its tile, and the sum.
+"""Steps of the fused_moe of SGLang and vLLM under their names: a GEMM, its tile, and the sum.
 
     sorted_ids, expert_ids, num_post = moe_align_block_size(topk_ids_TK, config["BLOCK_SIZE_M"], E)
     invoke_fused_moe_kernel(x_TH, w1, None, h_PN, None, None, None, topk_weights_TK, topk_ids_TK,
                             sorted_ids, expert_ids, num_post, False, K, config)
     moe_sum_reduce_triton(rows_TKH, out_TH, 1.0)
 
-`TritonExperts` runs the same kernel, but ends the first product with the activation.
+`TritonExperts` runs the same kernel, but applies the activation at the end of the first GEMM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ _KEYS = {
 def moe_sum_reduce_triton(
     input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float
 ) -> None:
-    """Write routed_scaling_factor times the sum over top-k of (T, K, H) rows to output (T, H).
+    """Write routed_scaling_factor times the sum over top-k of rows (T, K, H) to output (T, H).
 
     See `modular_kernel.ops.reduce.moe_sum_reduce`, whose errors it raises.
     """
@@ -63,12 +63,15 @@ def try_get_optimal_moe_config(
     *,
     quant: str = "none",
 ) -> dict[str, int]:
-    """Return a tile for both GEMMs of `TritonExperts`' aligned path with M tokens.
+    """Return the tile with which the aligned path of `TritonExperts` computes GEMM 2 of M tokens.
 
-    w1_shape: (E, 2I, H). w2_shape: (E, H, I), unpacked. The keys are those of
-    `invoke_fused_moe_kernel`. It is the tile of GEMM 2, from an override, a tuned file or the
-    heuristics, which can also be used for GEMM 1. Raises ConfigurationError for sizes that do not
+    It can be used for GEMM 1, too. It comes from an override, a tuned file or the heuristics. The
+    keys are those of `invoke_fused_moe_kernel`. Raise ConfigurationError for sizes that do not
     match.
+
+    w1_shape: (E, 2I, H).
+    w2_shape: (E, H, I), unpacked.
+    quant: the quantization scheme.
     """
     expect("M", M, Count)
     if len(w1_shape) != 3 or len(w2_shape) != 3 or w1_shape[2] != w2_shape[1]:
@@ -104,18 +107,22 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     """C[p] = A[p // top_k] @ B[expert of p]^T + bias, times the router weight of p if requested.
 
     A: (P / top_k, K), unquantized. With top_k > 1 it has one row per token, with 1 one per pair.
-    B: (e, N, K) with any strides, or packed. bias: (e, N).
+    B: (e, N, K) with any strides, or packed.
+    bias: (e, N), or None.
     C: (..., N), contiguous, P rows, A's dtype. Rows of pairs without a local expert are set to 0.
     A_scale: (1,) for a scheme with a static scale, else None. The rows of A are quantized here.
     B_scale, B_zp: as w2_scale and w2_zero_point in an `ExpertWeights` of the scheme.
     topk_weights: P float32 values, read if mul_routed_weight. With a bias, the product is rounded
-        before it is weighted. topk_ids: (T, K), P = T K.
+        before it is weighted.
+    topk_ids: (T, K), P = T K.
     sorted_token_ids, expert_ids, num_tokens_post_padded: results of `moe_align_block_size` with
         config["BLOCK_SIZE_M"]. Their values are checked on a CPU, but not on a GPU, where invalid
         ones cause out-of-bounds reads.
-    config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, and num_warps and num_stages.
+    config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M and, if wanted, num_warps and
+        num_stages.
+    quant: the quantization scheme.
 
-    Raises InputError for arguments that violate this, and IncompatibleError if the kernel does not
+    Raise InputError for arguments that violate this, and IncompatibleError if the kernel does not
     support the scheme.
     """
     optional = {"bias": bias, "A_scale": A_scale, "B_scale": B_scale, "B_zp": B_zp}
@@ -141,7 +148,7 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     if problem.scheme.quantizes_activations:
         rows, scale = quantize_values(A.float(), problem.scheme, A_scale)
     pairs, blocks = topk_ids.numel(), expert_ids.numel()
-    weights_in_kernel = mul_routed_weight and bias is None  # the kernel adds a bias after them
+    weights_in_kernel = mul_routed_weight and bias is None  # the kernel weights before the bias
     launch(
         grouped_gemm_kernel,
         (blocks * -(-problem.hidden // tile.block_n),),
@@ -175,7 +182,7 @@ def _problem(
     bias: bool,
     quant: str,
 ) -> Problem:
-    """Check A, C and the devices; return the problem of which this GEMM is GEMM 2."""
+    """Check A, C and the devices; return the problem whose GEMM 2 is this GEMM."""
     expect("top_k", top_k, Count)
     for name, tensor in {**tensors, "C": C}.items():
         check_tensor(name, tensor)
@@ -209,7 +216,7 @@ def _problem(
 
 
 def _tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
-    """Return the launch of a config; raise ConfigurationError if it does not fit the problem."""
+    """Return the launch of a config. Raise ConfigurationError if it does not fit the problem."""
     expect("config", config, Mapping)
     if unknown := sorted(set(config) - set(_KEYS)):
         need = f"only {', '.join(_KEYS)}"
@@ -221,7 +228,7 @@ def _tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
 def _check_alignment(
     tensors: Mapping[str, torch.Tensor], problem: Problem, tile: LaunchConfig, pairs: int
 ) -> None:
-    """Check the results of an alignment: dtypes, sizes, and on a CPU their values."""
+    """Check the results of an alignment: dtypes, sizes and, on a CPU, their values."""
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     ids, experts, post = (tensors[name] for name in names)
     for name, tensor in zip(names, (ids, experts, post), strict=True):

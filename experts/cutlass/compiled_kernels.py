@@ -2,9 +2,9 @@
 
     python -m experts.cutlass    # compiles all kernels into MK_CACHE_DIR; needs no GPU
 
-A process compiles a kernel at its first call, in seconds, or loads a cached object file in a tenth
-of one. The cache key consists of the sources in this folder, the versions of the DSL and of
-tvm-ffi, the GPU architecture, the CPU architecture and libc.
+At its first call, a process compiles a kernel, which takes seconds, or loads a cached object file,
+which takes a tenth of a second. The cache key consists of the sources in this folder, the versions
+of the DSL and of tvm-ffi, the GPU architecture, the CPU architecture and libc.
 """
 
 import logging
@@ -27,8 +27,9 @@ _PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 class Kernel:
     """A kernel and its cached object file.
 
-    name: the function's name in the object file. arch: the DSL's architecture name, such as
-    "sm_90a". make: compiles the kernel with the given options of cute.compile.
+    name: the function's name in the object file.
+    arch: the DSL's name of the GPU architecture, such as "sm_90a".
+    make: compiles the kernel, with the options of cute.compile that it is called with.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Kernel:
     make: Callable[[str], Any]
 
     def get(self) -> Callable[..., None]:
-        """Load the kernel's object file, or compile the kernel if none is cached."""
+        """Load the kernel from its object file, or compile it if none is cached."""
         path = find_cached(self._stem(), _SUFFIX)
         function = None if path is None else self._load(path)
         return self.make(_OPTIONS) if function is None else function  # for the current GPU
@@ -54,7 +55,7 @@ class Kernel:
         return function
 
     def keep(self) -> Path:
-        """Compile the kernel unless its object file is cached; return the file's path."""
+        """Compile the kernel unless its object file is cached; return the path of the file."""
 
         def write(path: Path) -> None:
             compiled = self.make(f"{_OPTIONS} --gpu-arch {self.arch}")

@@ -1,4 +1,4 @@
-"""Fake tensors for compiling CuTe DSL kernels."""
+"""Fake tensors, which describe the arguments of a CuTe DSL kernel when it is compiled."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from experts.triton.operands import TMA_BYTES
 def fake_matrix(dtype: Any, rows: Any, columns: Any) -> Any:
     """Return a fake row-major matrix of dynamic size.
 
-    Each row begins at a multiple of 16 bytes, or of 4 bytes for 32-bit values.
+    Rows begin at multiples of 16 bytes, or of 4 bytes if elements have 32 bits.
     """
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor

@@ -1,8 +1,8 @@
 """CutlassExpertsFP4 and BatchedCutlassExpertsFP4: nvfp4 weights and activations, for sm_100.
 
-Launches: count, scan, place (batched: list tiles); permute and quantize; those of `fp4_mlp`; sum.
-The kernels have not been run: no sm_100 GPU was available. Tests compile the GEMM and inspect the
-generated code.
+The launches are: count, scan and place pairs (batched: list tiles); permute and quantize; those of
+`fp4_mlp`; sum. The kernels have not been run, because no sm_100 GPU was available. Tests compile
+the GEMM and inspect the generated code.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,10 +41,11 @@ _ARCHS = frozenset({(10, 0)})  # the kernel uses tcgen05 instructions
 
 
 class CutlassExpertsFP4(SummedRowsExperts):
-    """Contiguous tokens, nvfp4 weights and activations; weights and sums over top-k itself.
+    """Experts with nvfp4 weights and activations over contiguous tokens.
 
-    Every call rearranges the scales of weights into the layout of the GEMM, and copies weights that
-    are not row-major and 16-byte aligned.
+    They apply router weights and sum over top-k themselves. Every call rearranges the scales of the
+    weights into the layout of the GEMM, and copies weights that are not row-major and 16-byte
+    aligned.
     """
 
     gemm = staticmethod(fp4_gemm)
@@ -109,9 +110,9 @@ class CutlassExpertsFP4(SummedRowsExperts):
 
 
 class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
-    """Batched rows in and out, unweighted, nvfp4 weights and activations; writes valid rows only.
+    """Experts with nvfp4 weights and activations over batched rows, without router weights.
 
-    Otherwise the same as CutlassExpertsFP4.
+    Only valid rows are written. Otherwise like CutlassExpertsFP4.
     """
 
     gemm = staticmethod(fp4_gemm)

@@ -1,7 +1,7 @@
-"""Both GEMMs over nvfp4 rows in tiles, and the steps between, for both activation formats.
+"""Both GEMMs over nvfp4 rows in tiles, and the steps between them.
 
-Launches: factors and scales of w1; GEMM 1; activation and quantize; factors and scales of w2; GEMM
-2.
+Used for contiguous and for batched rows. The launches are: factors and scales of w1; GEMM 1;
+activation and quantization; factors and scales of w2; GEMM 2.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,12 +28,12 @@ from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Signature of `fp4_gemm`: rows, weights, tiles, output.
+# The signature of `fp4_gemm`: rows, weights, tiles, output.
 Gemm = Callable[[Fp4Rows, Fp4Weights, torch.Tensor, torch.Tensor], None]
 
 
 def mlp_specs(problem: Problem, rows: int, max_tiles: int) -> Mapping[str, BufferSpec]:
-    """Return buffers for rows of x, rows of h and weight scales; monotone in rows and tiles."""
+    """Return the buffers of x, h and the weight scales. Sizes never decrease with rows or tiles."""
     e = problem.e
     specs = {
         **fp4_specs("x", rows, problem.hidden, max_tiles),
@@ -60,8 +60,11 @@ def mlp(
 ) -> torch.Tensor:
     """Return the bfloat16 output rows (R, H) of both GEMMs; rows outside all tiles are undefined.
 
-    allocate_out: returns the buffer of the output rows, which may alias x's. GEMM 1 writes to
-    "workspace13".
+    GEMM 1 writes to the buffer "workspace13".
+
+    tiles: as in `ops.fp4_rows`.
+    gemm: multiplies rows by weights.
+    allocate_out: returns the buffer of the output rows, which may share memory with x.
     """
     rows = len(x.q_RK)
     gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
@@ -80,7 +83,10 @@ def mlp(
 def _prepare_weights(
     name: str, weights: ExpertWeights, problem: Problem, workspace: Workspace
 ) -> Fp4Weights:
-    """Return w1 or w2 in the layout of the GEMM: tiled scales, both global scales in one factor."""
+    """Return w1 or w2 as the GEMM takes it: with tiled scales, and global scales as one factor.
+
+    The factor is the product of the global scales of weights and activations.
+    """
     is_w1 = name == "w1"
     w, scale, global_scale, activation_scale = (
         (weights.w1, weights.w1_scale, weights.w1_global_scale, weights.a1_scale)

@@ -1,7 +1,7 @@
 """fp4_gemm: a grouped GEMM over nvfp4 rows and weights, with block scales applied by the MMA.
 
-On a GPU it is one launch of experts.cutlass.kernels.fp4_gemm, compiled once per process. On a CPU
-it is a torch reference that requires the same shapes, strides and alignment.
+On a GPU it is one launch of `kernels.fp4_gemm`, compiled once per process. On a CPU it is a torch
+reference that requires the same shapes, strides and alignment.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,19 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.matmul import matmul
 
-MULTIPLE = 128  # N and K are multiples: a tile has 128 weight rows, and a line of scales 128 values
+# N and K are multiples of it: a tile has 128 weight rows, and a line of scales covers 128 values.
+MULTIPLE = 128
 
 
 @dataclass(frozen=True)
 class Fp4Weights:
-    """Weights of all experts in the layout of the GEMM.
+    """The weights of all experts in the layout of the GEMM.
 
-    - w: (e, N, K / 2) uint8, two e2m1 values each.
-    - scale: (e * N / 128, bytes) uint8, e4m3 in blocks of 128 rows
-      (`modular_kernel.quant.scale_layout`).
-    - factors: (e, matrices) float32, applied to the sums: one for all rows, or one each for gate
-      and up.
+    w: (e, N, K / 2) uint8, two e2m1 values per byte.
+    scale: (e * N / 128, bytes) uint8, e4m3 in blocks of 128 rows
+        (`modular_kernel.quant.scale_layout`).
+    factors: (e, matrices) float32, which multiply the sums: one for all rows, or one each for gate
+        and up.
     """
 
     w: torch.Tensor
@@ -44,11 +45,13 @@ class Fp4Weights:
 def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
     """out[r] = (a[r] @ w[expert of r]^T) * factor for every row r of every tile.
 
-    a: rows as `quantize_tiles` writes them. tiles: (3 * max_tiles + 1,) int32, of at most 128 rows.
-    out: (R, N) bfloat16. All tensors are contiguous; N, K and N / matrices are multiples of 128.
-    Rows outside all tiles are not written. Meta tensors are only checked.
+    a: rows as `quantize_tiles` writes them.
+    b: the weights.
+    tiles: (3 * max_tiles + 1,) int32, of at most 128 rows each.
+    out: (R, N) bfloat16. Rows outside all tiles are not written.
 
-    Raises ShapeError, LayoutError or DtypeError if a tensor does not meet these conditions.
+    All tensors are contiguous; N, K and N / matrices are multiples of 128. Meta tensors are only
+    checked. Raise ShapeError, LayoutError or DtypeError if a tensor does not meet these conditions.
     """
     check(a, b, tiles, out)
     if out.is_meta:
@@ -108,7 +111,7 @@ def check(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> 
 
 
 def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute `fp4_gemm` in torch, one tile at a time, with float32 sums."""
+    """Torch reference of `fp4_gemm`: one tile at a time, with float32 sums."""
     experts, rows_b, half = b.w.shape
     groups, matrices = 2 * half // nvfp4.GROUP, b.factors.shape[1]
     unit_scale = torch.ones(1, device=out.device)
@@ -161,7 +164,7 @@ KERNEL = Kernel("fp4_gemm", "sm_100a", _compile)
 
 @cache
 def compiled() -> Callable[..., None]:
-    """Return the kernel, loaded or compiled once per process."""
+    """Return the kernel, which is loaded or compiled once per process."""
     return KERNEL.get()
 
 

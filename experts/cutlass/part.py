@@ -1,4 +1,4 @@
-"""CutlassExpertsFP8: TritonExperts with CuTe DSL kernels for calls of many fp8 rows."""
+"""CutlassExpertsFP8: TritonExperts with CuTe DSL kernels for calls with many fp8 rows."""
 
 import torch
 
@@ -12,10 +12,10 @@ _BLOCK = (128, 128)
 
 
 class CutlassExpertsFP8(TritonExperts):
-    """Contiguous tokens, fp8 with 128 x 128 blocks; weights and sums over top-k itself.
+    """Experts with fp8 in 128 x 128 blocks over contiguous tokens.
 
-    Calls with few tokens, or with weights that TMA cannot load, take another path of TritonExperts.
-    Results are bitwise reproducible.
+    They apply router weights and sum over top-k themselves. Calls with few tokens, or with weights
+    that TMA cannot load, take another path of TritonExperts. Results are bitwise reproducible.
     """
 
     replayable = False  # the kernel is not launched by Triton

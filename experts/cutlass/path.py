@@ -1,6 +1,7 @@
-"""Permuted path with CuTe DSL GEMMs: fp8 with block scales, h quantized in GEMM 1's epilogue.
+"""The grouped_tma path with CuTe DSL GEMMs: fp8 with block scales, h quantized by GEMM 1.
 
-Launches: count, scan, place; permute; GEMM 1 + activation + quantize; GEMM 2; sum.
+The launches are: count, scan and place pairs; permute; GEMM 1 with activation and quantization;
+GEMM 2; sum.
 """
 
 import torch
@@ -18,7 +19,7 @@ from modular_kernel.workspace import BufferSpec
 
 
 class CutlassPath(GroupedTmaPath):
-    """Replace the Gluon GEMMs of GroupedTmaPath, for the same calls and with the same results."""
+    """The grouped_tma path with other GEMM kernels, for the same calls and with equal results."""
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens; h is never stored in 16 bits."""

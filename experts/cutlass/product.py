@@ -1,8 +1,7 @@
 """block_gemm: a grouped GEMM over fp8 rows and weights, with one scale per block.
 
-On a GPU it is one launch of experts.cutlass.kernels.block_gemm, compiled once per process and
-variant (gated or plain). On a CPU it is a torch reference that requires the same shapes, strides
-and alignment.
+On a GPU it is one launch of `kernels.block_gemm`, compiled once per process and variant (gated or
+plain). On a CPU it is a torch reference that requires the same shapes, strides and alignment.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from modular_kernel.utils.matmul import matmul
 TILE_M = 128  # rows per tile
 BLOCK = 128  # elements along K, and weight rows along N, that share a scale
 _COLUMNS = {True: 128, False: 256}  # output columns per tile, by `gated`
-_CLUSTER = 2  # neighboring column tiles that share the loads of rows
+_CLUSTER = 2  # neighboring column tiles whose thread blocks share the loads of rows
 
 
 def block_gemm(
@@ -37,15 +36,14 @@ def block_gemm(
 ) -> None:
     """out[r] = a[r] @ w[expert of r]^T for every row r of every 128-row tile of `order`.
 
-    - a: q (R, K) float8_e4m3fn, scale (R, K / 128) float32.
-    - product: w (e, N, K) float8_e4m3fn, scale (e, N / 128, K / 128) float32.
-    - out: (R, N) bfloat16; or, for gate and up rows, q (R, N / 2) and scale of h = silu(gate) * up,
-      which is rounded to bfloat16 before it is quantized.
+    a: q (R, K) float8_e4m3fn and scale (R, K / 128) float32.
+    product: w (e, N, K) float8_e4m3fn and scale (e, N / 128, K / 128) float32.
+    out: (R, N) bfloat16. Or, for gate and up rows, q (R, N / 2) and scale of h = silu(gate) * up,
+        which is rounded to bfloat16 before it is quantized. Rows past the end of the last tile are
+        not written.
 
-    All tensors are contiguous; N and K are multiples of 128. Rows past the last tile's end are not
-    written. Meta tensors are only checked.
-
-    Raises ShapeError or LayoutError if a tensor does not meet these conditions.
+    All tensors are contiguous; N and K are multiples of 128. Meta tensors are only checked. Raise
+    ShapeError or LayoutError if a tensor does not meet these conditions.
     """
     check(a, product, out)
     if a.q_RK.is_meta:
@@ -111,7 +109,7 @@ def block_gemm_ref(
     order: SortedPairs,
     out: Quantized | torch.Tensor,
 ) -> None:
-    """Compute `block_gemm` in torch, one tile at a time, with float32 sums."""
+    """Torch reference of `block_gemm`: one tile at a time, with float32 sums."""
     tiles = order.tiles[: 3 * order.max_tiles].view(3, -1)[:, : int(order.tiles[-1])]
     weights: dict[int, torch.Tensor] = {}
     for expert, first, end in tiles.T.tolist():
@@ -168,7 +166,7 @@ KERNELS = {
 
 @cache
 def compiled(gated: bool) -> Callable[..., None]:
-    """Return the kernel, loaded or compiled once per process."""
+    """Return the kernel, which is loaded or compiled once per process."""
     return KERNELS[gated].get()
 
 

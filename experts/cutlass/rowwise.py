@@ -23,9 +23,10 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class CutlassRowwiseExpertsFP8(SortedRowsExperts):
-    """Contiguous tokens, fp8 by channel or tensor; weights and sums over top-k itself.
+    """Experts with fp8 by channel or tensor over contiguous tokens.
 
-    Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call.
+    They apply router weights and sum over top-k themselves. Both GEMMs are
+    torch._scaled_grouped_mm, which allocates its output in every call.
     """
 
     library_allocates_output = True
@@ -57,7 +58,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
 
 
 class BatchedCutlassExpertsFP8(BatchedRowsExperts):
-    """Batched rows in and out, unweighted, fp8 by channel or tensor.
+    """Experts with fp8 by channel or tensor over batched rows, without router weights.
 
     All C rows of each expert are computed, including those without a token.
     """

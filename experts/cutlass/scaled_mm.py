@@ -13,7 +13,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 ARCHS = frozenset({(9, 0), (10, 0)})
-MULTIPLE = 16  # N and K must be multiples of it, so that rows are 16-byte aligned
+MULTIPLE = 16  # N and K are multiples of it, so that rows are 16-byte aligned
 MAX_EXPERTS = 1023
 SCHEMES = frozenset({"fp8_w8a8_channel", "fp8_w8a8_tensor"})
 
@@ -35,10 +35,11 @@ def rows_product(
 ) -> torch.Tensor:
     """Return the product of rows and the weights of each row's expert, in bfloat16.
 
-    - rows: float8_e4m3fn (R, K) with `ends`, or (e, C, K) without. Scales: (1,), (R, 1) or (e, C,
-      1).
-    - weights: (e, N, K), scales (e,) or (e, N). Copied unless row-major and 16-byte aligned.
-    - ends: (e,) int32, one past the last row of each expert. Rows past the last end are undefined.
+    rows: float8_e4m3fn (R, K) if `ends` is given, else (e, C, K), and scales (1,), (R, 1) or (e, C,
+        1).
+    weights: (e, N, K) and scales (e,) or (e, N). Copied unless row-major and 16-byte aligned.
+    ends: (e,) int32, one past the last row of each expert, or None. Rows past the last end are
+        undefined.
     """
     (a, a_scale), (w, w_scale) = rows, weights
     assert a_scale is not None
@@ -58,7 +59,7 @@ def rows_product(
 def _expand_scale(
     scale: torch.Tensor, shape: tuple[int, ...], workspace: Workspace, name: str
 ) -> torch.Tensor:
-    """Return one scale per row, contiguous: the operation rejects a broadcast scale."""
+    """Return one scale per row, contiguous, because the operation rejects a broadcast scale."""
     if tuple(scale.shape) == tuple(shape) and scale.is_contiguous():
         return scale
     return workspace.take(name, tuple(shape)).copy_(scale.expand(shape))

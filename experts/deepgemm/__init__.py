@@ -1,4 +1,4 @@
-"""Experts parts that use DeepGEMM's grouped GEMMs (sm_90)."""
+"""Experts parts that use the grouped GEMMs of DeepGEMM (sm_90)."""
 
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.deepgemm.triton_or_deepgemm import (

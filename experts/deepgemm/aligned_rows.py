@@ -1,4 +1,4 @@
-"""aligned_rows: sort pairs by expert and start each expert's rows at a multiple of the tile."""
+"""aligned_rows: sort pairs by expert; the rows of each expert start at a multiple of the tile."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 def max_aligned_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return an upper bound on the rows of `pairs` pairs when each expert is padded to tiles."""
+    """Return an upper bound on the rows of `pairs` pairs if experts are padded to whole tiles."""
     tiles = min(pairs, experts + pairs // tile)
     return tiles * tile
 
@@ -30,11 +30,11 @@ def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferS
 def aligned_rows(
     routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assign a row to each (token, expert) pair. Returns (rows, ends).
+    """Assign a row to each pair, sorted stably by expert; return rows and the end of each expert.
 
-    rows: (T, K) int32, the row of each pair, -1 if the pair is skipped; the sort is stable. ends:
-    (e,) int32, one past the last row of each expert. Expert i starts at ends[i - 1] rounded up to a
-    multiple of `tile`. On a GPU this launches three kernels: count, scan, place.
+    The rows are (T, K) int32, -1 where a pair is skipped. The ends are (e,) int32, one past the
+    last row of each expert. Expert i starts at the end of expert i - 1, rounded up to a multiple of
+    `tile`. On a GPU there are three launches: count, scan, place.
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = aligned_specs(tokens, top_k, num_local)
@@ -66,7 +66,7 @@ def aligned_rows(
 def aligned_rows_ref(
     routing: DispatchedRouting, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
 ) -> None:
-    """Compute `aligned_rows` in torch, one expert at a time."""
+    """Torch reference of `aligned_rows`: one expert at a time."""
     ids, rows, start = local_ids(routing, len(ends)).flatten(), rows_TK.view(-1), 0
     rows.fill_(-1)
     for expert in range(len(ends)):

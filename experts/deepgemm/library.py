@@ -1,6 +1,6 @@
-"""DeepGEMM: how to find the library, and wrappers of its grouped GEMMs.
+"""DeepGEMM: where to find the library, and wrappers of its grouped GEMMs.
 
-DeepGEMM compiles a kernel at its first launch for N, K, the number of experts, and a configuration
+DeepGEMM compiles a kernel at its first launch, for N, K, the number of experts, and a configuration
 chosen by the expected number of rows. Run a call of every size before capturing a CUDA graph.
 """
 
@@ -15,7 +15,7 @@ from modular_kernel.errors import StateError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing
 
-TILE_M = 128  # rows of a tile in the contiguous layout; masked ones have 64 or 128
+TILE_M = 128  # rows of a tile in the contiguous layout; tiles of the masked one have 64 or 128
 BLOCK = 128  # elements along K, and weight rows along N, that share a scale
 _NAME = "experts.deepgemm.vendored"
 
@@ -40,8 +40,8 @@ DEEP_GEMM = PackageProbe(
 def load() -> Any:
     """Import DeepGEMM from the location that `DEEP_GEMM` finds.
 
-    Raises ConfigurationError if it is missing or cannot be loaded. DeepGEMM needs the CUDA
-    toolkit's folder.
+    Raise ConfigurationError if it is missing or cannot be loaded. DeepGEMM needs the folder of the
+    CUDA toolkit.
     """
     need = "a build for this torch and Python, and the CUDA toolkit (CUDA_HOME)"
     with importing(DEEP_GEMM, need=need) as folder:
@@ -59,12 +59,14 @@ def grouped_gemm_contiguous(
 ) -> None:
     """out (R, N) = rows (R, K) times the weights (e, N, K) of each row's expert, in bfloat16.
 
-    R is a multiple of 128. Expert i's rows begin at ends[i - 1] rounded up to a multiple of 128,
-    and end before ends[i]; ends is (e,) int32. Whole tiles are stored, so rows between experts are
-    undefined. For fp8, the scales of rows are (R, K / 128) with a stride of 1 along R, and those of
-    weights (e, N / 128, K / 128).
+    R is a multiple of 128. Rows and weights come with their scales, or None for bfloat16. For fp8,
+    the scales of rows are (R, K / 128) with a stride of 1 along R, and those of weights (e, N /
+    128, K / 128). Whole tiles are stored, so rows between experts are undefined. Raise StateError
+    if DeepGEMM's alignment of contiguous rows was changed from 128.
 
-    Raises StateError if DeepGEMM's alignment of contiguous rows was changed from 128.
+    library: the result of `load`.
+    ends: (e,) int32. The rows of expert i begin at ends[i - 1], rounded up to a multiple of 128,
+        and end before ends[i].
     """
     tile = library.get_mk_alignment_for_contiguous_layout()
     if tile != TILE_M:
@@ -92,9 +94,12 @@ def grouped_gemm_masked(
 ) -> None:
     """out (e, C, N) = rows (e, C, K) times weights (e, N, K), in bfloat16.
 
-    C is a multiple of 128. The first counts_e[i] rows of expert i are valid; whole tiles are
-    stored. expected: the expected number of rows per expert. For fp8, the scales of rows have a
-    stride of 1 along C; see `grouped_gemm_contiguous`.
+    C is a multiple of 128. Rows and weights come with their scales, or None for bfloat16; for fp8,
+    the scales of rows have a stride of 1 along C (see `grouped_gemm_contiguous`).
+
+    library: the result of `load`.
+    counts_e: the first counts_e[i] rows of expert i are valid. Whole tiles are stored.
+    expected: the expected number of rows per expert.
     """
     (a, a_scale), (w, w_scale) = rows, weights
     w, expected = to_row_major(w), _bucket_rows(expected, a.shape[1])
@@ -107,5 +112,5 @@ def grouped_gemm_masked(
 
 
 def _bucket_rows(rows: int, max_rows: int) -> int:
-    """Round up to a power of two, at most `max_rows`, because DeepGEMM may compile for each."""
+    """Round up to a power of two, at most max_rows, because DeepGEMM may compile for each value."""
     return min(max_rows, next_power_of_2(max(1, rows)))

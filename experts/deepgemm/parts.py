@@ -1,4 +1,4 @@
-"""DeepGemmExperts and BatchedDeepGemmExperts: both GEMMs are DeepGEMM's."""
+"""DeepGemmExperts and BatchedDeepGemmExperts: both GEMMs are those of DeepGEMM."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,14 +27,15 @@ _SCALES = "scales_of_tokens"
 
 
 class DeepGemmExperts(SortedRowsExperts):
-    """Contiguous tokens in bf16 or fp8 with 128 x 128 blocks; weights and sums over top-k itself.
+    """Experts in bf16, or fp8 with 128 x 128 blocks, over contiguous tokens.
 
-    The rows of each expert start at a multiple of 128, the tile size. Weights that are not
-    row-major and 16-byte aligned are copied in every call.
+    They apply router weights and sum over top-k themselves. The rows of each expert start at a
+    multiple of 128, the tile size. Weights that are not row-major and 16-byte aligned are copied in
+    every call.
     """
 
     load_library = staticmethod(load)
-    scales_along_rows = True  # the layout DeepGEMM requires
+    scales_along_rows = True  # as DeepGEMM requires
     requires = replace(
         SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
@@ -82,7 +83,7 @@ class DeepGemmExperts(SortedRowsExperts):
 
 
 class BatchedDeepGemmExperts(BatchedRowsExperts):
-    """Batched rows in and out, unweighted, in bf16 or fp8 with 128 x 128 blocks.
+    """Experts in bf16, or fp8 with 128 x 128 blocks, over batched rows, without router weights.
 
     The capacity of an expert is a multiple of 128, because DeepGEMM stores whole tiles.
     """

@@ -1,6 +1,6 @@
 """Experts that use Triton for few rows per expert and DeepGEMM for many.
 
-The choice depends on sizes only, never on the routing, so it needs no synchronization.
+The choice depends on sizes only, never on the routing, so it does not synchronize.
 """
 
 from contextlib import AbstractContextManager
@@ -32,15 +32,15 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
-# Minimum mean rows per expert for DeepGEMM. With fewer rows, most of a tile is padding. On one
-# H200, DeepGEMM became faster than other Triton kernels at about this size.
+# Mean rows per expert from which DeepGEMM is used. With fewer rows, most of a tile is padding. On
+# one H200, DeepGEMM was faster than Triton kernels from about this size on.
 MIN_ROWS = 128
-MIN_BATCHED_ROWS = 64  # DeepGEMM's smallest masked tile
+MIN_BATCHED_ROWS = 64  # rows of the smallest tile of DeepGEMM's masked GEMM
 _X = "either_x"
 
 
 def deepgemm_supports(problem: Problem) -> bool:
-    """Return whether DeepGEMM supports the problem's sizes and options."""
+    """Return whether DeepGEMM supports the sizes and options of the problem."""
     divisible = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
     blocks = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
     return divisible and blocks and not problem.bias and not problem.apply_router_weight_on_input
@@ -52,12 +52,18 @@ def min_tokens(problem: Problem, rows: int) -> int:
 
 
 class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of parts that select between a Triton and a DeepGEMM part of the same format."""
+    """Base of parts that select between a Triton and a DeepGEMM part of the same format.
+
+    triton_part, deepgemm_part: the two parts.
+    min_rows: mean rows per expert from which DeepGEMM is used.
+    few, many: names of the calls that use each part, for `explained`; {least} is the smallest size
+        that uses DeepGEMM.
+    if_many: a condition for the use of DeepGEMM, for `explained`.
+    """
 
     triton_part: ClassVar[type[PermuteExpertsUnpermute]]
     deepgemm_part: ClassVar[type[PermuteExpertsUnpermute]]
-    min_rows: ClassVar[int]  # minimum mean rows per expert for DeepGEMM
-    # Templates for `explained`; {least} is the smallest size that uses DeepGEMM.
+    min_rows: ClassVar[int]
     few: ClassVar[str] = "calls of fewer than {least} tokens"
     many: ClassVar[str] = "calls of {least} tokens or more"
     if_many: ClassVar[str] = ""
@@ -94,23 +100,24 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         return self._triton.finalize_weight_and_reduce_impl()
 
     def _part(self, size: int) -> PermuteExpertsUnpermute:
-        """Return the part to use. size: tokens of a call, or C for batched experts."""
+        """Return the part to use, given the tokens of a call, or C for batched experts."""
         is_large = size >= min_tokens(self.problem, self.min_rows)
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
     def _combined_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
         """Return the buffers of both parts if the call may use DeepGEMM, else those of Triton."""
         few, part = self._triton.workspace_shapes(shape), self._part(size)
-        # A plan may be called with fewer tokens than it was made for, and then uses Triton.
+        # A plan may get fewer tokens than it was made for, and then it uses Triton.
         return few if part is self._triton else _merge_shapes(few, part.workspace_shapes(shape))
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     """DeepGemmExperts for a mean of at least 128 rows per expert; TritonExperts otherwise.
 
-    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If the size
+    Calls whose weights are not row-major and 16-byte aligned use TritonExperts, too. If the size
     allows DeepGEMM, the workspace has room for both parts, and tokens are dispatched unquantized.
-    If such a call uses TritonExperts on a path that needs quantized tokens, `apply` quantizes them.
+    If such a call then uses a path of TritonExperts that needs quantized tokens, `apply` quantizes
+    them.
     """
 
     triton_part = TritonExperts
@@ -163,7 +170,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
     def _quantize(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
-        """Quantize the tokens the way `prepare` does."""
+        """Quantize the tokens as `prepare` does."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
         out = take_quantized(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
         with stages.stage(stages.QUANTIZE_INPUT):
@@ -197,7 +204,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
         return self._combined_shapes(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # The capacity decides which part runs, and it cannot be derived from x_TH.
+        # The capacity decides which part runs, and it does not follow from x_TH.
         return self._triton.roundings(x_TH, weights) if self._deepgemm is None else None
 
     def apply(
@@ -216,8 +223,8 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 def _merge_shapes(few: WorkspaceShapes, many: WorkspaceShapes) -> WorkspaceShapes:
     """Return buffers that are large enough for either part. Both parts have the same output.
 
-    A buffer that both parts have may alias only what it aliases in both, because one part may still
-    read memory that the other part no longer needs.
+    A buffer that both parts have may overlay only what it overlays in both, because one part may
+    still read memory that the other part no longer needs.
     """
     merged = {**few.buffers(), **many.buffers()}
     for name, spec in few.buffers().items():

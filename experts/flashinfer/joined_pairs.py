@@ -1,7 +1,7 @@
-"""joined_pairs: merge repeated experts of a token, for libraries that do not support them.
+"""merge_repeated_experts: merge pairs of a token with the same expert into one.
 
-All pairs of a token with the same expert have the same expert output, so one pair with the sum of
-their router weights replaces them.
+For libraries that do not support repeated experts. Such pairs have the same output of the expert,
+so one pair with the sum of their router weights replaces them.
 """
 
 import torch
@@ -11,7 +11,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 
-_PAIRS = 128  # per program
+_PAIRS = 128  # pairs per program
 
 
 def merge_repeated_experts(
@@ -24,7 +24,7 @@ def merge_repeated_experts(
 ) -> None:
     """Write int32 local ids, -1 for a skipped pair, and float32 router weights times `factor`.
 
-    Among the pairs of a token with the same expert, the first gets the sum of their weights and the
+    Of the pairs of a token with the same expert, the first gets the sum of their weights and the
     others are skipped. Weights are 1 if the routing has none. Ids outside [-1, num_experts) are
     counted in `routing.invalid_ids`.
     """
@@ -72,7 +72,7 @@ def joined_pairs_ref(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> None:
-    """Compute `merge_repeated_experts` in torch."""
+    """Torch reference of `merge_repeated_experts`."""
     topk_ids_TK, topk_weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
     valid = (topk_ids_TK >= 0) & (topk_ids_TK < routing.num_experts)
     routing.invalid_ids.add_(((topk_ids_TK != -1) & ~valid).sum())

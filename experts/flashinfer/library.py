@@ -1,4 +1,4 @@
-"""FlashInfer: how to find the library, and a wrapper of its fused MoE layer.
+"""FlashInfer: where to find the library, and a wrapper of its fused MoE layer.
 
 FlashInfer compiles the kernels of the layer on first use, which takes many minutes, unless they
 come from its ahead-of-time build or from the package flashinfer-jit-cache.
@@ -18,7 +18,7 @@ from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.problem import Problem
 from modular_kernel.utils.package_probes import PackageProbe, importing
 
-ALIGNMENT = 16  # bytes, of rows and of tensors read by TMA
+ALIGNMENT = 16  # alignment in bytes of rows and of tensors that TMA reads
 
 FLASHINFER = PackageProbe(
     name="flashinfer",
@@ -47,7 +47,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_no_mul": "Gelu",
 }
 
-# Activations clamped with CUTLASS's minimum and maximum, which turn a NaN into the limit.
+# Activations that clamp with CUTLASS's minimum and maximum, which turn a NaN into the limit.
 NAN_CLAMPING_ACTIVATIONS = frozenset({"swiglu_oai", "swiglu_clamp_before", "swiglu_clamp_after"})
 
 
@@ -55,7 +55,7 @@ NAN_CLAMPING_ACTIVATIONS = frozenset({"swiglu_oai", "swiglu_clamp_before", "swig
 def load() -> Any:
     """Import the functions and enums of FlashInfer that are used.
 
-    Raises ConfigurationError if FlashInfer is missing or cannot be imported.
+    Raise ConfigurationError if FlashInfer is missing or cannot be imported.
     """
     with importing(FLASHINFER, need="a build for this torch and CUDA"):
         module = import_module("flashinfer.fused_moe")
@@ -72,7 +72,7 @@ def is_blockwise(problem: Problem) -> bool:
 
 
 def input_dtype(problem: Problem) -> torch.dtype:
-    """Return the dtype of x; with block scales the library quantizes it itself."""
+    """Return the dtype of x for the library, which quantizes x itself if there are block scales."""
     is_per_tensor = problem.scheme.quantized and not is_blockwise(problem)
     return STORAGE[problem.scheme.activation] if is_per_tensor else problem.dtype
 
@@ -97,17 +97,18 @@ def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class MoeArguments:
-    """Tensors of one call, all contiguous and on 16-byte addresses.
+    """The tensors of one call, all contiguous and on 16-byte addresses.
 
-    - x_TH: dtype as in `input_dtype`.
-    - ids_TK: int32 local ids, -1 for a skipped pair; no expert twice in a token. weights_TK:
-      float32.
-    - w1: (e, N, H), up rows first. w2: (e, H, I).
-    - scales: in the library's order. None for 16 bits; per tensor: w1's times a1's (e,), 1 / a2 (),
-      w2's times a2's (e,), a1 (); per block: w1's and w2's.
-    - act_3e: alpha, beta and limit of each expert, if the activation has any.
-    - workspace: uint8, of `workspace_bytes`, on a 128-byte address.
-    - output: (T, H).
+    x_TH: dtype as in `input_dtype`.
+    ids_TK: int32 local ids, -1 for a skipped pair; no expert twice in a token.
+    weights_TK: float32.
+    w1: (e, N, H), up rows first.
+    w2: (e, H, I).
+    scales: in the library's order. None for 16 bits. Per tensor: w1's times a1's (e,), 1 / a2 (),
+        w2's times a2's (e,), a1 (). Per block: w1's and w2's.
+    act_3e: alpha, beta and limit of each expert, if the activation has any.
+    workspace: uint8, of `workspace_bytes`, on a 128-byte address.
+    output: (T, H).
     """
 
     x_TH: torch.Tensor
@@ -122,7 +123,7 @@ class MoeArguments:
 
 
 def run(library: Any, problem: Problem, arguments: MoeArguments) -> None:
-    """Write the weighted sums of the layer in a fixed order, without atomics."""
+    """Write the weighted sums of the layer, added in a fixed order, without atomics."""
     library.cutlass_fused_moe(
         arguments.x_TH,
         arguments.ids_TK,
@@ -171,7 +172,7 @@ def _weight_dtype(problem: Problem) -> torch.dtype:
 def activation_type(library: Any, problem: Problem) -> Any:
     """Return the library's enum value of the activation.
 
-    Raises UnsupportedError if the installed version has none.
+    Raise UnsupportedError if the installed version has none.
     """
     name = ACTIVATIONS[problem.act.kind]
     try:

@@ -6,14 +6,15 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 
-_MAX_BLOCK_H = 1024  # columns per load
+_MAX_BLOCK_H = 1024  # maximum columns per load
 
 
 def mark_nan_rows(x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
     """Set a token's router weights to NaN if its row of x contains a NaN.
 
-    x_TH: any strides. ids_TK: int32, -1 for a skipped pair, whose weight is not changed.
-    weights_TK: float32, modified in place. ids_TK and weights_TK are contiguous.
+    x_TH: any strides.
+    ids_TK: int32, contiguous, -1 for a skipped pair, whose weight is not changed.
+    weights_TK: float32, contiguous, modified in place.
     """
     if not use_triton(ids_TK):
         mark_nan_rows_ref(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
@@ -40,6 +41,6 @@ def mark_nan_rows(x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch
 def mark_nan_rows_ref(
     x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> None:
-    """Compute `mark_nan_rows` in torch."""
+    """Torch reference of `mark_nan_rows`."""
     mask = x_TH.isnan().any(1, keepdim=True) & (ids_TK >= 0)
     weights_TK.masked_fill_(mask, torch.nan)

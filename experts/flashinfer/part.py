@@ -47,18 +47,18 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp
 
-_ALIGNMENT = 128  # bytes, of FlashInfer's workspace
+_ALIGNMENT = 128  # alignment of FlashInfer's workspace in bytes
 _BLOCK_ARCH, _BLOCK_CUDA = (9, 0), (12, 8)
 _FUSED_STAGE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
 
 class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Contiguous tokens in 16 bits or fp8, with weighting and summation inside the library.
+    """Experts in 16 bits or fp8 over contiguous tokens; the library weights and sums over top-k.
 
-    fp8 has static per-tensor or block scales. Launches: merge repeated experts of a token; mark
-    tokens with a NaN, if the activation clamps; quantize x, with per-tensor scales; FlashInfer's
-    kernels. FlashInfer allocates a few small tensors in every call. w1 has its up rows first
-    (`modular_kernel.quant.row_order`).
+    fp8 has static per-tensor scales or block scales. The launches are: merge repeated experts of a
+    token; mark tokens with a NaN, if the activation clamps; quantize x, with per-tensor scales; the
+    kernels of FlashInfer, which allocates a few small tensors in every call. w1 has its up rows
+    first (`modular_kernel.quant.row_order`).
     """
 
     load_library = staticmethod(load)
@@ -70,8 +70,8 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         triton=True,
         archs=frozenset({(9, 0), (10, 0)}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        # 0.7.2.post1 has a fused prologue for K of 1, 2, 4, 6 and 8. For any other K it sorts in
-        # three kernels, which have no bound.
+        # FlashInfer 0.7.2.post1 has a fused prologue for K of 1, 2, 4, 6 and 8. For any other K it
+        # sorts in three kernels, which do not limit K.
         top_k=(1, MAX_TOP_K),
         graph_capturable=True,
         reduce=Reduce.NOOP,
@@ -134,7 +134,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         return TopKWeightAndReduceNoOp()
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # With block scales FlashInfer quantizes x and h itself, and may round a code differently.
+        # With block scales FlashInfer quantizes x and h itself, and may round values differently.
         return None if is_blockwise(self.problem) else ROUNDINGS
 
     def apply(

@@ -1,1 +1,5 @@
-"""Experts written in Triton: TritonExperts with its execution paths, and two more parts."""
+"""Experts parts written in Triton.
+
+These are TritonExperts with its execution paths, BatchedTritonExperts, and a staged version of
+TritonExperts.
+"""

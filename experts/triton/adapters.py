@@ -1,8 +1,12 @@
 """LoRA adapters for the Triton GEMMs: the shrink u = A x and the operands of the expand B u.
 
-The shrink runs as a launch before each GEMM. u is (rows, R or 2R) in the problem's dtype, one row
-per row of the GEMM. The expand is fused into the GEMM: `expand_adapters` adds B u to each float32
-accumulator tile, before router weight, bias and activation. No delta buffer is materialized.
+A of an adapter is (R, K) and B is (N, R), where R is the rank of the adapters, and K and N are the
+depth and the weight rows of the GEMM.
+
+The shrink is a launch of its own before each GEMM. It writes u in the problem's dtype, with one row
+for each row of the GEMM and R columns, or 2R if gate and up have separate A. The expand is fused
+into the GEMM: `expand_adapters` adds B u to each float32 accumulator tile, before router weight,
+bias and activation. So B u is never stored.
 """
 
 from dataclasses import dataclass
@@ -21,26 +25,28 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MIN_BLOCK, _MAX_BLOCK = 16, 64  # columns of u per program; K step of B u
-_MAX_PARTS = 8  # programs among which the slots of one tile are divided
+_MIN_BLOCK, _MAX_BLOCK = 16, 64  # columns of u per program, and K step of the product B u
+_MAX_PARTS = 8  # programs among which the adapter slots of one tile are divided
 # On a CPU, programs run sequentially and each has a fixed cost, so fewer programs are launched.
 _MAX_PARTS_ON_CPU, _ROWS_ON_CPU = 2, 16
 _STAGES = 4
-_STEP_BYTES = 24 << 10  # of x and A per pipeline stage; four fit in any GPU's shared memory
+_STEP_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit on any GPU
 _MIN_K, _MAX_K = 32, 512  # K per pipeline step
-_FEW_ROWS = 8192  # pairs * columns of u up to which each pair gets its own program
+_FEW_ROWS = 8192  # elements of u up to which each routed pair gets its own program
 _DEEP = 4096  # K above which a program computes fewer rows of A
-_FEW_PAIRS = 16  # pairs up to which the GPU is underfilled and a program loads more of K at once
+_FEW_PAIRS = 16  # pairs up to which SMs stay idle, so a program loads more of K at once
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B, both stacked over slots
 
 
 @dataclass(frozen=True)
 class ShrinkOutput:
-    """The shrink output u of one GEMM, and what the GEMM needs to add B u.
+    """The shrink output u of one GEMM, and the operands with which the GEMM adds B u.
 
-    slots: adapter slot of each token, or of each row. up: column offset from gate's u to up's,
-    0 if both use the same u.
+    u: (rows, R or 2R).
+    slots: int32, the adapter slot of each token, or of each row in the batched format.
+    b: (adapter slots, experts or 1, N, R), B of all slots.
+    up: offset from the columns of u for gate to those for up; 0 if both use the same u.
     """
 
     u: torch.Tensor
@@ -49,7 +55,7 @@ class ShrinkOutput:
     up: int
 
     def arguments(self) -> dict[str, object]:
-        """Return the LoRA arguments of a GEMM kernel."""
+        """Return the LoRA arguments of a GEMM kernel by name."""
         slots, experts, _, rank = self.b.shape
         stride_l, stride_e, stride_n, _ = self.b.stride()
         return {
@@ -70,9 +76,13 @@ class ShrinkOutput:
 
 @dataclass(frozen=True)
 class TileShrinkOutput:
-    """The shrink output with the slots of a tile side by side; see grouped_tma.adapters.
+    """The shrink output in the layout of the TMA GEMM: the slots of a tile side by side.
 
-    u: (rows, slots * width). tile_slots: (tiles, slots + 1) int32. b, up: as in `ShrinkOutput`.
+    See `grouped_tma.adapters`.
+
+    u: (rows, slots * width), where width is the number of columns of one slot.
+    tile_slots: (tiles, slots + 1) int32, for each tile the number of its slots, then the slots.
+    b, up: as in `ShrinkOutput`.
     """
 
     u: torch.Tensor
@@ -82,7 +92,7 @@ class TileShrinkOutput:
 
 
 def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
-    """Return the buffers of u for `rows` rows; empty for a problem without adapters."""
+    """Return the buffers of u for `rows` rows of each GEMM; none for a problem without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
@@ -93,10 +103,11 @@ def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
 
 
 class PairShrink:
-    """Shrink launches of one call over aligned pairs, in blocks of block_m.
+    """The shrink launches of one call over aligned pairs (`ops.align`), in blocks of block_m pairs.
 
-    With few pairs each pair gets its own program, which launches more programs. A batch-invariant
-    problem always uses tiles, so that a token's result does not depend on the batch size.
+    If u is small, each pair gets its own program, so that more SMs have work. A batch-invariant
+    problem always uses blocks, because the choice depends on the batch size and changes the order
+    of additions.
     """
 
     def __init__(
@@ -107,13 +118,13 @@ class PairShrink:
         self._pairs = len(slots_T) * problem.top_k
 
     def of_w1(self, x_TH: torch.Tensor) -> ShrinkOutput:
-        """Launch A x over the tokens (T, H), for GEMM 1."""
+        """Launch u = A x over the tokens (T, H), for GEMM 1."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> ShrinkOutput:
-        """Launch A h over the pairs (P, I), for GEMM 2."""
+        """Launch u = A h over the pairs (P, I), for GEMM 2."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
@@ -153,7 +164,7 @@ class PairShrink:
 
 
 class SegmentShrink:
-    """Shrink launches of one call over expert-sorted rows, in tiles of block_m."""
+    """The shrink launches of one call over expert-sorted rows (`ops.sort`)."""
 
     def __init__(
         self,
@@ -167,12 +178,12 @@ class SegmentShrink:
         self._workspace, self._order, self._block_m = workspace, order, block_m
 
     def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
-        """Launch A x over the tokens (T, H) of the rows, for GEMM 1."""
+        """Launch u = A x for GEMM 1; the kernel gathers the tokens x (T, H) of the rows."""
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
     def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
-        """Launch A h over the rows (P, I), for GEMM 2."""
+        """Launch u = A h over the sorted rows (P, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
@@ -213,7 +224,7 @@ def shrink_batched(
     problem: Problem,
     block_m: int,
 ) -> ShrinkOutput:
-    """Launch u = A x over batched rows (e, C, K); matrices: A and B, stacked over slots."""
+    """Launch u = A x over batched rows (e, C, K), where matrices = (A, B), stacked over slots."""
     from experts.triton.kernels.shrink import shrink_batched_kernel
 
     a, b = matrices
@@ -236,7 +247,7 @@ def shrink_batched(
 def shrink_few(
     call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
 ) -> ShrinkOutput:
-    """Launch A x with one program per routed pair; x has one row per token or per pair."""
+    """Launch u = A x with one program per routed pair; x has one row per token or per pair."""
     from experts.triton.kernels.shrink import shrink_few_kernel
 
     routing, (a, b) = call.tokens.routing, matrices
@@ -295,7 +306,8 @@ def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
 def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int) -> dict[str, Any]:
     """Return the arguments shared by the tiled shrink kernels.
 
-    Small tiles leave shared memory for larger K steps.
+    block_k is as large as _STEP_BYTES allows for a tile of block_m rows of x and a block of rows of
+    A.
     """
     columns = _MIN_BLOCK if block_m <= _MIN_BLOCK else block_r(a.shape[2])
     max_block_k = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
@@ -312,8 +324,8 @@ def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int
     }
 
 
-# Columns of u for GEMM 1: R, or 2R if gate and up have separate A.
 def u13_columns(problem: Problem) -> int:
+    """Return the columns of u for GEMM 1: R, or 2R if gate and up have separate A."""
     spec = problem.adapters
     assert spec is not None
     return spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)[
@@ -322,5 +334,5 @@ def u13_columns(problem: Problem) -> int:
 
 
 def block_r(rank: int) -> int:
-    """Return the columns of u per program, given the rank."""
+    """Return the columns of u that one program computes, a power of two."""
     return min(max(next_power_of_2(rank), _MIN_BLOCK), _MAX_BLOCK)

@@ -9,9 +9,10 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 
 
 class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of experts parts that run the Triton GEMMs; supports every quantization scheme.
+    """Base class of the experts parts that run the Triton GEMMs, with every quantization scheme.
 
-    `requires` describes a part over contiguous tokens. Subclasses with another format override it.
+    `requires` describes a part over contiguous tokens; a subclass for the batched format overrides
+    it.
     """
 
     requires = ExpertsRequirements(

@@ -1,4 +1,4 @@
-"""BatchedTritonExperts: two grouped GEMMs over the batched format (e, C, H)."""
+"""BatchedTritonExperts: the two GEMMs over the batched format (e, C, H)."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from topk_reduce import TopKWeightAndReduceDelegate, reducer_for
 
 
 class BatchedTritonExperts(TritonExpertsBase):
-    """Two batched GEMM launches; the output rows are not multiplied by router weights.
+    """Experts in two batched GEMM launches, without router weights and without the sum over top-k.
 
     Only the first counts_e[i] rows of expert i are read or written.
     """
@@ -103,7 +103,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize the input of GEMM 2; return the 8-bit rows and their scales."""
+        """Quantize h, the input of GEMM 2; return the 8-bit rows (e, C, I) and their scales."""
         scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
         with stages.stage(stages.QUANTIZE):
             out = take_quantized(
@@ -147,7 +147,7 @@ class BatchedTritonExperts(TritonExpertsBase):
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Shrink launches of one call, before each GEMM, when some rows have adapters."""
+    """The shrink launches of one call in which some rows have adapters."""
 
     tokens: BatchedTokens
     weights: ExpertWeights
@@ -176,7 +176,7 @@ class _Adapters:
 
 
 def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
-    """Return the stride between experts of a_scale: (1,), (e * C, G) or (e, C, G)."""
+    """Return the stride between experts of a_scale, which is (1,), (e * C, G) or (e, C, G)."""
     if a_scale.dim() == 1:
         return 0
     return a_scale.stride(0) * (capacity if a_scale.dim() == 2 else 1)

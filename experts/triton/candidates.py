@@ -1,8 +1,8 @@
-"""Tuning candidates: the table entries of the paths, and their conversion to launches.
+"""Tuning candidates: the paths' tables of launches to time, and their conversion to launches.
 
-An entry is (columns, block_k, warps, stages[, group_m]). `columns` counts the columns of the
-weights: half of them are gate and half are up columns in a gated GEMM 1. Candidates that the
-problem or the device cannot launch are dropped in tuning.space.
+An entry of a table is (columns, block_k, warps, stages[, group_m]). `columns` counts rows of the
+weights: in a gated GEMM 1, half of them are gate and half are up rows. `tuning.space` drops
+candidates that the problem or the device cannot launch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ RowRange = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows 
 # block_m, which both GEMMs share -> launches of GEMM 1 and of GEMM 2.
 Groups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 
-SMALL_M_MARGIN = 2  # small-M paths are tried up to this multiple of their untuned token limit
-_GROUP_M = 16  # default swizzle group above _SHORT
-_SHORT = 32  # block_m up to which swizzling does not pay
+SMALL_M_MARGIN = 2  # paths for few tokens are timed up to this multiple of their default limit
+_GROUP_M = 16  # default group_m of entries with block_m above _SHORT
+_SHORT = 32  # block_m up to which sharing weight tiles in L2 (group_m > 1) does not pay
 
 
 def blocks_worth_timing(rows: RowRange, problem: Problem, tokens: int) -> list[int]:
-    """Return the values of block_m worth timing for `tokens` tokens."""
+    """Return the values of block_m whose range in `rows` has the mean rows per expert of a call."""
     mean = tokens * problem.top_k / problem.experts
     return [
         block_m for block_m, (min_rows, max_rows) in rows.items() if min_rows <= mean <= max_rows
@@ -32,7 +32,7 @@ def blocks_worth_timing(rows: RowRange, problem: Problem, tokens: int) -> list[i
 def launches_by_block(
     blocks: Iterable[int], entries: tuple[ByBlock, ByBlock], problem: Problem
 ) -> Groups:
-    """Return the launches for each block_m; entries: the tables of GEMM 1 and of GEMM 2."""
+    """Return the launches of both GEMMs for each block_m; `entries` has the table of each GEMM."""
     result = {}
     for block_m in blocks:
         launch1, launch2 = (
@@ -44,7 +44,7 @@ def launches_by_block(
 
 
 def launch_from_entry(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
-    """Convert a table entry to the launch of one GEMM."""
+    """Convert a table entry to the launch of one GEMM; group_m defaults by block_m."""
     columns, block_k, warps, num_stages, *group = entry
     group_m = group[0] if group else 1 if block_m <= _SHORT else _GROUP_M
     return LaunchConfig(block_m, columns // gemm.sides, block_k, group_m, warps, num_stages)

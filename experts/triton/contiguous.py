@@ -1,4 +1,4 @@
-"""TritonExperts: experts over contiguous tokens. The launch configuration selects a code path."""
+"""TritonExperts: experts over contiguous tokens, in one of several execution paths."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -40,9 +40,9 @@ _ORIGIN = "modular-kernel (experts.triton.paths)"
 class TritonExperts(TritonExpertsBase):
     """Experts over contiguous tokens; applies the router weights and the sum over top-k itself.
 
-    The launch configuration of a call names its path (experts.triton.paths). If the output keeps
-    the top-k dimension, GEMM 2 writes it directly, with zeros for skipped pairs. No kernel uses
-    floating-point atomics, so results are bitwise reproducible.
+    Each call runs in one of the paths of `experts.triton.paths`, which its launch configuration
+    names. If the output keeps the top-k dimension, GEMM 2 writes the output directly, with zeros
+    for skipped pairs. No kernel uses floating-point atomics, so results are bitwise reproducible.
     """
 
     replayable = True
@@ -54,7 +54,7 @@ class TritonExperts(TritonExpertsBase):
         prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
         self._prepared_options = (False, True) if prepares else (False,)  # values of `prepared`
         self._workspace_cache = WorkspaceCache()
-        # Calls without adapters use the paths and launches of the same problem without LoRA.
+        # A call without adapters uses the paths and launches of the same problem without LoRA.
         without_lora = None if problem.adapters is None else replace(problem, lora="none")
         self._without_adapters = None if without_lora is None else TritonExperts(without_lora)
 
@@ -76,9 +76,10 @@ class TritonExperts(TritonExpertsBase):
         return on_device(Device.of(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether every path that a call up to `shape` can take quantizes its input.
+        """Return whether every path that a call up to `shape` can take quantizes its input itself.
 
-        The path also depends on the strides of the weights, so all possibilities are considered.
+        The path also depends on the strides of the weights, so the paths for all strides are
+        considered.
         """
         assert isinstance(shape, ContiguousShape)
         if not self.problem.scheme.quantizes_activations:
@@ -93,8 +94,8 @@ class TritonExperts(TritonExpertsBase):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Return buffers large enough for any call of at most shape.tokens tokens.
 
-        All smaller calls are considered, because a call with fewer tokens can need a larger buffer:
-        it may take another path or use smaller blocks.
+        Smaller calls are considered too, because a call with fewer tokens can need a larger buffer:
+        it may take another path or use smaller blocks, which need more padding.
         """
         assert isinstance(shape, ContiguousShape)
         kinds = self._call_groups(shape.tokens)
@@ -112,7 +113,10 @@ class TritonExperts(TritonExpertsBase):
         return (*calls, *calls_without_adapters)
 
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
-        """Return the maximum tokens of a call for each (path, block_m), over all tensor layouts."""
+        """Return the tokens of the largest call that may use each (path, block_m).
+
+        The paths that a call can take depend on the strides of its tensors; all cases are included.
+        """
         result: dict[tuple[str, int], int] = {}
         for paths in self._path_sets:
             kinds = buffer_kinds_up_to(self.problem, tokens, paths, prepared=prepared)
@@ -167,8 +171,8 @@ class TritonExperts(TritonExpertsBase):
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether a call uses the prepared weights.
 
-        It does if the configuration is overridden or comes from a file tuned with prepared weights;
-        otherwise if every path is faster with them.
+        It does if the configuration is overridden, or comes from a file tuned with prepared
+        weights. Otherwise it does if every path is faster with them.
         """
         if weights.w1_tiles is None or len(self._prepared_options) == 1:
             return False
@@ -177,7 +181,7 @@ class TritonExperts(TritonExpertsBase):
         return all(path.reads_prepared(weights, tokens) for path in self._paths.values())
 
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
-        """Return the configuration of a call with these tensors."""
+        """Return the configuration of a call, whose path supports the strides of these tensors."""
         prepared = self._reads_prepared(weights, len(x_TH))
         config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
         if self._paths[config.path].takes(weights, x_TH):
@@ -188,10 +192,12 @@ class TritonExperts(TritonExpertsBase):
 
 @dataclass(frozen=True)
 class _CallGroup:
-    """A set of calls that need the same buffers.
+    """Calls that need the same buffers.
 
-    max_tokens: maximum tokens of a call. block_m: rows of a block. prepared: whether the calls use
-    prepared weights, which are not part of the workspace.
+    path: the path that they take.
+    block_m: rows of a block.
+    max_tokens: maximum tokens of a call.
+    prepared: whether they use prepared weights, which are not part of the workspace.
     """
 
     path: Path
@@ -205,16 +211,16 @@ class _CallGroup:
 
 
 def supported_paths(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the paths that support `problem` on the current device.
+    """Return the names of the paths that support `problem` on this device.
 
-    Inside `on_device`, that is the device passed to it.
+    Inside `on_device`, the device is the one passed to it.
     """
     device = current_lookup().device
     return tuple(path.name for path in PATHS if path.serves(problem, device))
 
 
 def _possible_path_sets(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return every subset of paths that can remain after some reject the tensors of a call."""
+    """Return every subset of `paths` that can remain after some reject the tensors of a call."""
     selective = [name for name in paths if BY_NAME[name].refuses]
     rejected = (
         rejected_paths

@@ -1,10 +1,10 @@
-"""Loads and validates paths of TritonExperts that other packages provide.
+"""Loading and validation of paths of TritonExperts that other packages provide.
 
 A package offers a tuple of `Path` subclasses in the entry-point group modular_kernel.triton_paths:
 
     entry_points={"modular_kernel.triton_paths": ["mine = my_package:PATHS"]}
 
-An entry point or class that fails is recorded and logged once; the others still load.
+An entry point or class that fails is recorded and logged once; the others are used.
 """
 
 import inspect
@@ -27,7 +27,7 @@ _MAX_ORIGIN_CHARS = 200
 
 @dataclass(frozen=True)
 class ExternalPath:
-    """A path class of another package. origin: distribution and entry point that provide it."""
+    """A path class of another package, and the distribution and entry point that provide it."""
 
     path: type[Path]
     origin: str
@@ -35,9 +35,9 @@ class ExternalPath:
 
 @dataclass(frozen=True)
 class BrokenPath:
-    """An entry point, or one of its classes, that cannot be used.
+    """An entry point, or one of its classes, that cannot be used, and the reason.
 
-    name: name of the entry point or of the path.
+    `name` is that of the entry point or, if its classes were loaded, that of the path.
     """
 
     name: str
@@ -47,7 +47,11 @@ class BrokenPath:
 
 @dataclass(frozen=True)
 class ExternalPaths:
-    """The external paths that can be used, ordered by entry point, and those that cannot."""
+    """The external paths of the installed packages.
+
+    usable: in the order of their entry points.
+    broken: those that cannot be used.
+    """
 
     usable: tuple[ExternalPath, ...] = ()
     broken: tuple[BrokenPath, ...] = ()
@@ -56,8 +60,9 @@ class ExternalPaths:
 def load_external_paths(taken: Collection[str]) -> ExternalPaths:
     """Load the paths of all installed packages.
 
-    taken: names of built-in paths, which external paths may not use. If several paths have the same
-    name, none of them is used, so that the result does not depend on the order of installation.
+    `taken` has the names of the built-in paths, which external paths may not use. If several
+    external paths have the same name, none of them is used, so that the result does not depend on
+    the order of installation.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
@@ -91,7 +96,11 @@ def _load(entry: EntryPoint, origin: str) -> object:
 
 
 def _checked(value: object) -> Iterator[type[Path]]:
-    """Yield the classes of an entry point; raise ConfigurationError for an incomplete path."""
+    """Yield the path classes of an entry point's value.
+
+    Raise ConfigurationError if the value is not a tuple of classes, or a class is not a complete
+    path.
+    """
     if not isinstance(value, tuple) or not all(isinstance(cls, type) for cls in value):
         raise ConfigurationError("entry point", got=repr(value)[:200], need="a tuple of classes")
     for cls in value:

@@ -27,10 +27,10 @@ _SHARED = {
     (10, 3): 232_448,
     (12, 0): 101_376,
 }
-_MIN_SHARED = 101_376  # minimum over all supported devices
+_MIN_SHARED = 101_376  # the minimum of _SHARED
 
-# Words in device names, as reported by the driver or, with "_" for spaces, in file names, and the
-# compute capability that they stand for. The first that occurs decides.
+# (pattern in a device name, compute capability); the first pattern that occurs decides. Names are
+# those that the driver reports, or the same with "_" for spaces, as in file names.
 _ARCHS = (
     (r"RTX[ _](?:PRO|50\d\d)", (12, 0)),
     (r"G?B300", (10, 3)),
@@ -42,7 +42,7 @@ _ARCHS = (
     (r"(?:A[138]00|A30)", (8, 0)),
 )
 
-# `Violation.what` of the limits that a smaller tile can satisfy.
+# `Violation.what` of the limits that a smaller tile can meet.
 GROUP_LIMIT = "block_k within a group"
 SHARED_LIMIT = "bytes of shared memory"
 
@@ -56,7 +56,10 @@ class Launch(Protocol):
 
     @property
     def block_n(self) -> int:
-        """Return the output columns per block; a gated GEMM also computes as many up columns."""
+        """Return the output columns per block.
+
+        A gated GEMM 1 computes block_n gate columns and block_n up columns for them.
+        """
 
     @property
     def num_warps(self) -> int:
@@ -64,7 +67,7 @@ class Launch(Protocol):
 
     @property
     def num_stages(self) -> int:
-        """Return the number of pipeline stages along K."""
+        """Return the number of stages of the software pipeline along K."""
 
 
 L = TypeVar("L", bound=Launch)
@@ -72,9 +75,11 @@ L = TypeVar("L", bound=Launch)
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch of a tiled GEMM: block sizes in elements, row blocks per swizzle group, warps, stages.
+    """The launch of a tiled GEMM.
 
-    A gated GEMM 1 computes block_n gate columns and block_n up columns.
+    Blocks are block_m rows by block_n output columns, in K steps of block_k elements. group_m row
+    blocks are computed next to each other, so that they share weight tiles in L2. A gated GEMM 1
+    computes block_n gate columns and block_n up columns.
     """
 
     block_m: int
@@ -93,8 +98,8 @@ class LaunchConfig:
 class MoEConfig:
     """The configuration of one call: the launches of both GEMMs and the path that runs them.
 
-    The GEMMs share one alignment of rows, so block_m is the same. path: a name from
-    experts.triton.paths. Raise ConfigurationError if block_m differs.
+    `path` is a name from `experts.triton.paths`. Both GEMMs use the same blocks of rows: raise
+    ConfigurationError if their block_m differs.
     """
 
     gemm1: Launch
@@ -122,9 +127,11 @@ class MoEConfig:
 class Device:
     """The device limits that a launch must satisfy.
 
-    name: as reported by the driver, "" without a GPU. shared: max bytes of shared memory per
-    block. warpgroups: wgmma reads its operands from shared memory, so a pipeline of s stages
-    holds s operand tiles instead of s - 1. tma: the TMA kernels, written for sm_90 only, run.
+    name: as reported by the driver; "" without a GPU.
+    shared: maximum bytes of shared memory per block.
+    warpgroups: the GPU is sm_90 or newer. Its warpgroup MMA (wgmma) reads operands from shared
+        memory, so a pipeline of s stages holds s operand tiles there instead of s - 1.
+    tma: the TMA kernels, which are written for sm_90 only, can run.
     """
 
     name: str = ""
@@ -134,9 +141,9 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine) -> "Device":
-        """Describe the GPU of `machine`; without one, use the limits of sm_90.
+        """Describe the GPU of `machine`; without one, return the limits of sm_90.
 
-        Kernels are then compiled for sm_90.
+        Kernels are compiled for sm_90 on a machine without a GPU.
         """
         if machine.arch is None:
             return cls()
@@ -148,7 +155,7 @@ class Device:
     def named(cls, name: str) -> "Device":
         """Describe a GPU by its driver or file name.
 
-        The limits of a GPU that is not known by name are the smallest of any supported one.
+        An unknown GPU gets the smallest limits of any supported one.
         """
         arch = arch_of_name(name)
         if arch is None:
@@ -168,11 +175,16 @@ def arch_of_name(name: str) -> tuple[int, int] | None:
 class Gemm:
     """The properties of one of the two GEMMs that limit its tiles.
 
-    index: 1 or 2. depth: K. sides: 2 if gate and up columns are computed together, else 1.
-    a_bits, b_bits: bits per stored element of the left (rows) and right (weights) operand.
-    widened: bits of a dequantized weight, 0 if weights are multiplied as stored. scaled: there
-    are scales. group_k: K elements per weight scale, 0 for all of K. min_block_n: the minimum
-    block_n.
+    index: 1 or 2.
+    depth: K.
+    sides: 2 if gate and up columns are computed together, else 1.
+    a_bits, b_bits: bits per stored element of the left operand (rows) and the right one (weights).
+    dequantized_bits: bits of a dequantized weight; 0 if weights are multiplied as stored.
+    scaled: whether the operands have scales.
+    group_k: K elements per weight scale; 0 if one scale covers all of K.
+    out_bits: bits per element of the output.
+    tensor_cores: whether the products run on tensor cores.
+    min_block_n: the minimum block_n.
     """
 
     index: int
@@ -189,7 +201,10 @@ class Gemm:
 
     @property
     def min_block_k(self) -> int:
-        """Return the minimum block_k: 32 for 8-bit or packed operands (two MMAs of 16), else 16."""
+        """Return the minimum block_k: 32 for operands of 8 bits or less, else 16.
+
+        The K of an MMA with 8-bit operands is 32. Packed weights take two MMAs with a K of 16.
+        """
         return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
 
     def __str__(self) -> str:
@@ -229,13 +244,14 @@ def rows_aligned_to_16(problem: Problem) -> bool:
 def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     """Return an upper bound on the bytes of shared memory that Triton 3.6 allocates per block.
 
-    One buffer holds a tile of A and one of B (two in a gated GEMM 1). There are num_stages buffers
-    for wgmma (64 rows or weights, on Hopper), otherwise one less. Dequantized weights pass through
-    registers, so wgmma needs one more buffer for them and for A.
+    A buffer holds one K step: a tile of A and one of B (two in a gated GEMM 1). With wgmma there
+    are num_stages buffers, otherwise one less; wgmma is used if the rows or the weights of a tile
+    fill its M = 64. Weights that are dequantized pass through registers, so with wgmma they need
+    another buffer, as does the tile of A that they are multiplied by.
     """
     a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row
-    # With few rows, the weights fill the M = 64 of wgmma, unless they pass through registers.
+    # With few rows, the weights become the left operand of wgmma, unless they are dequantized.
     filled = tile.block_m >= 64 or (
         tile.block_n >= 64 and gemm.a_bits < 32 and not gemm.dequantized_bits
     )
@@ -251,7 +267,7 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit that a launch violates."""
+    """A limit that a launch violates: its name, the value got, and the values needed."""
 
     what: str
     got: object
@@ -259,7 +275,7 @@ class Violation:
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
-    """Yield every reason why `tile` cannot be launched. Field values may be of any size."""
+    """Yield every reason why `tile` cannot be launched, whatever the values of its fields."""
     invalid_fields = list(_field_violations(tile, gemm))
     yield from invalid_fields
     if invalid_fields:
@@ -295,7 +311,7 @@ def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
 
 
 def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> LaunchConfig:
-    """Return `tile`, or raise ConfigurationError naming `origin` if it cannot be launched."""
+    """Return `tile`; raise ConfigurationError, naming `origin`, if it cannot be launched."""
     for violation in violations(tile, gemm, device):
         what = f"{origin}: {gemm} {violation.what}"
         raise ConfigurationError(what, got=violation.got, need=violation.need)
@@ -303,10 +319,11 @@ def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> Laun
 
 
 def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
-    """Shrink `tile` until it fits: block_k to a divisor of the group, fewer stages, smaller blocks.
+    """Shrink `tile` until it fits.
 
-    The fields of `tile` must be valid. If nothing fits, return the smallest tile tried; `require`
-    then reports the violation.
+    block_k becomes a divisor of the group. Then the number of stages, block_k and block_n are
+    reduced, in this order, until shared memory suffices. The fields of `tile` must be valid. If
+    nothing fits, return the smallest tile tried; `require` then reports the violation.
     """
     min_value = gemm.min_block_k
     tile = replace(tile, block_k=max(tile.block_k, min_value))

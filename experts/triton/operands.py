@@ -1,4 +1,4 @@
-"""Kernel arguments of the two GEMMs, for the contiguous and the batched Triton experts."""
+"""Kernel arguments of the two GEMMs, shared by the contiguous and the batched Triton experts."""
 
 import math
 from collections.abc import Collection
@@ -34,16 +34,16 @@ SCHEMES = frozenset(
         "nvfp4_w4a16",
     }
 )
-TMA_BYTES = 16  # alignment of the rows that TMA loads
+TMA_BYTES = 16  # alignment in bytes that TMA needs of tensors and their rows
 DEFAULT_ZERO_POINT = {"uint8": 128, "uint4": 8}  # default zero point of unsigned weights
 _FLOAT8_ARCH = (8, 9)
-_MIN_BLOCK_K = 32  # 8-bit MMA needs K = 32; packed weights take two MMAs of K = 16
+_MIN_BLOCK_K = 32  # K of an 8-bit MMA; packed weights take two MMAs of K = 16
 
 
 def supports_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
-    """Return whether TMA kernels for these schemes run on `device` for `problem`.
+    """Return whether TMA kernels written for `schemes` can run `problem` on `device`.
 
-    They need 16-bit rows and do not support batch invariance.
+    They need 16-bit activations and do not support batch invariance.
     """
     supported = problem.scheme.name in schemes and problem.dtype is not torch.float32
     return device.tma and supported and not problem.batch_invariant
@@ -53,10 +53,17 @@ def supports_tma(problem: Problem, device: Device, schemes: Collection[str]) -> 
 class GemmOperands:
     """The operands of one of the two GEMMs: weights, scales, bias, output width and activation.
 
-    w: (e, rows, depth), any strides, two values per byte if packed. global_scale: (e, 2) for gate
-    and up rows, (e, 1) without a gate, or None. order: (e, depth), the column of the input rows
-    that each weight column multiplies; None for the identity. columns: output values per row.
-    step, up_row: output column n uses weight row n * step, and row n * step + up_row for up.
+    w: (e, rows, depth), any strides; two values per byte if packed.
+    scale: (e,), (e, rows) or (e, rows, groups), or None.
+    zero_point: (e, rows, groups), two rows per byte if packed, or None.
+    global_scale: (e, 2) for gate and up, (e, 1) for a single matrix, or None.
+    order: (e, depth), the column of the input that each weight column multiplies; None for the
+        identity.
+    bias: (e, rows), or None.
+    scheme: the quantization scheme of the weights.
+    columns: output values per row.
+    step, up_row: output column n uses weight row n * step and, for up, row n * step + up_row.
+    constants: the constexpr arguments that describe the activation.
     tiles, tile_scales: the prepared w and scale, or None.
     """
 
@@ -83,12 +90,13 @@ class GemmOperands:
     ) -> dict[str, object]:
         """Return the kernel arguments that do not depend on how rows are addressed.
 
-        a_scale: scales of the rows: (1,) for one scale, else (..., 1) or (..., groups).
+        a_scale has the scales of the rows: (1,) if one scale covers all rows, else (..., 1) or
+        (..., groups).
         """
         scheme, depth = self.scheme, self.depth
         group_n, group_k = scale_group(scheme, depth)
-        # Scales multiply the partial sums of a K step, so block_k must divide the group. NVFP4
-        # scales multiply the weights instead.
+        # A K step must lie in one group, because scales multiply its partial sum. NVFP4 scales
+        # multiply the weights, so they do not limit block_k.
         block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
         mode, step = "plain", self.step
@@ -101,7 +109,7 @@ class GemmOperands:
             "columns": self.columns,
             "depth": depth,
             "up_row": self.up_row,
-            "up_offset": self.up_row * self.w.stride(1),  # in Python, so it cannot overflow
+            "up_offset": self.up_row * self.w.stride(1),  # in Python, where it cannot overflow
             "stride_be": self.w.stride(0),
             "stride_bn": self.w.stride(1),
             "stride_bk": self.w.stride(2),
@@ -136,8 +144,7 @@ class GemmOperands:
     def _weight_scales(self) -> dict[str, object]:
         """Return the pointers and strides of scales and zero points.
 
-        Scales are (e,), (e, rows) or (e, rows, groups); zero points are (e, rows, groups). A
-        scheme with global scales has no zero points and passes them in their place.
+        Global scales are passed as zero points: no scheme has both.
         """
         scale = self.w if self.scale is None else self.scale
         zero = self.zero_point
@@ -164,7 +171,7 @@ def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str,
 
 
 def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
-    """Return the (rows, K elements) that one weight scale covers; 0 means all of K."""
+    """Return the (rows, K elements) that one weight scale covers; 0 K elements mean all of K."""
     rows, group_k = 1, 0
     if scheme.granularity == "block":
         rows, group_k = scheme.group
@@ -174,7 +181,7 @@ def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
 
 
 def word_format(scheme: QuantScheme) -> str:
-    """Return the kernels' FORMAT constant for the quantized weights of `scheme`."""
+    """Return the kernels' constexpr FORMAT, which describes the stored weights of `scheme`."""
     if scheme.matrix_scales:
         return "nvfp4"
     if scheme.weight == "float4_e2m1":
@@ -183,9 +190,9 @@ def word_format(scheme: QuantScheme) -> str:
 
 
 def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Reject float8 weights on GPUs that cannot convert them, and groups not a multiple of 32.
+    """Reject float8 weights on GPUs that cannot convert them, and groups that 32 does not divide.
 
-    A K step has at least 32 elements and stays within one group.
+    A K step has at least 32 elements and must lie in one group.
     """
     rejections = []
     scheme, arch = problem.scheme, machine.arch
@@ -205,7 +212,7 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
 
 
 def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
-    """Return the operands of GEMM 1: act(x W1^T), H in, I out."""
+    """Return the operands of GEMM 1: h = act(x W1^T), with K = H and I output columns."""
     spec = problem.act
     step, up_row = up_rows(spec, problem.intermediate)
     return GemmOperands(
@@ -226,7 +233,7 @@ def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
-    """Return the operands of GEMM 2: h W2^T, I in, H out, no activation."""
+    """Return the operands of GEMM 2: h W2^T, with K = I and H output columns."""
     return GemmOperands(
         w=weights.w2,
         scale=weights.w2_scale,
@@ -245,7 +252,10 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def activation_scale_kind(scheme: QuantScheme, depth: int) -> str:
-    """Return the granularity of the activation scales, as the kernels name it."""
+    """Return what one activation scale covers: "tensor", "token" or "group"; "static" if given.
+
+    A group that covers all of K is a token.
+    """
     if scheme.static:
         return "static"
     granularity = scheme.activation_granularity
@@ -257,7 +267,11 @@ def activation_scale_kind(scheme: QuantScheme, depth: int) -> str:
 def input_scales(
     tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
-    """Return QUANT, which tells GEMM 1 where the scales of x come from, and the scale arguments."""
+    """Return the constexpr QUANT of GEMM 1, and the scale arguments of x.
+
+    QUANT is "given" if x is already quantized, with scales. Otherwise the kernel quantizes x, and
+    QUANT is the `activation_scale_kind`. `static` is the scale of a static scheme.
+    """
     scale, quant = tokens.scale, activation_scale_kind(problem.scheme, problem.hidden)
     if scale is None:
         scale = tokens.x_TH if static is None else static

@@ -1,4 +1,4 @@
-"""Eligibility checks and kernel arguments shared by the paths for 4-bit weights."""
+"""Limits and kernel arguments shared by the paths that unpack 4-bit weights in registers."""
 
 import math
 
@@ -9,13 +9,17 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-_ALIGNMENT = 16  # bytes of one vector load
-WARP_K = 128  # default K per warp and step
-_MIN_DEPTH = 32  # four lanes with one 32-bit word (eight weights) each
+_ALIGNMENT = 16  # bytes per vector load
+WARP_K = 128  # K elements per warp and step, by default
+_MIN_DEPTH = 32  # K elements of four lanes, which have one 32-bit word (eight weights) each
 
 
 def supports_w4(problem: Problem) -> bool:
-    """Return whether `problem` has 16-bit rows and 4-bit weights with K divisible into words."""
+    """Return whether the kernels for 4-bit weights support `problem`.
+
+    They need 16-bit activations, weights without act order, and K and groups that are multiples of
+    32.
+    """
     scheme = problem.scheme
     if not scheme.packed or scheme.act_order:
         return False
@@ -28,10 +32,10 @@ def supports_w4(problem: Problem) -> bool:
 
 
 def mma_depth(scheme: QuantScheme, k: int, max_depth: int = WARP_K) -> int:
-    """Return the K elements of one MMA, at most `max_depth`, for a GEMM with reduction depth k.
+    """Return the K elements of one MMA, at most `max_depth`, for a GEMM with K = k.
 
-    The result divides the scale group, unless one group covers all of k or the scheme is NVFP4,
-    whose scales multiply the weights.
+    The result divides the scale group, so that one scale applies to the whole MMA, unless one group
+    covers all of k. It is not limited by NVFP4 groups, because their scales multiply the weights.
     """
     (group,) = scheme.group
     group = 0 if group >= k or scheme.matrix_scales else group
@@ -39,7 +43,7 @@ def mma_depth(scheme: QuantScheme, k: int, max_depth: int = WARP_K) -> int:
 
 
 def allows_vector_loads(weights: ExpertWeights) -> bool:
-    """Return whether the rows of the byte tensors w1 and w2 allow 16-byte vector loads."""
+    """Return whether the rows of w1 and w2 (packed, uint8) can be read in 16-byte vector loads."""
     return all(
         w.stride(2) == 1
         and all(n % _ALIGNMENT == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))

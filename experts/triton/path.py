@@ -1,8 +1,9 @@
 """The interface of the execution paths of TritonExperts.
 
 A path is one implementation of the layer, from dispatched tokens to the output. Each path is a
-folder with host code, configuration and kernels, used only through `Path`; `experts.triton.paths`
-lists them. Configurations, tuned files and workspaces refer to a path by name.
+folder with host code, configuration and kernels, and is used only through `Path`.
+`experts.triton.paths` lists the paths. Configurations, tuned files and workspaces refer to a path
+by name.
 """
 
 from abc import ABC, abstractmethod
@@ -40,11 +41,11 @@ class Path(ABC):
     """An execution path of TritonExperts. An instance is bound to a problem and runs its calls.
 
     name: used in configurations, tuned files and messages.
-    launch: the type of its launch of one GEMM, a dataclass of integers.
-    quantizes_input: it accepts unquantized tokens and quantizes them itself.
-    refuses: `takes` can return False.
-    transferable: its tuned configurations transfer unchanged to other problems.
-    roundings: the points at which it rounds; None if not declared.
+    launch: the type that describes the launch of one GEMM, a dataclass of integers.
+    quantizes_input: whether the path accepts unquantized tokens and quantizes them itself.
+    refuses: whether `takes` can return False.
+    transferable: whether launches tuned for one problem are also good for similar problems.
+    roundings: the points at which the path rounds; None if they are not declared.
     """
 
     name: ClassVar[str]
@@ -63,14 +64,15 @@ class Path(ABC):
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the minimum number of tokens for the path to be chosen without a tuned file."""
+        """Return the smallest call for which the path is used without a tuned file, in tokens."""
         return 0
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the maximum number of tokens for the path to be chosen without a tuned file.
+        """Return the largest call, in tokens, that uses the path without a tuned file; None: any.
 
-        None means unbounded. Tuned launches are not extrapolated beyond this number either.
+        Launches from a tuned file are not used for larger calls either, except up to the call for
+        which they were tuned.
         """
         return None
 
@@ -83,7 +85,7 @@ class Path(ABC):
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token counts, ascending, after which `default_config` may change."""
+        """Return the last token counts of the ranges with the same `default_config`, ascending."""
         return ()
 
     @classmethod
@@ -91,21 +93,21 @@ class Path(ABC):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield every reason why `config` cannot be launched for one GEMM of `problem`."""
+        """Yield every reason why `config` cannot be launched for `gemm` of `problem`."""
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the tuning candidates of both GEMMs, by the block_m that they share."""
+        """Return the launches of both GEMMs to time in tuning, by block_m, which both share."""
         return {}
 
     @classmethod
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the launches to use instead of `config`, which is from a file of vLLM or SGLang.
+        """Return the configuration to use in place of `config`, from a file of vLLM or SGLang.
 
-        Such a file always names the aligned path. Paths for 4-bit weights that are faster than
-        any of its launches override this.
+        Such a file always names the aligned path. A path for 4-bit weights overrides this if it is
+        faster than any of the aligned path's launches.
         """
         return config
 
@@ -115,32 +117,38 @@ class Path(ABC):
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
 
-        Such calls use this path unless an override or a file tuned with prepared weights names
-        another. Return () for a path that prepares nothing.
+        Such calls use this path unless an override, or a file tuned with prepared weights, names
+        another. Return () if the path prepares nothing.
         """
         return ()
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        """Return the tensors that `prepare` writes; see PermuteExpertsUnpermute."""
+        """Return the tensors that `prepare` writes, by name.
+
+        See `PermuteExpertsUnpermute.prepared_specs`.
+        """
         return {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether a call of `tokens` tokens is faster with prepared weights, untuned."""
+        """Return whether prepared weights make a call faster if there is no tuned file."""
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call with prepared weights, like `specs`."""
+        """Return the buffers of a call with prepared weights, as `specs` does for other calls."""
         return self.specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Write every element of `out`; see PermuteExpertsUnpermute."""
+        """Write every element of the prepared weights, `out`.
+
+        See `PermuteExpertsUnpermute.prepare`.
+        """
         assert not out
 
     # ------------------------------------------------------------------- execution
 
     @abstractmethod
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernels for `problem`, which `serves` must accept."""
+        """Bind the kernels for `problem`, which `serves` has accepted."""
 
     @abstractmethod
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
@@ -152,14 +160,14 @@ class Path(ABC):
 
     @abstractmethod
     def run(self, call: PathCall) -> None:
-        """Write every element of call.output."""
+        """Compute the layer: write every element of call.output."""
 
 
 class WorkspaceCache:
-    """A cache of workspace shapes, keyed by the shape of a call and its kinds.
+    """A cache of workspace shapes, by the shape of a call and the kinds of calls up to it.
 
-    A configuration override can add kinds. Only the first _MAX_ENTRIES entries are kept, because a
-    server uses few shapes.
+    Overriding a configuration can add kinds. Only the first _MAX_ENTRIES entries are kept; a server
+    uses few shapes.
     """
 
     def __init__(self) -> None:
@@ -172,7 +180,10 @@ class WorkspaceCache:
         kinds: tuple[K, ...],
         specs: Callable[[K], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
-        """Return a workspace that fits any of `kinds`; specs(kind) returns its buffers."""
+        """Return a workspace that fits calls of all `kinds`.
+
+        specs(kind) returns the buffers of calls of one kind.
+        """
         shapes = self._shapes.get((shape, kinds))
         if shapes is None:
             shapes = merged_workspace(problem, shape, map(specs, kinds))
@@ -184,10 +195,12 @@ class WorkspaceCache:
 def merged_workspace(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
-    """Return a workspace that fits any kind of call, taking the largest buffer of each name.
+    """Return a workspace that fits all kinds of calls: the largest buffer of each name.
 
-    kinds: the buffers of each kind, by name. A buffer overlays the union of what it overlays in
-    each kind, so all of those must be dead in every kind.
+    A buffer may reuse the memory of others (`BufferSpec.over`). A merged buffer may reuse all those
+    that any of the kinds allows, so none of them may be in use then, in any kind of call.
+
+    kinds: the buffers of each kind, by name.
     """
     largest: dict[str, BufferSpec] = {}
     for specs in kinds:

@@ -1,10 +1,10 @@
-"""The registry of the execution paths of TritonExperts; add a new path to BUILT_IN.
+"""The list of the execution paths of TritonExperts. To add a path, append it to BUILT_IN.
 
 `PATHS`, `NAMES` and `BY_NAME` also contain the paths of other packages
-(`experts.triton.external_paths`). These come after all of ours and are loaded at the first use,
-because a package that offers a path imports modules of `experts` itself. Without a tuned file the
-last path that serves a problem, within its token bounds, takes a call, so a path of another package
-is tried before ours, but only for problems that its `serves` accepts. It never becomes `BASE`.
+(`experts.triton.external_paths`). These follow the built-in ones and are loaded on first use,
+because a package that provides a path imports modules of `experts` itself. Without a tuned file, a
+call takes the last path in the list that serves its problem and its number of tokens. So a path of
+another package has priority over built-in ones for the problems that its `serves` accepts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.path import Path
 
-# The first path supports every problem. Without a tuned file, the last applicable path wins.
+# The first path supports every problem. Without a tuned file, the last that applies is used.
 BUILT_IN: tuple[type[Path], ...] = (
     AlignedPath,
     AlignedW4Path,
@@ -39,7 +39,7 @@ BASE = BUILT_IN[0]
 
 @cache
 def external_paths() -> ExternalPaths:
-    """Return the paths of other packages; entry points are read once per process."""
+    """Return the paths of other packages. Entry points are read once per process."""
     return load_external_paths(BUILT_IN_NAMES)
 
 
@@ -50,7 +50,7 @@ def _by_name() -> dict[str, type[Path]]:
 
 
 class _Paths(Sequence[type[Path]]):
-    """All paths, in the order in which they are overlaid."""
+    """All paths, built-in ones first."""
 
     @overload
     def __getitem__(self, index: int) -> type[Path]: ...
@@ -64,7 +64,7 @@ class _Paths(Sequence[type[Path]]):
 
 
 class _Names(Sequence[str]):
-    """The names of all paths, in the same order."""
+    """The names of all paths, in the same order as `PATHS`."""
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -78,7 +78,7 @@ class _Names(Sequence[str]):
 
 
 class _ByName(Mapping[str, type[Path]]):
-    """The paths by name, in the same order."""
+    """All paths by name, in the same order as `PATHS`."""
 
     def __getitem__(self, name: str) -> type[Path]:
         return _by_name()[name]

@@ -1,4 +1,4 @@
-"""triton_kernels: where to find it, and a wrapper of matmul_ogs.
+"""triton_kernels: where to find it, and a wrapper of its matmul_ogs.
 
 The package has had three interfaces. This module uses that of 3.5, which vLLM vendors: matmul_ogs
 and RoutingData.
@@ -40,7 +40,7 @@ TRITON_KERNELS = PackageProbe(
 def load() -> Any:
     """Import the functions and classes of triton_kernels that are used.
 
-    Raises ConfigurationError if it is missing, cannot be loaded, or was imported from another
+    Raise ConfigurationError if it is missing, cannot be loaded, or was imported from another
     folder.
     """
     with (
@@ -84,14 +84,16 @@ def ragged_matmul(
 ) -> torch.Tensor:
     """Multiply rows (R, K) by the weights (e, N, K) of each row's expert; return bfloat16 results.
 
-    - weights: (bfloat16 weights, None), or mxfp4 as in checkpoints: two e2m1 values along K per
-      byte, and (e, N, K / 32) E8M0 exponents, one for 32 values.
-    - starts: (e + 1,) int32, first row of each expert. Rows past the last expert's are not written.
-    - out: (R, N). The library may return another tensor instead.
+    weights: (bfloat16 weights, None), or mxfp4 as in checkpoints: two e2m1 values along K per byte,
+        and (e, N, K / 32) E8M0 exponents, one for 32 values.
+    starts: (e + 1,) int32, the first row of each expert, then the number of rows. Rows past the
+        last expert's are not written.
+    tiles: from `tile_maps`.
+    out: (R, N). The library may return another tensor instead.
 
     bf16 weights are copied if they have a stride of 1 along neither K nor N, or are not on a
-    16-byte address, because of TMA. mxfp4 weights are copied unless they are row-major and on such
-    an address.
+    16-byte address, because TMA cannot read them. mxfp4 weights are copied unless they are
+    row-major and on such an address.
     """
     w, scale = weights
     precision = None

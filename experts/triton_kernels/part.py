@@ -1,4 +1,4 @@
-"""TritonKernelsExperts: both GEMMs are triton_kernels' matmul_ogs."""
+"""TritonKernelsExperts: both GEMMs are the matmul_ogs of triton_kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,18 +29,22 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class TiledOrder(RowOrder):
-    """Row order without gaps, and its tiles. starts: (e + 1,) int32, first row of each expert."""
+    """The order of rows, without gaps, and the tiles of the rows.
+
+    starts is (e + 1,) int32: the first row of each expert, then the number of rows.
+    """
 
     starts: torch.Tensor
     tiles: TileMaps
 
 
 class TritonKernelsExperts(SortedRowsExperts):
-    """Contiguous bf16 tokens, weights in bf16 or mxfp4; weights and sums over top-k itself.
+    """Experts in bf16, with weights in bf16 or mxfp4, over contiguous tokens.
 
-    mxfp4 weights are used in the layout of checkpoints, not in the library's swizzled ones. Routing
-    does not use the library, so an expert may appear twice in a token, and router weights stay
-    float32. The library's `gammas` are not used because they round the weighted rows.
+    They apply router weights and sum over top-k themselves. mxfp4 weights are used in the layout of
+    checkpoints, not in the library's swizzled ones. The library's routing is not used, so an expert
+    may appear twice in a token, and router weights stay float32. Its `gammas` are not used, because
+    they round the weighted rows.
     """
 
     load_library = staticmethod(load)

@@ -1,4 +1,4 @@
-"""tile_maps: the tile schedule of the ragged matmul, for each tile size."""
+"""tile_maps: the tile schedules of the ragged matmul, one for each tile size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,18 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.workspace import BufferSpec, Workspace
 
-SIZES = (16, 32, 64, 128)  # rows per tile, of which the library chooses one
-_COMPARISONS = 8192  # (tile, expert) comparisons per program
+SIZES = (16, 32, 64, 128)  # rows per tile; the library chooses one of them
+_COMPARISONS = 8192  # maximum (tile, expert) comparisons per program
 
 
 @dataclass(frozen=True)
 class TileMaps:
     """Tile schedules for all sizes in SIZES.
 
-    counts: (e,) int32, rows of each expert. ends: (sizes, e + 1) int32, number of tiles before each
-    expert; the last entry is the total. maps: (sizes, tiles) int32, tile << 16 | expert for each
-    program, where `tile` counts within the expert; -1 for unused entries.
+    counts: (e,) int32, the rows of each expert.
+    ends: (sizes, e + 1) int32, the number of tiles before each expert, then the total.
+    maps: (sizes, tiles) int32, tile << 16 | expert for each program, where `tile` counts within the
+        expert; -1 for unused entries.
     """
 
     counts: torch.Tensor
@@ -29,7 +30,7 @@ class TileMaps:
 
 
 def max_num_tiles(rows: int, experts: int) -> int:
-    """Return the library's bound of the number of tiles of the smallest size."""
+    """Return the library's upper bound on the number of tiles of the smallest size."""
     if rows <= experts:
         return rows
     return -(-(rows - experts + 1) // SIZES[0]) + experts - 1
@@ -45,7 +46,7 @@ def tile_specs(rows: int, experts: int) -> Mapping[str, BufferSpec]:
 
 
 def tile_maps(starts: torch.Tensor, rows: int, workspace: Workspace) -> TileMaps:
-    """Schedule the tiles of `rows` rows; expert i's begin at starts[i], (e + 1,) int32."""
+    """Schedule the tiles of `rows` rows, given the first row of each expert, (e + 1,) int32."""
     experts = starts.numel() - 1
     specs = tile_specs(rows, experts)
     maps = TileMaps(*(workspace.take(name, spec.shape) for name, spec in specs.items()))
@@ -79,7 +80,7 @@ def write_tile_maps(starts: torch.Tensor, maps: TileMaps) -> None:
 
 
 def tile_maps_ref(starts: torch.Tensor, maps: TileMaps) -> None:
-    """Compute `write_tile_maps` in torch, one size at a time."""
+    """Torch reference of `write_tile_maps`: one size at a time."""
     counts = starts.diff()
     maps.counts.copy_(counts)
     program = torch.arange(maps.maps.shape[1], device=starts.device)

@@ -1,1 +1,1 @@
-"""Custom torch operators for layer calls, opaque to torch.compile and torch.export."""
+"""Custom torch operators for layer calls; torch.compile and torch.export do not look into them."""

@@ -1,6 +1,6 @@
 """Mapping of a module's tensors to ExpertWeights fields, written as text.
 
-For example `w1:t,w2:t,b1,b2` maps four tensors to these fields, the first two transposed. A name
+For example `w1:t,w2:t,b1,b2` maps four tensors to these fields, the first two transposed. A field
 may be followed by these steps, each after a colon:
 
     t         transpose the last two dimensions: a view
@@ -27,7 +27,13 @@ _FIELD_NAMES = frozenset(ExpertWeights.__dataclass_fields__)
 
 
 def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    """Build ExpertWeights from tensors as `fields` describes; ConfigurationError if invalid."""
+    """Build ExpertWeights from tensors.
+
+    Raise ConfigurationError if `fields` is invalid or does not match, and ShapeError if scales do
+    not have the shape that a step requires.
+
+    fields: the field of each tensor, as the module describes, separated by commas.
+    """
     entries = fields.split(",")
     if len(entries) != len(tensors):
         got, need = f"{len(tensors)} tensors", f"as many as fields name: {fields[:80]}"
@@ -55,7 +61,7 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
 def has_gradient(entry: str, *, quantized: bool) -> bool:
     """Return whether the tensor of an entry of `fields` can have a gradient.
 
-    Biases can, and weights that are not quantized, unless a step converts them.
+    Biases can have one, and so can weights that are not quantized, unless a step converts them.
     """
     name, *steps = entry.split(":")
     names = ("b1", "b2") if quantized else ("w1", "w2", "b1", "b2")
@@ -65,7 +71,7 @@ def has_gradient(entry: str, *, quantized: bool) -> bool:
 def gradient_of(tensor: torch.Tensor, entry: str, gradient: torch.Tensor) -> torch.Tensor:
     """Map the gradient of an ExpertWeights field back to the tensor that the field is made from.
 
-    entry: the tensor's entry in `fields`. `has_gradient` must be true for it.
+    entry: the tensor's entry in `fields`; `has_gradient` must be true for it.
     """
     _, *steps = entry.split(":")
     if steps.count("t") % 2:

@@ -3,9 +3,12 @@
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
     experts_forward(...)  # the same without autograd, and with less overhead per call
 
-Non-tensor arguments are strings, so that an exported program can run in another process, which must
-import this module (it also registers torch.ops.modular_kernel.route). fields: the ExpertWeights
-field of each tensor in params, see `expert_fields`. layer and pairing: see `pairing`.
+x_TH, ids_TK, weights_TK: as in a kernel's call and its Routing.
+params, fields: tensors, and the ExpertWeights field of each; see `expert_fields`.
+layer, pairing: see `pairing`.
+
+Arguments that are not tensors are strings, so that an exported program can run in another process.
+That process must import this module, which also registers torch.ops.modular_kernel.route.
 """
 
 from collections.abc import Sequence
@@ -59,7 +62,7 @@ def experts(
 ) -> torch.Tensor:
     """Return the layer's output, a new tensor (T, H) or (T, K, H).
 
-    ids_TK, weights_TK: as in Routing. params, fields, layer, pairing: see the module.
+    The arguments are described in the module.
     """
     weights = _find_prepared(params, fields, layer, pairing)
     if weights is None:
@@ -78,7 +81,11 @@ def experts_backward(  # noqa: PLR0913 (as the operator above)
     fields: str,
     layer: str,
 ) -> list[torch.Tensor]:
-    """Return gradients of x, of weights_TK, and of the params for which `needed` is true."""
+    """Return gradients of x, of weights_TK, and of the params for which `needed` is true.
+
+    grad_TH: gradient of the output.
+    needed: a bool for each of params.
+    """
     weights = _bind_weights(params, fields)
     routing, problem = Routing(weights_TK, ids_TK), problem_of(layer, len(x_TH))
     names = [entry.partition(":")[0] for entry in fields.split(",")]
@@ -139,8 +146,8 @@ def traced_experts(
 ) -> torch.Tensor:
     """Call the operator `experts` in a traced graph, or `experts_forward` if no gradient is needed.
 
-    torch.compile guards on the grad mode and traces again if it changes. An exported program may be
-    run in another mode than the one it was traced in, so it always gets `experts`.
+    If the grad mode changes, torch.compile traces again. An exported program may run in another
+    grad mode than the one it was traced in, so it always gets `experts`.
     """
     tensors = (x_TH, weights_TK, *params)
     needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -152,7 +159,7 @@ def traced_experts(
 def _find_prepared(
     params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
 ) -> ExpertWeights | None:
-    """Return weights that were prepared from exactly these tensors, if any."""
+    """Return weights that were prepared from exactly these tensors; None if there are none."""
     if not _prepared or not params:
         return None
     prepared = _prepared.get((params[0].data_ptr(), layer, pairing))

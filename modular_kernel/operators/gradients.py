@@ -1,8 +1,8 @@
 """Gradients of a call: of x, router weights, biases, and of weights that are not quantized.
 
-The forward is computed again in float32, one expert at a time. Quantized weights are dequantized
-and have no gradient; gradients pass unchanged through the quantization of activations
-(straight-through).
+The forward pass is computed again in float32, one expert at a time. Quantized weights are
+dequantized and have no gradient. Gradients pass through the quantization of activations as if it
+were the identity (straight-through estimator).
 """
 
 from collections.abc import Callable
@@ -40,9 +40,11 @@ def call_gradients(
 ) -> CallGradients:
     """Return gradients of x (T, H), router weights (T, K), b1 (e, N), b2 (e, H), w1 and w2.
 
-    grad_TH: gradient of the output. of_weights: compute those of w1 (e, N, H) and w2 (e, H, I),
-    too. Those of biases are None without biases. Raises UnsupportedError for a layer that weights
-    its input, keeps top-k, or has an expert map, and for gradients of quantized weights.
+    Raise UnsupportedError for a layer that weights its input, keeps top-k, or has an expert map,
+    and for gradients of quantized weights.
+
+    grad_TH: gradient of the output.
+    of_weights: whether to compute those of w1 (e, N, H) and w2 (e, H, I); else they are None.
     """
     _check_differentiable(problem, of_weights=of_weights)
     ids_TK = routing.topk_ids_TK
@@ -96,7 +98,7 @@ def _zeros(like: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
-    """Return one expert's weights in float32, (N, K)."""
+    """Return w1 or w2 of one expert in float32, (N, K)."""
     if not problem.scheme.quantized:
         weight: torch.Tensor = getattr(weights, name)[expert]
         return weight.float()
@@ -106,7 +108,10 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
 def _activation(
     rows_RN: torch.Tensor, spec: ActivationSpec
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the activation of float32 rows, (R, I), and its backward function."""
+    """Return the activation of float32 rows, (R, N) -> (R, I), and its backward function.
+
+    The backward function maps the gradient of the result to that of the rows.
+    """
     if not spec.gated:
         value, derivative = _curve(rows_RN, spec)
         return value, lambda grad: grad * derivative
@@ -122,7 +127,7 @@ def _activation(
 
 
 def _gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gate's factor of the activation, and its derivative."""
+    """Return the factor that the activation computes from gate values, and its derivative."""
     if spec.limit is None or spec.kind == "situ":
         return _curve(gate, spec)
     if spec.kind == "swiglu_clamp_after":
@@ -133,7 +138,7 @@ def _gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch
 
 
 def _up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the up value's factor of the activation, and its derivative."""
+    """Return the factor that the activation computes from up values, and its derivative."""
     if spec.limit is None:
         return up, torch.ones_like(up)
     if spec.kind == "situ":
@@ -146,7 +151,10 @@ def _up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Ten
 
 
 def _curve(v: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation's scalar function of v, and its derivative."""
+    """Return the activation's scalar function of v and its derivative.
+
+    For silu, for example, the function is v sigmoid(v).
+    """
     kind = spec.kind.removesuffix("_no_mul")
     if kind == "relu2":
         return v.relu().square(), 2 * v.relu()

@@ -3,7 +3,8 @@
     cache = KernelCache()
     y_TH = cache.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)
 
-A call of T tokens runs on the kernel for the next power of two.
+A call of T tokens runs on the kernel for the next power of two. Pairing means the two parts of a
+kernel, by name or class.
 """
 
 import threading
@@ -36,13 +37,16 @@ _Key = tuple[Pairing, Problem, torch.device]
 
 @lru_cache(maxsize=1 << 12)
 def _with_tokens(problem: Problem, tokens: int) -> Problem:
-    """Return one object for equal problems, so that lookups by it compare by identity."""
+    """Return `problem` for `tokens` tokens.
+
+    Equal arguments give the same object, so that lookups by it compare by identity.
+    """
     return problem.with_tokens(tokens)
 
 
 @cache
 def machine_of(kind: Literal["cuda", "cpu"]) -> Machine:
-    """Describe this machine with its GPU ("cuda") or CPU only ("cpu")."""
+    """Describe this machine with its GPU ("cuda") or its CPU only ("cpu")."""
     return this_machine(device=kind)
 
 
@@ -57,7 +61,7 @@ def default_experts(prepare: PrepareFinalize, problem: Problem, device: torch.de
 def describe_pairing(
     pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
 ) -> str:
-    """Describe both parts; experts=None means `default_experts` of the device."""
+    """Return the names of both parts; the name of `default_experts` for None."""
     prepare, experts = pairing
     if experts is not None:
         experts_text = _name(experts)
@@ -77,7 +81,7 @@ def _name(part: PrepareFinalize | Experts) -> str:
 class KernelsBySize:
     """Kernels of one pairing and layer on one device, by power of two of tokens.
 
-    Looks up the kernel of a call without hashing its problem. The cache owns the kernels; an
+    It looks up the kernel of a call without hashing its problem. The cache owns the kernels; an
     evicted kernel is made again.
     """
 
@@ -102,7 +106,10 @@ class KernelsBySize:
         routing: Routing,
         counts: list[int] | None = None,
     ) -> torch.Tensor:
-        """Run a call; see `KernelCache.run`. counts: calls and tokens, to which it is added."""
+        """Run a call; see `KernelCache.run`.
+
+        counts: [number of calls, number of tokens], to which this call is added.
+        """
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
@@ -127,7 +134,7 @@ class KernelsBySize:
 class KernelCache:
     """LRU cache of kernels by pairing, problem and device, with at most `max_kernels` entries.
 
-    Evicting a kernel also drops the plans of its calls.
+    The plans of an evicted kernel are dropped with it.
     """
 
     def __init__(self, *, max_kernels: int = 256) -> None:
@@ -145,9 +152,10 @@ class KernelCache:
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device
     ) -> FusedMoEModularKernel:
-        """Return the kernel for exactly this problem; IncompatibleError if refused.
+        """Return the kernel for exactly this problem.
 
-        Raises StateError if a kernel would have to be made during CUDA graph capture.
+        Raise IncompatibleError if the pairing cannot run it, and StateError if a kernel would have
+        to be made during CUDA graph capture.
         """
         key = (pairing, problem, device)
         with self._lock:
@@ -184,16 +192,18 @@ class KernelCache:
         weights: ExpertWeights,
         routing: Routing,
     ) -> torch.Tensor:
-        """Run a call of `problem` with any token count; return a new tensor.
+        """Run a call of `problem` with any number of tokens; return a new tensor.
 
-        Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
+        Raise every InputError of a kernel's call, and IncompatibleError if the pairing cannot run
+        the problem.
         """
         return KernelsBySize(self, pairing, problem, x_TH.device).run(x_TH, weights, routing)
 
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
-        """Make the kernel and plan for problem.tokens, so that such calls only allocate outputs.
+        """Make the kernel and plan for problem.tokens; such calls then allocate only their outputs.
 
-        Calls that allocate their own workspace are not prepared (see `modular_kernel.plan`).
+        Calls so large that they allocate their own workspace have no plan (see
+        `modular_kernel.plan`).
         """
         problem = _with_tokens(problem, plan_capacity(problem.tokens))
         with current_device(device):
@@ -214,5 +224,5 @@ def _with_ids_of(dtype: torch.dtype | None, routing: Routing) -> Routing:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current GPU, where kernels are launched; a no-op for the CPU."""
+    """Make `device` the current GPU, where kernels are launched. Does nothing for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,7 +1,8 @@
-"""Layers and pairings as strings, and the kernels that run them at any token count.
+"""Layers and pairings as strings, and the kernels that run them with any number of tokens.
 
 A layer is a string, so that it can be an operator argument and survive an export: `layer_text`
-writes it, `problem_of` parses it. A pairing is a string too, naming two parts.
+writes it, `problem_of` parses it. A pairing, the two parts of a kernel, is a string too: the names
+of both, separated by " x ".
 """
 
 import json
@@ -45,7 +46,7 @@ _OPTIONAL_FIELDS = frozenset(
 )
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_LOOKUPS = 1 << 12
-_CALL_FIELDS = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
+_CALL_FIELDS = frozenset({"tokens", "ids_dtype"})  # of a call, not of a layer
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
@@ -53,7 +54,7 @@ Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 def layer_text(problem: Problem) -> str:
     """Serialize a problem's layer, without its tokens.
 
-    Raises UnsupportedError for a layer that the operator cannot run: multi-rank or in place.
+    Raise UnsupportedError for a layer that the operator cannot run: on several ranks, or in place.
     """
     values: dict[str, object] = {name: getattr(problem, name) for name in _REQUIRED_FIELDS}
     values |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
@@ -73,8 +74,8 @@ def layer_text_from_sizes(
 ) -> str:
     """Serialize a layer from its sizes, using operations that torch.compile can trace.
 
-    sizes: hidden, intermediate, experts and top_k. options: `bias`, and other Problem fields that
-    `layer_text` writes.
+    sizes: hidden, intermediate, experts and top_k.
+    options: `bias`, and other Problem fields that `layer_text` writes.
     """
     hidden, intermediate, experts, top_k = sizes
     size_items = [
@@ -101,9 +102,10 @@ def layer_text_from_sizes(
 
 @lru_cache(maxsize=1024)
 def problem_of(layer: str, tokens: int) -> Problem:
-    """Parse the string of `layer_text` for at most `tokens` tokens; else ConfigurationError.
+    """Return the problem of a layer with at most `tokens` tokens.
 
-    chunk_tokens is dropped if no call of this size reaches it.
+    chunk_tokens is dropped if no call of this size reaches it. Raise ConfigurationError if `layer`
+    is not a string of `layer_text`.
     """
     try:
         values = json.loads(layer)
@@ -128,9 +130,11 @@ def problem_of(layer: str, tokens: int) -> Problem:
 class Pairing:
     """A pair of parts, and the kernels made from it.
 
-    experts: None means TritonExperts on a GPU and TorchExperts on a CPU. where_served: with None,
-    use TorchExperts on a GPU too if TritonExperts do not support the layer. Layers of equal shape
-    share kernels, one per power of two of tokens.
+    Layers of equal shape share kernels, one per power of two of tokens.
+
+    experts: None means TritonExperts on a GPU and TorchExperts on a CPU.
+    where_served: whether None means TorchExperts on a GPU, too, for layers that TritonExperts do
+        not support.
     """
 
     def __init__(
@@ -166,10 +170,12 @@ class Pairing:
     def run(
         self, layer: str, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
     ) -> torch.Tensor:
-        """Run a call of `layer`; return a new (T, H) tensor like x.
+        """Run a call of `layer`; return a new tensor (T, H) like x, or (T, K, H).
 
-        routing: ids of int32 or int64; converted if the parts need it.
-        Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
+        Raise every InputError of a kernel's call, and IncompatibleError if the pairing cannot run
+        the layer.
+
+        routing: ids of int32 or int64; converted if the parts need the other.
         """
         tokens, device = x_TH.shape[0], x_TH.device
         key = layer, device, (tokens - 1).bit_length()
@@ -190,7 +196,7 @@ class Pairing:
         self._kernel_cache.kernel(self._parts(device, problem), problem, device)
 
     def serves(self, layer: str, device: torch.device) -> bool:
-        """Return whether the pairing can run a layer on a device; refusals are cached."""
+        """Return whether the pairing can run a layer on a device. A negative result is cached."""
         if (layer, device) not in self._refused_layers:
             try:
                 self.check(layer, device)
@@ -211,10 +217,10 @@ _PAIRINGS: dict[str, Pairing] = {}
 
 
 def pairing_of(text: str) -> Pairing:
-    """Return the pairing that `str()` describes, in this process or another one.
+    """Return the pairing of a text that `str(pairing)` made, in this process or another one.
 
-    Catalog parts are found by name; other classes must already have been used in a Pairing, else
-    UnknownPartError.
+    Parts of the catalog are found by name. Other classes must already have been used in a Pairing;
+    else UnknownPartError is raised.
     """
     pairing = _PAIRINGS.get(text)
     if pairing is None:

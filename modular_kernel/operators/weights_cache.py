@@ -18,7 +18,12 @@ _dtype = attrgetter("dtype")
 
 @dataclass(frozen=True)
 class _Entry:
-    """Weights and their cache key: the first tensor, the caller's key, and facts of all tensors."""
+    """Weights and what identifies them.
+
+    first: first tensor of the call.
+    key: of the caller.
+    facts: see `_facts`.
+    """
 
     first: "weakref.ref[torch.Tensor]"
     key: Hashable
@@ -40,9 +45,10 @@ class WeightsCache:
     def get(
         self, tensors: Sequence[torch.Tensor | None], key: Hashable, make: MakeWeights
     ) -> ExpertWeights:
-        """Return the weights that `make` returned for these tensors and `key`, or call it.
+        """Return the weights for these tensors and `key`; call `make` unless they are cached.
 
-        tensors: the first is not None. make: called with detached aliases of them.
+        tensors: the first is not None.
+        make: called with detached aliases of the tensors.
         """
         first = tensors[0]
         entry = self._entries.get(id(first))

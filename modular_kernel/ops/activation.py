@@ -1,4 +1,4 @@
-"""gated_activation: the activation between the two GEMMs, as a separate operation."""
+"""gated_activation: the activation between the two GEMMs, as an operation of its own."""
 
 import torch
 
@@ -10,7 +10,10 @@ from modular_kernel.spec.problem import ActivationSpec
 
 
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """Return (step, offset): the gate of value i is in column i * step, its up `offset` later."""
+    """Return (step, offset).
+
+    The gate of value i is in column i * step, and its up is `offset` later.
+    """
     if not spec.gated:
         return 1, 0
     return (2, 1) if spec.interleaved else (1, intermediate)
@@ -24,7 +27,8 @@ def activation_constants(spec: ActivationSpec) -> dict[str, object]:
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
     """Write out_RI = act(x_RN), computed in float32 and rounded once.
 
-    x_RN (R, N) and out_RI (R, I) have contiguous rows; N = 2I if gated, else I.
+    x_RN (R, N) and out_RI (R, I) have contiguous rows; N is 2I if the activation is gated, else I.
+    Raise ShapeError if the shapes do not match.
     """
     rows, intermediate = out_RI.shape
     need = (rows, intermediate * (2 if spec.gated else 1))

@@ -25,9 +25,9 @@ from modular_kernel.utils.argument_checks import MAX_INT32, Count, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_FILL_BLOCKS = 8  # blocks per filling program
-# Limits of the single launch, in which every program counts all pairs: the number of pairs, and
-# pairs times bins, because each pair is compared with every bin.
+_FILL_BLOCKS = 8  # number of blocks whose experts and padding one program writes
+# Limits of the single launch, in which every program counts all pairs by comparing each pair with
+# every bin.
 _MAX_SINGLE_LAUNCH_PAIRS = 4096
 _MAX_COMPARISONS = 1 << 20
 
@@ -36,11 +36,11 @@ _MAX_COMPARISONS = 1 << 20
 class Aligned:
     """Pairs in blocks of one expert each.
 
-    sorted_token_ids: (P,) int32 pair indices (token = pair // K), in pair order within an expert;
-    T * K marks padding and everything from num_tokens_post_padded on.
-    expert_ids: (ceil(P / block_size),) int32, the block's local expert; -1 for blocks of skipped
-    pairs, which come first, and for blocks past the end.
-    num_tokens_post_padded: (1,) int32.
+    sorted_token_ids: (P,) int32, pair indices (token = pair // K), in pair order within an expert.
+        T * K marks padding, and everything from num_tokens_post_padded on.
+    expert_ids: (ceil(P / block_size),) int32, the local expert of each block; -1 for blocks of
+        skipped pairs, which come first, and for blocks past the end.
+    num_tokens_post_padded: (1,) int32, the number of positions in use, padding included.
     """
 
     sorted_token_ids: torch.Tensor
@@ -49,7 +49,11 @@ class Aligned:
 
 
 def aligned_length(numel: int, block_size: int, num_local: int) -> int:
-    """Return P, the maximum length of sorted_token_ids; numel pairs open at most numel blocks."""
+    """Return P, the maximum length of sorted_token_ids for numel pairs.
+
+    The pairs need at most numel blocks; with many pairs, every expert has at most one partial
+    block.
+    """
     if numel < num_local + 1:
         return numel * block_size
     return numel + (num_local + 1) * (block_size - 1)
@@ -74,11 +78,11 @@ def align(
     workspace: Workspace,
     ignore_invalid: bool = False,
 ) -> Aligned:
-    """Align the pairs of `routing` into workspace buffers declared by `align_specs`.
+    """Align the pairs of `routing`, using workspace buffers declared by `align_specs`.
 
-    ignore_invalid: omit skipped pairs instead of giving them blocks with expert -1. On a GPU, few
-    pairs take one launch, in which every program recounts them. Otherwise there are three launches:
-    count, scan, place.
+    If ignore_invalid, skipped pairs are omitted; otherwise they get blocks with expert -1. On a
+    GPU, few pairs take one launch, in which every program counts all of them. Otherwise there are
+    three launches: count, scan, place.
     """
     numel = routing.topk_ids_TK.numel()
     specs = align_specs(numel, block_size, num_local)
@@ -130,12 +134,15 @@ def moe_align_block_size(
     ignore_invalid: bool = False,
     checked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return sorted_token_ids, expert_ids and num_tokens_post_padded as new tensors (see Aligned).
+    """Return sorted_token_ids, expert_ids and num_tokens_post_padded, new tensors as in `Aligned`.
 
-    topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts). expert_map: (num_experts,) int32 to
-    local ids or -1. checked: raise RoutingError on an id out of range instead of skipping it.
-    block_size must be a power of two. Raises ShapeError, DtypeError and others for invalid
-    arguments.
+    Raise ShapeError, DtypeError or another InputError for invalid arguments.
+
+    topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts).
+    block_size: pairs per block, a power of two.
+    expert_map: (num_experts,) int32, from ids to local ids or -1.
+    ignore_invalid: omit skipped pairs instead of giving them blocks with expert -1.
+    checked: raise RoutingError for an id out of range instead of skipping it.
     """
     check_tensor("topk_ids", topk_ids_TK)
     for what, number in (("block_size", block_size), ("num_experts", num_experts)):
@@ -190,10 +197,13 @@ def _check_expert_map(expert_map: torch.Tensor, num_experts: int, device: torch.
 def batched_moe_align_block_size(
     counts_e: torch.Tensor, capacity: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `moe_align_block_size` on batched rows: row i * capacity + c of expert i.
+    """Run `moe_align_block_size` on batched rows, where i * capacity + c is row c of expert i.
 
-    counts_e: (e,) int32 or int64, clamped to `capacity`. Rows past an expert's count are omitted;
-    e * capacity marks padding. block_size: a power of two.
+    In the sorted rows, e * capacity marks padding.
+
+    counts_e: (e,) int32 or int64, the rows of each expert in use, clamped to `capacity`. Other rows
+        are omitted.
+    block_size: rows per block, a power of two.
     """
     check_tensor("counts", counts_e)
     expect("capacity", capacity, int)

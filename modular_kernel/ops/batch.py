@@ -1,4 +1,4 @@
-"""assign_rows: assign a row to each pair in the batched layout (e, C, H)."""
+"""assign_rows: assign a row of the batched layout (e, C, H) to each pair."""
 
 import torch
 
@@ -22,11 +22,15 @@ def assign_rows(
     counts_e: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """Assign one row to each (token, expert): expert * capacity + position, in token order.
+    """Assign a row to each pair: expert * capacity + position among the expert's tokens, in order.
 
-    Writes row_of_pair_TK (T, K) int32, -1 if skipped, and counts_e (e,) int32. If a token selects
-    an expert twice, both pairs share a row, so a capacity of T is always enough. Launches three
-    kernels on a GPU: count, scan, assign. T = 0 only zeroes the counts.
+    capacity: rows of each expert. T is always enough, because pairs of one token with the same
+        expert share a row.
+    row_of_pair_TK: (T, K) int32, gets the row of each pair, -1 if it is skipped.
+    counts_e: (e,) int32, gets the number of rows of each expert.
+    scratch: see `assign_rows_scratch`.
+
+    On a GPU, there are three launches: count, scan, assign. For T = 0 only the counts are zeroed.
     """
     num_local = counts_e.numel()
     if row_of_pair_TK.numel() == 0:
@@ -61,7 +65,8 @@ def assign_rows_ref(
     """Torch reference of `assign_rows`, without a loop over experts."""
     num_local = counts_e.numel()
     ids_TK = local_ids(routing, num_local)
-    # has_row[t, i]: token t has a row at expert i, at the position that counts earlier such tokens.
+    # has_row[t, i]: token t has a row at expert i. Its position is the number of earlier such
+    # tokens.
     has_row = torch.zeros(ids_TK.shape[0], num_local + 1, dtype=torch.int64, device=ids_TK.device)
     has_row.scatter_(1, torch.where(ids_TK < 0, num_local, ids_TK), 1)
     has_row = has_row[:, :num_local]

@@ -1,4 +1,4 @@
-"""Counting of pairs per expert: chunking and the counting launches, for align, batch and sort."""
+"""Counting of pairs per expert, in chunks of pairs; shared by align, batch and sort."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec
 
-CHUNK = 128  # pairs per program; ranks inside a chunk come from a CHUNK x CHUNK comparison
-_SCAN_BLOCK = 1024
+CHUNK = 128  # pairs per program, which compares each pair of its chunk with every other
+_SCAN_BLOCK = 1024  # maximum chunks per step of a scan
 
 
 def next_power_of_2(value: int) -> int:
@@ -20,10 +20,14 @@ def next_power_of_2(value: int) -> int:
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Scratch of the counting kernels, views of one int32 buffer.
+    """The results of the counting kernels, views of one int32 buffer.
 
-    totals: (e + 1,), pairs per bucket; bucket 0 holds skipped pairs. prefix: (e + 1, chunks).
-    bins: num_bins of the counted experts.
+    A bucket holds the pairs of one expert: bucket 0 skipped pairs, bucket i + 1 those of expert i.
+
+    totals: (e + 1,), the pairs in each bucket.
+    prefix: (e + 1, chunks), the pairs in each bucket in earlier chunks.
+    num_chunks: chunks of CHUNK pairs.
+    bins: `num_bins` of the counted experts.
     """
 
     totals: torch.Tensor
@@ -33,7 +37,7 @@ class PairCounts:
 
 
 def counts_spec(numel: int, num_local: int) -> BufferSpec:
-    """Return the spec of the scratch for `numel` pairs and `num_local` experts."""
+    """Return the spec of the scratch buffer for `numel` pairs and `num_local` experts."""
     return BufferSpec(((num_local + 1) * (1 + num_chunks(numel)),), torch.int32)
 
 
@@ -43,12 +47,12 @@ def num_chunks(numel: int) -> int:
 
 
 def num_bins(num_local: int) -> int:
-    """Return the number of histogram bins: every bucket, plus at least one for inactive lanes."""
+    """Return the number of histogram bins: one per bucket, and at least one for inactive lanes."""
     return next_power_of_2(num_local + 2)
 
 
 def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
-    """Return the kernel arguments from which device functions compute local ids."""
+    """Return the kernel arguments from which `load_local_ids` computes local ids."""
     has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
     return {
         "ids_ptr": routing.topk_ids_TK,
@@ -67,9 +71,11 @@ def count_pairs(
     dedupe: bool = False,
     counts_e: torch.Tensor | None = None,
 ) -> PairCounts:
-    """Count pairs per expert and chunk, and scan (two launches). counts_e: (e,) int32, written.
+    """Count pairs per expert and chunk, and scan over chunks, in two launches.
 
-    dedupe: count a repeated expert of a token once.
+    scratch: see `counts_spec`.
+    dedupe: count several pairs of one token with the same expert once.
+    counts_e: (e,) int32, gets the count of each expert, or None.
     """
     from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
 
@@ -108,9 +114,9 @@ def count_pairs(
 
 
 def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Torch reference of the device function: (T, K) int64 local ids, -1 if skipped.
+    """Torch reference of `load_local_ids`: (T, K) int64 local ids, -1 if skipped.
 
-    Adds the number of ids outside [-1, num_experts) to routing.invalid_ids.
+    Add the number of ids outside [-1, num_experts) to routing.invalid_ids.
     """
     ids = routing.topk_ids_TK
     invalid = (ids < -1) | (ids >= routing.num_experts)

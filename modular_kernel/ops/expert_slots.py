@@ -1,6 +1,6 @@
 """number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
-Such a library expects the same number of experts on each rank, in rank order. Any placement is
+Such a library expects the same number of experts on each rank, in rank order. Any placement can be
 mapped to that form: every rank gets as many numbers as the rank with the most experts has slots,
 and an expert's number is rank * numbers_per_rank + slot. Numbers without an expert receive no
 tokens.
@@ -21,7 +21,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.tensors import Routing
 
-_WARP_PAIRS = 32  # one per lane
+_WARP_PAIRS = 32  # pairs per warp, one per lane
 
 
 def slots_of(placement: Placement) -> int:
@@ -31,10 +31,12 @@ def slots_of(placement: Placement) -> int:
 
 @dataclass(frozen=True)
 class Numbering:
-    """Numbering of experts. tables: the tables of the placement. sinks: number of sinks per rank.
+    """The numbering of the experts of a placement.
 
-    first_token: copy (t + first_token) % R of an expert takes token t's pair; the first sink of a
-    token is on the corresponding rank.
+    tables: the tables of the placement.
+    first_token: copy (t + first_token) % R of an expert with R copies takes the pair of token t.
+        The first sink of a token is on rank first_token modulo the number of ranks.
+    sinks: the number of sinks per rank.
     """
 
     placement: Placement
@@ -60,26 +62,33 @@ class Numbering:
 
     @property
     def numbers_per_rank(self) -> int:
-        """Numbers per rank."""
+        """Slots and sinks of each rank."""
         return self.slots + self.sinks
 
     @property
     def is_plain(self) -> bool:
-        """Whether blocks have equal size, so that an expert's number follows from its id."""
+        """Whether ranks have equal blocks of experts, so that ids determine the numbers."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts
         return equal_blocks and self.placement.is_linear
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Input and output of `number_pairs`.
+    """The input and output of `number_pairs`.
 
-    Outputs: numbers_TK (T, K) int64 or int32, the number of each pair's expert, and weights_TK
-    (T, K) float32, its router weight times `factor`, both contiguous. A dropped pair (skipped or
-    invalid) gets -1 and 0. join: numbers in a row are unique; the first pair of an expert gets the
-    sum of the weights and the others are dropped. With sinks, which need `join`, a dropped pair
-    gets the number of a sink, round-robin over ranks, K different ones per row. invalid_ids: int32
-    (1,), incremented by the number of ids outside [-1, E).
+    A pair that is skipped or has an invalid id is dropped.
+
+    numbers_TK: (T, K) int32 or int64, contiguous, gets the number of each pair's expert, -1 if it
+        is dropped.
+    weights_TK: (T, K) float32, contiguous, gets the router weight times `factor`, 0 if the pair is
+        dropped.
+    invalid_ids: (1,) int32, incremented by the number of ids outside [-1, E).
+    join: make the numbers of a token unique: its first pair with an expert gets the sum of the
+        weights of all of them, and the others are dropped.
+    factor: multiplies the weights.
+
+    With sinks, which need `join`, a dropped pair gets the number of a sink instead of -1: those of
+    a token are different, and on consecutive ranks.
     """
 
     routing: Routing
@@ -169,7 +178,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
 
 
 def _sinks(drop_TK: torch.Tensor, numbering: Numbering) -> torch.Tensor:
-    """Return sink numbers for the dropped pairs of each token, (T, K)."""
+    """Return the numbers of sinks for the dropped pairs of each token, (T, K)."""
     world_size, index_TK = numbering.placement.world_size, drop_TK.cumsum(1) - 1
     rank_TK = (index_TK + numbering.first_token) % world_size
     return rank_TK * numbering.numbers_per_rank + numbering.slots + index_TK // world_size

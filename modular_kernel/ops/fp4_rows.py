@@ -1,7 +1,7 @@
-"""nvfp4 quantization of rows in tiles for block-scaled GEMMs, and the tiled scales they read.
+"""nvfp4 quantization of rows for block-scaled GEMMs, with scales in the tiled layout they read.
 
-Tiles have the layout of `SortedPairs.tiles`: experts, first rows, ends, then the tile count. A tile
-is 128 rows of one expert, with its scales stored together as in
+Tiles are as in `SortedPairs.tiles`: experts, first rows, end rows, then the number of tiles. A tile
+has up to 128 rows of one expert, whose scales are stored together as in
 `modular_kernel.quant.scale_layout`.
 """
 
@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
 
 TILE_M = scale_layout.ROWS
-_COLUMNS = 256  # per program: one step
+_COLUMNS = 256  # columns per program
 _PARTS = 4  # programs per tile, each with a quarter of its rows
 _DTYPES = {
     "rows": torch.uint8,
@@ -35,8 +35,8 @@ _DTYPES = {
 class Fp4Rows:
     """Quantized rows.
 
-    q_RK: (R, K / 2) uint8, two e2m1 values each, the even one in the low nibble. scale:
-    (max_tiles, bytes) uint8, the e4m3 scales of each tile's rows.
+    q_RK: (R, K / 2) uint8, two e2m1 values per byte, the even one in the low nibble.
+    scale: (max_tiles, bytes) uint8, the e4m3 scales of the rows of each tile.
     """
 
     q_RK: torch.Tensor
@@ -44,7 +44,7 @@ class Fp4Rows:
 
 
 def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str, BufferSpec]:
-    """Return the workspace buffers of `take_fp4`; monotone in rows and tiles."""
+    """Return the workspace buffers of `take_fp4`. Sizes never decrease with rows and tiles."""
     _, size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)
     return {
         f"{prefix}_q": BufferSpec((rows, columns // 2), torch.uint8),
@@ -67,12 +67,17 @@ def quantize_tiles(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) rounded to x's dtype.
+    """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) in the dtype of x.
 
-    x: (T, N) of 16- or 32-bit floats, contiguous rows; N is K, or 2 K before a gated act.
-    tiles: (3 * max_tiles + 1,) int32. scale_e: (e,) float32, per expert. source_R: (R,) int32.
-    Rows outside all tiles are left unchanged; scales of a tile's rows past the expert's end are 0.
-    Raises ShapeError, LayoutError or DtypeError for invalid arguments. One launch.
+    x: (T, N) of 16- or 32-bit floats, with contiguous rows; N is 2 K before a gated activation,
+        else K.
+    tiles: (3 * max_tiles + 1,) int32.
+    scale_e: (e,) float32, the global scale of each expert.
+    source_R: (R,) int32, the row of x of each row, or None.
+    act: an activation to apply first, or None.
+
+    Rows outside all tiles are left unchanged. Scales of a tile's rows past the expert's end are 0.
+    Raise ShapeError, LayoutError or DtypeError for invalid arguments. One launch on a GPU.
     """
     columns = 2 * out.q_RK.shape[1]
     max_tiles = _check(x, tiles, scale_e, out, source_R, act)
@@ -116,7 +121,7 @@ def _check(
     source_R: torch.Tensor | None,
     act: ActivationSpec | None,
 ) -> int:
-    """Check the arguments of `quantize_tiles`; return the capacity in tiles."""
+    """Check the arguments of `quantize_tiles`; return the maximum number of tiles."""
     (rows, half), max_tiles = out.q_RK.shape, tiles.numel() // 3
     columns = 2 * half
     width = 2 * columns if act is not None and act.gated else columns
@@ -180,7 +185,7 @@ def quantize_tiles_ref(
 
 
 def list_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return the expert, first row and end of every tile. Synchronizes with the GPU."""
+    """Return the expert, first row and end row of every tile. Synchronizes with the GPU."""
     count, max_tiles = int(tiles[-1]), tiles.numel() // 3
     return [tuple(tile) for tile in tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()]
 
@@ -195,9 +200,9 @@ def tiled_scale_spec(experts: int, rows: int, groups: int) -> BufferSpec:
 
 
 def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
-    """Convert one-byte contiguous scales (e, N, G) to blocks of 128 rows. One launch.
+    """Convert contiguous one-byte scales (e, N, G) to blocks of 128 rows, in one launch.
 
-    out: (e * blocks, bytes) uint8, contiguous. Raises ShapeError, LayoutError or DtypeError for
+    `out` is (e * blocks, bytes) uint8, contiguous. Raise ShapeError, LayoutError or DtypeError for
     invalid arguments.
     """
     experts, rows, groups = scale_eNG.shape
@@ -236,9 +241,10 @@ def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
 
 
 def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
-    """Return int32 tiles of (e, C) rows, covering the first counts_e[i] of each expert. One launch.
+    """Return the int32 tiles of batched rows (e, C): the first counts_e[i] rows of each expert i.
 
-    An expert's tiles start at its first row and never extend into the next expert's rows.
+    The tiles of an expert start at its first row and never extend into the rows of the next. One
+    launch on a GPU.
     """
     experts = counts_e.numel()
     (name, spec), *_ = batched_tile_specs(experts, capacity).items()

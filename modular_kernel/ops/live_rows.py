@@ -1,4 +1,4 @@
-"""Selection of activation rows that hold a token."""
+"""Selection of the activation rows that hold a token."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from modular_kernel.tensors import DispatchedRouting
 
 @dataclass(frozen=True)
 class PairRows:
-    """Row p is pair p of `routing`; pairs without an expert among num_local are not tokens."""
+    """Row p is pair p of `routing`. It holds a token if the pair's expert is one of num_local."""
 
     routing: DispatchedRouting
     num_local: int
@@ -18,7 +18,7 @@ class PairRows:
 
 @dataclass(frozen=True)
 class BatchedRows:
-    """Rows of (e, C, K); the first counts_e[i] of expert i are tokens, (e,) int32."""
+    """Rows of (e, C, K). The first counts_e[i] of expert i hold tokens; counts_e is (e,) int32."""
 
     counts_e: torch.Tensor
 
@@ -29,7 +29,7 @@ Live = PairRows | BatchedRows | None
 def source_arguments(
     x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None
 ) -> dict[str, object]:
-    """Return the kernel arguments that describe where values are read."""
+    """Return the kernel arguments for the input rows: which hold a token, and their weights."""
     ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
     source = "all"
     if isinstance(live, PairRows):
@@ -49,7 +49,7 @@ def source_arguments(
 
 
 def segments_of(rows: int, live: Live) -> tuple[int, int]:
-    """Return the number of segments, and the rows in each."""
+    """Return the number of segments of `rows` rows, and the rows in each."""
     segments = live.counts_e.numel() if isinstance(live, BatchedRows) else 1
     return segments, rows // segments
 

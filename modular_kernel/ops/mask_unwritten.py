@@ -18,14 +18,18 @@ def live_pairs(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Copy ids and weights for the experts; keep only those of the first `count` rows.
+    """Copy the ids and weights of the first `count` rows; mask the others, which are undefined.
 
-    Rows from `count` on are undefined; they get id -1 and weight 0. Weights are also 0 wherever an
-    id is negative.
+    Masked pairs get id -1 and weight 0. Weights are also 0 wherever an id is negative.
 
-    ids_RK: (R, K) integers; weights_RK: (R, K) float32; count: one integer, on the same device.
-    out_ids_RK: int32, out_weights_RK: float32. All (R, K) contiguous. One launch on a GPU; none
-    for R = 0.
+    ids_RK: (R, K) integers, contiguous.
+    weights_RK: (R, K) float32, contiguous.
+    count: one integer, on the same device.
+    out_ids_RK: (R, K) int32, contiguous.
+    out_weights_RK: (R, K) float32, contiguous.
+
+    One launch on a GPU; none for R = 0. Raise ShapeError if shapes differ or a tensor is not
+    contiguous.
     """
     shape = tuple(ids_RK.shape)
     outputs = {"weights": weights_RK, "live ids": out_ids_RK, "live weights": out_weights_RK}

@@ -18,12 +18,13 @@ from modular_kernel.utils.matmul import compact, matmul
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """Rows of one local expert.
+    """The rows of one local expert.
 
-    x_RH: (R, H) in the problem's dtype, or quantized with scale (R, 1), (R, G) or (1,).
-    row_weights_R: (R,) float32, multiplies GEMM 1 before its bias (the router weight on the
-    input). slots_R: (R,) adapter slot of each row, -1 for none; plain_RH: (R, H) unquantized rows
-    that adapters read. Both are None if no row has an adapter.
+    x_RH: (R, H) in the problem's dtype, or quantized.
+    scale: of quantized rows: (R, 1), (R, G) or (1,).
+    row_weights_R: (R,) float32, multiplies GEMM 1 before its bias (the router weight on the input).
+    slots_R: (R,), the adapter slot of each row, -1 for none; None if no row has an adapter.
+    plain_RH: (R, H) unquantized rows that adapters read; None if no row has an adapter.
     """
 
     expert: int
@@ -42,8 +43,8 @@ def expert_mlps(
     The result of a GEMM, after router weight and bias, is rounded once to the problem's dtype; the
     result of GEMM 1 may stay float32 (`mlp_roundings`). The activation is computed in float32.
     Schemes that quantize activations quantize h per row, or with one scale for all rows of
-    `tokens`; nvfp4_w4a4 also quantizes x. The delta of an adapter is added before a GEMM result is
-    rounded. Adapters read unquantized rows.
+    `tokens`; nvfp4_w4a4 also quantizes x. The delta of an adapter is computed from unquantized rows
+    and added before a GEMM result is rounded.
     """
     with stages.stage(stages.GEMM1):
         hidden = [_hidden(rows, weights, problem) for rows in tokens]
@@ -59,7 +60,7 @@ def expert_mlps(
 
 
 def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool) -> Roundings:
-    """Return where `expert_mlps` rounds. row_weights: whether rows come with router weights."""
+    """Return where `expert_mlps` rounds, given whether rows come with router weights."""
     scheme = problem.scheme
     unquantized_activations = not scheme.quantizes_activations
     no_additions = weights.b1 is None and not row_weights
@@ -94,7 +95,7 @@ def _output(
     weights: ExpertWeights,
     problem: Problem,
 ) -> torch.Tensor:
-    """Compute GEMM 2, (R, I) -> (R, H). plain_RI: h before quantization."""
+    """Compute GEMM 2, (R, I) -> (R, H), where plain_RI is h before quantization."""
     w2_HI = _matrix(weights, "w2", rows.expert, problem)
     deltas = _deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
     y_RH = _product(h_RI, w2_HI, deltas, is_final=weights.b2 is None)
@@ -106,7 +107,7 @@ def _output(
 def _nvfp4_round_trip(
     x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int
 ) -> torch.Tensor:
-    """Quantize rows of one expert to nvfp4 and back, float32."""
+    """Quantize rows of one expert to nvfp4 and back; return float32."""
     assert scale_e is not None
     expert_scale = scale_e[expert]
     codes, scale = nvfp4.quantize(x_RK, 1 / expert_scale)
@@ -119,7 +120,7 @@ def _quantize_hidden(
     weights: ExpertWeights,
     problem: Problem,
 ) -> list[torch.Tensor]:
-    """Quantize h and dequantize it to float32."""
+    """Quantize h and dequantize it again; return float32."""
     if problem.scheme.scales_by_expert:
         pairs = zip(tokens, hidden, strict=True)
         return [_nvfp4_round_trip(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
@@ -153,7 +154,7 @@ def _deltas(
     b_LeNR: torch.Tensor | None,
     problem: Problem,
 ) -> Deltas:
-    """Return B (A x) in float32 per adapter that occurs; A x is in the problem's dtype."""
+    """Return B (A x) in float32 for each adapter that occurs, with A x in the problem's dtype."""
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
         return []
@@ -180,10 +181,10 @@ def _deltas(
 def _product(
     a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, is_final: bool
 ) -> torch.Tensor:
-    """Return a @ matrix.T plus the rows' deltas, which are added in float32.
+    """Return a @ matrix.T plus the deltas of the rows, added in float32.
 
-    is_final: nothing else will be added, so the result has the operands' dtype; otherwise it is
-    float32, unrounded. Rows without a delta are bitwise the same as in a call without deltas.
+    If is_final, nothing else will be added, so the result has the dtype of the operands; otherwise
+    it is float32, unrounded. Rows without a delta are bitwise the same as in a call without deltas.
     """
     a, matrix = compact(a), compact(matrix)  # once for all following products
     product = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)

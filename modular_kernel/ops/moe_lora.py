@@ -42,8 +42,9 @@ BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MAX_INT32)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Maximum of pairs x blocks of H for which "auto" chooses "fused". An estimate, not measured: at
-# this size, repeating the first steps per block costs about as much as three launches of 5 us.
+# Maximum of pairs x blocks of H for which "auto" chooses "fused". This is an estimate, not a
+# measurement: repeating the first steps for every block then costs about as much as three launches
+# of 5 us.
 _MAX_FUSED_PROGRAMS = 512
 
 
@@ -51,16 +52,16 @@ _MAX_FUSED_PROGRAMS = 512
 class MoELoRABatchInfo:
     """The adapters of a batch, and the adapter slot of each token.
 
-    weight_indices: int32 or int64. (T,), the slot of each token, or with seg_indptr (S,), the slot
-        of each sequence. -1 or any other value outside 0..L - 1 means no adapter.
-    lora_ranks: int32 or int64. (L,), or (L, E) if experts differ: the rank of each adapter, 0 for
-        an empty slot. Only that many rows of A and columns of B are read.
+    All tensors are on one device; their values are not read on the host. Raise DtypeError,
+    ShapeError or DeviceError for tensors that do not match.
+
+    weight_indices: int32 or int64, the slot of each token (T,), or of each sequence (S,) if
+        seg_indptr is given. -1 or any other value outside 0..L - 1 means no adapter.
+    lora_ranks: int32 or int64, the rank of each adapter (L,), or (L, E) if experts differ; 0 for an
+        empty slot. Only that many rows of A and columns of B are read.
     scalings: (L,) float32.
     seg_indptr: (S + 1,) int32 or int64, ascending. Sequence s has tokens seg_indptr[s] to
         seg_indptr[s + 1] - 1.
-
-    All tensors are on one device; their values are not read on the host. Raises DtypeError,
-    ShapeError or DeviceError for tensors that do not match.
     """
 
     weight_indices: torch.Tensor
@@ -87,7 +88,7 @@ class MoELoRABatchInfo:
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
     def _check_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that are not None, after checking that they can be read."""
+        """Check that the tensors can be read; return those that are not None."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -119,19 +120,19 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
 ) -> torch.Tensor:
     """Add the parallel branch of each token's adapter to `output`, in place, and return it.
 
+    Raise an InputError that names the tensor before anything is launched, and UnsupportedError if
+    gradients are required.
+
     hidden_states, output: (T, H) float32, float16 or bfloat16. Rows of tokens without an adapter or
         expert are not changed.
     topk_ids: (T, K) int32 or int64, local ids. Pairs with an id outside 0..E - 1 are skipped.
     topk_weights: (T, K) float32; weights of skipped pairs are not read.
-    gate_up_a_buffer (L, E, R, H), gate_up_b_buffer (L, E, 2I, R) with gate rows first,
-        down_a_buffer (L, E, R, I), down_b_buffer (L, E, H, R): dtype of hidden_states, R <= 256,
-        any strides with a contiguous last dimension. Only adapters in use are read.
+    gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer: (L, E, R, H), (L, E, 2I, R)
+        with gate rows first, (L, E, R, I), and (L, E, H, R), in the dtype of hidden_states; R <=
+        256, any strides with a contiguous last dimension. Only adapters in use are read.
     strategy: "staged" launches four kernels over pairs grouped by adapter and expert; "fused"
         launches one kernel with a program per token and block of H; "auto" chooses with
         `should_use_fused_kernel`. Without triton, the computation runs in torch.
-
-    Raises an InputError that names the tensor before anything is launched, and UnsupportedError if
-    gradients are required.
     """
     expect("strategy", strategy, Strategy)
     expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo)
@@ -155,8 +156,11 @@ def should_use_fused_kernel(
 ) -> bool:
     """Return whether strategy "auto" uses the fused kernel, which it does for few pairs.
 
-    The fused kernel repeats the first steps for each block of H. hidden_shape: (T, H). topk_shape:
-    (T, K). The threshold is an estimate; the crossover was not measured.
+    The fused kernel repeats the first steps for each block of H. The threshold is an estimate;
+    where the strategies take the same time was not measured.
+
+    hidden_shape: (T, H).
+    topk_shape: (T, K).
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))

@@ -1,8 +1,8 @@
-"""Steps of the parallel LoRA branch, one function each, with their torch references.
+"""The steps of the parallel LoRA branch, one function each, with their torch references.
 
-    u_TKR = moe_lora_a(x_TH, gate_up_a, batch)                   # A13 x
-    h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)          # silu(B gate u) * (B up u)
-    v_TKR = moe_lora_a(h_TKI, down_a, batch)                     # A2 h
+    u_TKR = moe_lora_a(x_TH, gate_up_a, batch)                   # u = A13 x
+    h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)          # h = silu(B_gate u) * (B_up u)
+    v_TKR = moe_lora_a(h_TKI, down_a, batch)                     # v = A2 h
     moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
 
 `moe_lora_fused` does all four in one launch. Sums are float32; u, h and v are rounded to x's dtype.
@@ -20,23 +20,23 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.utils.matmul import matmul
 
 BLOCK_T = 16  # pairs or tokens per program: the minimum rows of a tensor core product
-_BLOCK_R, _BLOCK_I = 32, 64
-# Elements per row, by element size in bytes: per step along the depth of a product, and per program
-# of the output.
+_BLOCK_R, _BLOCK_I = 32, 64  # maximum ranks per step, and columns of h per program
+# By element size in bytes: elements per step along the depth of a product, and columns of the
+# output per program.
 _DEPTH, _OUT = {2: 64, 4: 32}, {2: 128, 4: 64}
 _MIN_R = 16
-# Matrix elements that a program of the fused kernel holds at once.
+# Elements of a matrix that a program of the fused kernel holds at once, and its maximum columns.
 _FUSED_TILE, _MAX_FUSED_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Adapter and expert of each pair.
+    """The adapter and the expert of each pair.
 
-    ids_TK: (T, K) int32 or int64, contiguous; values outside 0 to E - 1 are skipped. slots_T: (T,)
-    int32; values outside 0 to L - 1 have no adapter. ranks_LE: (L, E) integers of any strides; a
-    rank <= 0 adds nothing. order_P: (T K,), the order in which programs process pairs; None means
-    natural order.
+    ids_TK: (T, K) int32 or int64, contiguous; values outside 0 to E - 1 are skipped.
+    slots_T: (T,) int32; values outside 0 to L - 1 have no adapter.
+    ranks_LE: (L, E) integers, any strides; a rank <= 0 adds nothing.
+    order_P: (T K,), the order in which programs process pairs; None means their own order.
     """
 
     ids_TK: torch.Tensor
@@ -45,7 +45,7 @@ class PairBatch:
     order_P: torch.Tensor | None = None
 
     def keys(self) -> torch.Tensor:
-        """Return slot * E + expert of each pair, (T, K) int64; L E if nothing is to be added.
+        """Return the key of each pair, slot * E + expert, (T, K) int64; L * E if it adds nothing.
 
         Does not synchronize, and output shapes do not depend on values.
         """
@@ -57,12 +57,12 @@ class PairBatch:
         return torch.where(valid & (ranks > 0), keys_TK, slots * experts)
 
     def grouped(self) -> "PairBatch":
-        """Return a batch with pairs ordered by key, so that tiles share matrices."""
+        """Return a batch with pairs ordered by key, so that pairs of a program share matrices."""
         order_P = self.keys().flatten().argsort(stable=True)
         return PairBatch(self.ids_TK, self.slots_T, self.ranks_LE, order_P)
 
     def iter_keys(self) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Yield pairs, slot, expert and rank of each key present, for the torch references."""
+        """Yield pairs, slot, expert and rank of each key that occurs, for the torch references."""
         slots, experts = self.ranks_LE.shape
         keys_P = self.keys().flatten()
         keys: torch.Tensor = torch.unique(keys_P)
@@ -102,7 +102,8 @@ class PairBatch:
 def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch.Tensor:
     """Return A[slot, expert, :rank] x of every pair, (T, K, R); 0 beyond the rank or without a key.
 
-    x: (T, D), or (T, K, D) with one row per pair, contiguous rows. a: (L, E, R, D).
+    x: (T, D), or (T, K, D) with one row per pair; contiguous rows.
+    a_LERD: (L, E, R, D).
     """
     (tokens, top_k), (_, _, max_rank, depth) = batch.ids_TK.shape, a_LERD.shape
     x_XD = x.flatten(0, -2)
@@ -147,7 +148,8 @@ def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) 
 def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBatch) -> torch.Tensor:
     """Return silu(B_gate u) * (B_up u) of every pair, (T, K, I); 0 for pairs without a key.
 
-    u: (T, K, R), contiguous. b: (L, E, 2I, R), gate rows first.
+    u_TKR: (T, K, R), contiguous.
+    b_LENR: (L, E, 2I, R), gate rows first.
     """
     intermediate, max_rank = b_LENR.shape[2] // 2, b_LENR.shape[3]
     out_TKI = u_TKR.new_empty(*u_TKR.shape[:2], intermediate)
@@ -157,7 +159,7 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         return _moe_lora_gate_up_b_ref(u_TKR, b_LENR, batch)
     from modular_kernel.ops.kernels.moe_lora import moe_lora_gate_up_b_kernel
 
-    # float32 products use registers instead of tensor cores; triton 3.9 spills with more columns.
+    # Float32 products are not computed on tensor cores, and triton 3.9 spills with more columns.
     block = _BLOCK_I if b_LENR.itemsize == 2 else _BLOCK_I // 2
     launch(
         moe_lora_gate_up_b_kernel,
@@ -200,9 +202,13 @@ def moe_lora_down_combine(
 ) -> None:
     """Add sum over k of weights[t, k] * scaling of t's slot * (B[slot, expert] v[t, k]) to out[t].
 
-    v: (T, K, R), contiguous. b: (L, E, H, R). weights: (T, K) float32, contiguous; weights of pairs
-    without a key are not read. scalings: (L,) float32. out: (T, H), contiguous rows. Summed in
-    float32 and rounded once; rows of tokens without a key are not changed.
+    v_TKR: (T, K, R), contiguous.
+    b_LEHR: (L, E, H, R).
+    weights_TK: (T, K) float32, contiguous; weights of pairs without a key are not read.
+    scalings_L: (L,) float32.
+    out_TH: (T, H), contiguous rows; rows of tokens without a key are not changed.
+
+    The sum is float32 and rounded once.
     """
     if out_TH.numel() == 0:
         return
@@ -267,7 +273,7 @@ def moe_lora_staged(
 ) -> None:
     """Add the result of all four steps to out (T, H), with one launch per step.
 
-    Unlike in `moe_lora_fused`, the A of the down projection is applied only once per pair.
+    Unlike in `moe_lora_fused`, the first three steps run only once per pair.
     """
     if batch.ids_TK.numel() == 0:
         return
@@ -287,10 +293,11 @@ def moe_lora_fused(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Add the result of all four steps to out (T, H) in one launch; the reference runs the steps.
+    """Add the result of all four steps to out (T, H) in one launch.
 
-    matrices: A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I), B (L, E, H, R). Every program repeats
-    the first three steps for its block of H, so this is efficient for few tokens only.
+    `matrices` are A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I) and B (L, E, H, R). Every program
+    repeats the first three steps for its block of H, so this is efficient for few tokens only.
+    Without triton, the torch references of the steps run.
     """
     if out_TH.numel() == 0:
         return
@@ -342,6 +349,6 @@ def _rank_block(max_rank: int) -> int:
 
 
 def _strides(name: str, matrices: torch.Tensor, row: str) -> dict[str, int]:
-    """Return the stride arguments of a buffer's slots, experts and rows."""
+    """Return the stride arguments of a matrix buffer: those of its slots, experts and rows."""
     names = (f"stride_{name}{dim}" for dim in ("l", "e", row))
     return dict(zip(names, matrices.stride(), strict=False))

@@ -10,7 +10,7 @@ _MAX_BLOCK_H = 1024
 
 
 def hidden_block(hidden: int) -> int:
-    """Return the columns per program of the row-moving kernels."""
+    """Return the columns per program of the kernels that move rows."""
     return min(_MAX_BLOCK_H, next_power_of_2(hidden))
 
 
@@ -25,9 +25,14 @@ def permute_tokens(
 ) -> None:
     """Set rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
 
-    x_TH (T, H) with contiguous rows; row_of_pair_TK (T, K) int32, -1 to skip; rows_RH (R, H)
-    contiguous. Rows without a pair are left unchanged. A token's scales, scale_TG (T, G) float32
-    contiguous, are copied to its rows of scale_rows_RG (R, G), of any strides, in the same launch.
+    Scales, if given, are copied in the same launch.
+
+    x_TH: (T, H), contiguous rows.
+    row_of_pair_TK: (T, K) int32, -1 to skip a pair.
+    weights_TK: (T, K) float32, or None.
+    rows_RH: (R, H), contiguous. Rows without a pair are left unchanged.
+    scale_TG: (T, G) float32, contiguous, the scales of x_TH; or None.
+    scale_rows_RG: (R, G) float32, any strides, gets the scales of rows_RH; or None.
     """
     tokens, hidden = x_TH.shape
     if tokens == 0:
@@ -71,7 +76,7 @@ def permute_tokens_ref(
     *,
     rows_RH: torch.Tensor,
 ) -> None:
-    """Torch reference of `permute_tokens`; scales are moved like other rows."""
+    """Torch reference of `permute_tokens`, without scales, which can be moved like other rows."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token]
     if weights_TK is not None:

@@ -12,8 +12,8 @@ from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
-_TILE = 2048  # columns per program, unless one group has more
-_MAX_BLOCK = 8192  # columns per program; a longer group is read again for each pair
+_TILE = 2048  # columns per program, unless a group has more
+_MAX_BLOCK = 8192  # maximum columns held at once; a longer group is read again for each pair
 
 
 def permute_and_quantize(
@@ -24,12 +24,15 @@ def permute_and_quantize(
     *,
     out: Quantized,
 ) -> None:
-    """Run `quantize_rows` of x_TH and `permute_tokens` of the result to out's rows, in one launch.
+    """Quantize x_TH as `quantize_rows`, and permute the result to the rows of `out`, in one launch.
 
-    x_TH (T, H) with contiguous rows; row_of_pair_TK (T, K) int32, -1 to skip. weights_TK (T, K)
-    float32 multiplies x first, in float32; pairs that share a row must have equal weights. out:
-    q (R, H) and scales of R rows, in either layout of `Quantized`; rows without a pair are not
-    written. Does not support a dynamic per-tensor scale, which depends on all values.
+    x_TH: (T, H), contiguous rows.
+    row_of_pair_TK: (T, K) int32, -1 to skip a pair.
+    weights_TK: (T, K) float32, multiplied into x in float32 first, or None. Pairs that share a row
+        must have equal weights.
+    scheme: its scales are per token or per group, or static. A dynamic scale per tensor depends on
+        all values and raises ConfigurationError.
+    out: R rows, with scales in either layout of `Quantized`. Rows without a pair are not written.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
@@ -96,7 +99,7 @@ def permute_and_quantize_ref(
         values = values * weights_TK[token, slot, None]
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
     row_of_pair = row_of_pair_TK[token, slot][:, None]
-    # As bytes: torch cannot assign float8 values by index.
+    # As bytes, because torch cannot assign float8 values by index.
     bytes_RH = out.q_RK.view(torch.uint8)
     permute_tokens_ref(q.view(torch.uint8), row_of_pair, None, rows_RH=bytes_RH)
     if not scheme.static:

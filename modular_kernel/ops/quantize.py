@@ -1,6 +1,6 @@
 """quantize_rows: quantize activations to float8_e4m3fn or int8, per row, group or tensor.
 
-    scale = max(amax / L, 2^-33)        q = x * (1 / scale), saturated at L, to nearest even
+    scale = max(amax / L, 2^-33)    q = x * (1 / scale), clamped to [-L, L], rounded to nearest even
 
 L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so the kernel and the
 torch reference agree bit for bit on finite values. To dequantize, multiply: q * scale.
@@ -32,19 +32,22 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
 _CHUNK = 1024  # columns per program with a per-tensor scale
-_MAX_PARTIALS = 1024  # programs that compute a per-tensor amax; more if there are more experts
-_MAX_PROGRAMS = 8192  # programs over batched rows, mostly empty; more if there are more experts
+# Maximum programs: of a per-tensor amax, and over batched rows, most of which hold no token. There
+# are more if there are more experts.
+_MAX_PARTIALS = 1024
+_MAX_PROGRAMS = 8192
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows, all contiguous.
+    """Quantized rows. All tensors are contiguous.
 
     q_RK: (R, K) float8_e4m3fn or int8, written by the quantization.
-    scale: float32. Shape (R, 1) per token; (R, G) per group of g columns, G = ceil(K / g); (1,) per
-    tensor. Read if the scheme is static, else written.
-    along_rows: scales are stored with rows contiguous, as (e, G, R / e) for e segments of rows.
+    scale: float32: (R, 1) per token; (R, G) per group of g columns, G = ceil(K / g); (1,) per
+        tensor. Read if the scheme is static, else written.
     partials: float32 scratch for a dynamic per-tensor scale, else None.
+    along_rows: scales are stored as (e, G, R / e) for e segments of rows, so that those of adjacent
+        rows are adjacent.
     """
 
     q_RK: torch.Tensor
@@ -54,7 +57,7 @@ class Quantized:
 
     @property
     def scale_of_rows(self) -> torch.Tensor:
-        """View of the scales: (R, G), (e, C, G) for several segments, or (1,)."""
+        """A view of the scales as (R, G), (e, C, G) for several segments, or (1,)."""
         if not self.along_rows:
             return self.scale
         return self.scale[0].T if len(self.scale) == 1 else self.scale.mT
@@ -74,8 +77,8 @@ def quantize_specs(
 ) -> dict[str, BufferSpec]:
     """Return the specs of the buffers that `take_quantized` takes from the workspace.
 
-    Sizes never decrease with rows or segments. segments: the number of experts e for batched rows,
-    else 1.
+    `segments` is the number of experts for batched rows, else 1. Sizes never decrease with rows or
+    segments.
     """
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
@@ -108,8 +111,8 @@ def take_quantized(
 ) -> Quantized:
     """Take views of the buffers of `quantize_specs`, for `shape` (rows, columns).
 
-    static_scale: (1,) float32, required for a static scheme, None otherwise. along_rows: layout of
-    the scales, see `Quantized`; ignored for a per-tensor scale.
+    static_scale: (1,) float32 for a static scheme, otherwise None.
+    along_rows: the layout of the scales, see `Quantized`; ignored for a per-tensor scale.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantize_specs(prefix, scheme, *shape, segments=segments)
@@ -132,8 +135,9 @@ def quantize_rows(
     """Quantize x_RK (R, K), whose rows are contiguous, by `scheme` into `out`.
 
     live: the rows that hold a token; None means all. Other rows are neither read nor written.
-    row_weights_R: (R,) float32, multiplied into x in float32 before quantization. Launches one
-    kernel on a GPU, two for a dynamic per-tensor scale, none for zero rows.
+    row_weights_R: (R,) float32, multiplied into x in float32 before quantization, or None.
+
+    On a GPU, there is one launch, or two for a dynamic per-tensor scale; none for zero rows.
     """
     check_quantized(x_RK.shape[0], x_RK.shape[1], scheme, out)
     if x_RK.numel() == 0:
@@ -159,9 +163,9 @@ def activation_and_quantize(
 ) -> None:
     """Run `gated_activation`, round to x's dtype, and `quantize_rows` the result, in one launch.
 
-    x_RN: (R, N); N is twice the columns of `out` if the activation is gated. Bitwise equal to the
-    two separate operations. Raises ConfigurationError for a dynamic per-tensor scale, because it
-    depends on all values.
+    x_RN is (R, N), where N is twice the columns of `out` if the activation is gated. The result is
+    bitwise that of the two separate operations. Raise ConfigurationError for a dynamic per-tensor
+    scale, because it depends on all values.
     """
     rows, intermediate = out.q_RK.shape
     if _needs_partials(scheme):
@@ -256,9 +260,9 @@ def _launch_quantize(
 def tile_arguments(
     scheme: QuantScheme, out: Quantized, live: Live, *, streams: bool = False
 ) -> tuple[dict[str, object], int]:
-    """Return (kernel arguments for outputs, tiles and num_warps; number of programs).
+    """Return the kernel arguments for outputs, tiles and num_warps, and the number of programs.
 
-    streams: allow software-pipelined loads of large inputs (`group_tiles`).
+    `streams` allows software-pipelined loads of large inputs (`group_tiles`).
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
@@ -295,7 +299,7 @@ def tile_arguments(
 
 
 def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return float32 (R, K): q * scale, with scales as in `Quantized`."""
+    """Return q * scale, float32 (R, K), with scales as in `Quantized`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
@@ -307,7 +311,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize all rows of float32 values. Returns q (R, K) and scales as in `Quantized`."""
+    """Quantize all rows of float32 values; return q (R, K) and scales as in `Quantized`."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
@@ -321,9 +325,9 @@ def quantize_values(
         else:
             group = min(_columns_per_scale(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
-            # Not -1: there may be no rows.
+            # The size is given instead of -1, because there may be no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
-        # Divide by a tensor: on a GPU, torch turns division by a number into multiplication.
+        # Divide by a tensor, because on a GPU torch turns division by a number into multiplication.
         scale = (amax / amax.new_tensor(largest)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":
@@ -368,7 +372,7 @@ def _write_quantized(
     values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized
 ) -> None:
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
-    # As bytes: torch cannot assign a single float8 value through a mask.
+    # As bytes, because torch cannot assign a single float8 value through a mask.
     out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:
         out.scale.copy_(scale)

@@ -4,23 +4,27 @@ from dataclasses import dataclass
 
 from modular_kernel.ops.count import next_power_of_2
 
-_TILE = 2048  # values per program, unless one group has more
+_TILE = 2048  # values of a tile, unless a group has more
 _WARP_TILE = 512  # values per warp
-_MAX_BLOCK = 16384  # columns per program; a longer group is read twice
-# Large inputs use software-pipelined loads: a tile has adjacent groups of a few rows, the number of
-# programs is what an H200 runs concurrently, and each program prefetches its next tiles.
+_MAX_BLOCK = 16384  # maximum columns of a tile; a longer group is read twice
+# Large inputs are streamed with software-pipelined loads. A tile then has adjacent groups of a few
+# rows, there are as many programs as an H200 runs concurrently, and each program prefetches its
+# next tiles.
 _STREAMED = 1 << 23  # minimum number of values to stream
-_STREAM_COLUMNS = 1024  # of a row, per tile
+_STREAM_COLUMNS = 1024  # maximum columns of a tile
 _STREAM_PROGRAMS = 1056  # 8 on each of 132 SMs
 _STREAM_STAGES = 3
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of `segments` of `capacity` rows; `parts` programs per segment and column range.
+    """Tiles of `segments` segments of `capacity` rows.
 
-    A tile has block_r rows and block_g groups of at most block_c columns. stages: pipeline depth,
-    the number of tiles that a program loads or computes at a time.
+    parts: programs per segment and range of columns.
+    block_r: rows of a tile.
+    block_c: maximum columns of a group.
+    block_g: groups of a tile.
+    stages: stages of the software pipeline: tiles that a program loads or computes at a time.
     """
 
     segments: int
@@ -47,7 +51,11 @@ class Tiles:
 
 
 def row_tiles(segments: int, capacity: int, group: int, max_programs: int) -> Tiles:
-    """Return tiles of one column group, for at most `max_programs` programs or one per segment."""
+    """Return tiles of one group of columns each.
+
+    There are at most max_programs programs, or one per segment if that is more. A program handles
+    every `parts`-th tile of its segment.
+    """
     block_c = min(_MAX_BLOCK, next_power_of_2(group))
     block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
     parts = max(1, min(-(-capacity // block_r), max_programs // segments))
@@ -55,16 +63,16 @@ def row_tiles(segments: int, capacity: int, group: int, max_programs: int) -> Ti
 
 
 def group_tiles(base: Tiles, columns: int, group: int) -> Tiles:
-    """Return tiles for streaming rows of `columns`, of which `group` columns share a scale.
+    """Return tiles for streaming rows of `columns` columns, of which `group` share a scale.
 
-    Returns `base` for small inputs, and for several segments, one of which may hold all rows.
+    Return `base` for small inputs, and for several segments, one of which may hold all rows.
     """
     capacity, groups = base.capacity, -(-columns // group)
     is_small = groups == 1 or capacity * columns < _STREAMED
     full_groups = group == base.block_c <= _STREAM_COLUMNS
     if is_small or not full_groups or base.segments > 1:
         return base
-    # The power of two that divides the number of groups, so that no lane idles.
+    # The largest power of two that divides the number of groups, so that no lane is idle.
     groups_per_tile = min(groups & -groups, _STREAM_COLUMNS // group)
     block_r = max(1, _TILE // (groups_per_tile * group))
     parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS * groups_per_tile // groups))

@@ -1,4 +1,4 @@
-"""Unpermute operations: weight, sum or gather the rows of a token's pairs, in float32."""
+"""Unpermute operations: weight, sum or gather the rows of each token's pairs, in float32."""
 
 import torch
 
@@ -23,10 +23,13 @@ def weight_and_sum(
     routing: DispatchedRouting | None = None,
     num_local: int = 0,
 ) -> None:
-    """Compute out[t] = scale * sum_k weights_TK[t, k] * rows_TKH[t, k]; weights None means 1.
+    """Compute out[t] = scale * sum over k of weights_TK[t, k] * rows_TKH[t, k].
 
-    rows_TKH (T, K, H) contiguous, out (T, H). routing: rows of pairs that it skips, or whose expert
-    is not among this rank's num_local ones, are not read. Without it, every row is summed.
+    rows_TKH: (T, K, H), contiguous.
+    weights_TK: (T, K) float32; None means 1.
+    out: (T, H).
+    routing: if given, rows of pairs that it skips, and of pairs whose expert is not one of this
+        rank's num_local experts, are not read. Otherwise every row is summed.
     """
     if out.numel() == 0:
         return
@@ -41,7 +44,7 @@ def weight_and_sum(
 def _source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return the SOURCE of a pair's row (see the kernels), and the arguments for it."""
+    """Return the constexpr SOURCE for rows in the order of pairs, and the arguments it needs."""
     if routing is None:
         return "all", _index_arguments(index)
     ids = id_arguments(routing, num_local)
@@ -50,7 +53,7 @@ def _source(
 
 
 def _index_arguments(index: torch.Tensor) -> dict[str, object]:
-    """Return the arguments of a kernel that reads no ids."""
+    """Return the arguments of a kernel that reads no ids; it may read the table `index`."""
     return {
         "index_ptr": index,
         "map_ptr": index,
@@ -65,8 +68,8 @@ def moe_sum_reduce(
 ) -> None:
     """Compute out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32.
 
-    rows_TKH: (T, K, H), out_TH: (T, H), of one floating dtype, contiguous, without shared memory.
-    Raises an InputError for a tensor that violates this.
+    rows_TKH (T, K, H) and out_TH (T, H) have one floating dtype, are contiguous and do not share
+    memory. Raise an InputError for a tensor that violates this.
     """
     expect("routed_scaling_factor", routed_scaling_factor, float)
     check_tensor("rows", rows_TKH)
@@ -94,7 +97,10 @@ def gather_weight_and_sum(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Compute out[t] = scale * sum_k weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]], skip -1."""
+    """Compute out[t] = scale * sum over k of weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]].
+
+    Pairs with row -1 are skipped. weights_TK None means 1.
+    """
     if out.numel() == 0:
         return
     if not use_triton(out):
@@ -144,7 +150,10 @@ def gather_rows(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Compute out[t, k] = scale * weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]]; 0 for -1."""
+    """Compute out[t, k] = scale * weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]].
+
+    The result is 0 for row -1. weights_TK None means 1.
+    """
     if out.numel() == 0:
         return
     if not use_triton(out):
@@ -164,11 +173,11 @@ def scale_rows(
     routing: DispatchedRouting | None = None,
     num_local: int = 0,
 ) -> None:
-    """Compute out = scale * weights_TK * rows_TKH; `out` may be `rows_TKH`.
+    """Compute out = scale * weights_TK * rows_TKH, with zero rows for skipped pairs.
 
-    Launches nothing if `out` is `rows_TKH` and would not change. Rows of skipped pairs are zero.
-    routing: weights of pairs that it skips, or whose expert is not among this rank's num_local
-    ones, are not read. Without it, all weights must be finite.
+    `out` may be `rows_TKH`; nothing is launched if it would not change. If `routing` is given,
+    weights of pairs that it skips, and of pairs whose expert is not one of this rank's num_local
+    experts, are not read. Otherwise all weights must be finite.
     """
     if out.numel() == 0 or (weights_TK is None and scale == 1.0 and out is rows_TKH):
         return
@@ -227,5 +236,5 @@ def weight_and_sum_ref(
     out: torch.Tensor,
     keep_TK: torch.Tensor | None = None,
 ) -> None:
-    """Torch reference of `weight_and_sum`; keep_TK: pairs that count, None for all."""
+    """Torch reference of `weight_and_sum`, where keep_TK has the pairs to sum; None means all."""
     out.copy_(_weighted(rows_TKH, weights_TK, 1.0, keep_TK).sum(1) * scale)

@@ -1,9 +1,9 @@
 """route: choose K experts per token from router logits, and their weights, in one launch.
 
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
-    routed.routing                      # a Routing, as every kernel takes it
+    routed.routing                      # the Routing that a kernel takes
 
-Computed in float32 for every dtype of the logits. See `modular_kernel.spec.router` for the rules.
+Logits of any dtype are converted to float32 first. See `modular_kernel.spec.router` for the rules.
 Under torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
 """
 
@@ -36,22 +36,23 @@ from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
-_LANES = 512  # values per one-warp program, if there are enough tokens
-_FEW_TOKENS = 1024  # up to this many tokens each program handles one
+_LANES = 512  # logits per program of one warp, if there are enough tokens
+_FEW_TOKENS = 1024  # up to this many tokens, each program handles one
 _LARGEST = torch.finfo(torch.float32).max
-_MAX_LOADED_LOCATIONS = 1 << 12  # cached locations of parameters known to be loaded
+_MAX_LOADED_LOCATIONS = 1 << 12  # maximum size of _loaded_locations
 _launches = ReplayedOperation()
 INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
 
 
 @dataclass(frozen=True)
 class RouterTensors:
-    """Tensors that a router has in addition to its spec; None unless the spec requires them.
+    """The tensors that a router has in addition to its spec; None unless the spec requires them.
 
-    bias_E: (E + zero experts,) float32 or a 16-bit type, the selection bias. table_VK: (V, K) int32
-    or int64, the experts of each token id, contiguous. Both on the logits' device.
-    unloaded: parameters of the router that may not have been loaded; a call traced by torch.compile
-    then raises StateError. Eager calls do not check them.
+    bias_E: (E + zero experts,) float32 or a 16-bit type, the selection bias, on the logits' device.
+    table_VK: (V, K) int32 or int64, contiguous, the experts of each token id, on the logits'
+        device.
+    unloaded: parameters of the router that may not have been loaded. If one has not, a call that
+        torch.compile has traced raises StateError. Eager calls do not check them.
     """
 
     bias_E: torch.Tensor | None = None
@@ -61,9 +62,10 @@ class RouterTensors:
 
 @dataclass(frozen=True)
 class Routed:
-    """A routing. identity_T: (T,) float32, total weight of a token's zero experts.
+    """A routing, and the share of each token that zero experts return unchanged.
 
-    x times identity_T is added to the output. None if the spec has no zero experts.
+    identity_T is (T,) float32, the total weight of a token's zero experts: x times identity_T must
+    be added to the output. It is None if the spec has no zero experts.
     """
 
     routing: Routing
@@ -80,10 +82,13 @@ def route(
 ) -> Routed:
     """Choose top_k experts per token and compute their weights.
 
-    logits_TE: (T, E + zero experts) float32 or a 16-bit type, contiguous rows. token_ids_T: (T,)
-    int32 or int64, if the spec has a table; an invalid token id or table entry gives id -2, which
-    kernels skip and count. ids_dtype: torch.int32 or torch.int64. Raises InputError for invalid
-    arguments, including those that require gradients. No launch for T = 0.
+    logits_TE: (T, E + zero experts) float32 or a 16-bit type, contiguous rows.
+    token_ids_T: (T,) int32 or int64, if the spec has a table. An invalid token id or table entry
+        gives the id -2, which kernels skip and count.
+    ids_dtype: torch.int32 or torch.int64.
+
+    No launch for T = 0. Raise InputError for invalid arguments, also for those that require
+    gradients.
     """
     tensors = RouterTensors() if tensors is None else tensors
     _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
@@ -123,7 +128,7 @@ def _route_eager(
 
 
 def _fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    """Return empty tensors with the shapes and dtypes of the outputs."""
+    """Return empty tensors with the shapes and dtypes of the outputs of `route_op`."""
     parsed_spec, tokens = spec_of_text(spec), logits_TE.shape[0]
     shape = (tokens, parsed_spec.top_k)
     return (
@@ -145,7 +150,7 @@ def route_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return weights (T, K), ids (T, K) (int64 if wide_ids), and identity (T,), or (0,) if unused.
 
-    spec: a string of `spec_text`. Raises the errors of `route`.
+    `spec` is a string from `spec_text`. Raise the errors of `route`.
     """
     parsed_spec = spec_of_text(spec)
     tensors = RouterTensors(bias_E, table_VK)
@@ -166,7 +171,7 @@ def _route_traced(
     token_ids_T: torch.Tensor | None,
     ids_dtype: torch.dtype,
 ) -> Routed:
-    """Add a call to the traced graph as one operator."""
+    """Add a call to the traced graph, as one operator."""
     weights_TK, ids_TK, identity_T = torch.ops.modular_kernel.route.default(
         logits_TE,
         tensors.bias_E,
@@ -180,7 +185,7 @@ def _route_traced(
 
 
 def spec_text(spec: RouterSpec) -> str:
-    """Serialize a spec to JSON, using operations that torch.compile can trace."""
+    """Serialize a spec to JSON, with operations that torch.compile can trace."""
     numbers = [
         f'"{name}": {index(value)}'
         for name, value in (
@@ -212,7 +217,7 @@ def spec_text(spec: RouterSpec) -> str:
 
 @lru_cache(maxsize=256)
 def spec_of_text(text: str) -> RouterSpec:
-    """Parse the string of `spec_text`; ConfigurationError for any other."""
+    """Parse a string from `spec_text`. Raise ConfigurationError for any other."""
     try:
         return RouterSpec(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -226,7 +231,10 @@ _loaded_locations = set[tuple[object, ...]]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise StateError for unloaded tensors; memory that was loaded once is not checked again."""
+    """Raise StateError for parameters that are not loaded.
+
+    Memory that was found loaded is not checked again.
+    """
     locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_locations
     if known.issuperset(locations):
         return
@@ -368,7 +376,10 @@ def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 
 
 def _top_ids(choice: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ids of the `count` largest per row, the lower id first on ties; -1 for -inf."""
+    """Return the ids of the `count` largest values of each row.
+
+    On ties, the lower id comes first. The id of a value of -inf is -1.
+    """
     values, ids = choice.sort(dim=1, descending=True, stable=True)
     return torch.where(values[:, :count] > -torch.inf, ids[:, :count], -1)
 
@@ -431,7 +442,7 @@ def _check_optional(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check a tensor that must be present exactly if the spec requires it."""
+    """Check a tensor that must be given if, and only if, the spec requires it."""
     if not required:
         if tensor is not None:
             raise ConfigurationError(what, got="a tensor", need="None: the router's spec has none")

@@ -1,4 +1,4 @@
-"""Conversion between routing by token and routing by expert, with triton_kernels' names."""
+"""Conversion between routing by token and routing by expert, with the names of triton_kernels."""
 
 import torch
 
@@ -12,9 +12,10 @@ from modular_kernel.spec.router import (
 
 
 def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
-    """Sort pairs by expert, stably; pairs with ids outside [0, num_experts) get no row.
+    """Sort pairs by expert, stably. Pairs with ids outside [0, num_experts) get no row.
 
-    topk_output: weights (T, K) float32 and ids (T, K); its other fields are not read.
+    Of topk_output, only the weights (T, K) float32 and ids (T, K) are read. Raise ShapeError if
+    their shapes differ.
     """
     weights_TK, ids_TK = topk_output[:2]
     if ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape:
@@ -36,7 +37,7 @@ def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKerne
 
 
 def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
-    """Invert `by_experts`; skipped pairs have id -1 and weight 0."""
+    """Undo `by_experts`; skipped pairs have id -1 and weight 0."""
     data, gather, _ = topk_output
     top_k, pairs = data.n_expts_act, gather.src_indx.numel()
     if data.expt_hist is None:

@@ -14,10 +14,10 @@ from modular_kernel.spec.quantization import QuantScheme
 def number_and_quantize(
     x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantized
 ) -> None:
-    """Run `number_pairs` for x's tokens, and `quantize_rows` of x_TH (T, H) into `out`.
+    """Run `number_pairs` on `pairs`, and `quantize_rows` of their tokens x_TH (T, H) into `out`.
 
-    Does not support a dynamic per-tensor scale, which depends on all values. Launches one kernel on
-    a GPU; none for T = 0.
+    A dynamic per-tensor scale depends on all values and raises ConfigurationError. One launch on a
+    GPU; none for T = 0.
     """
     if scheme.activation_granularity == "tensor" and not scheme.static:
         need = "a scale per token, per group, or static"

@@ -11,20 +11,20 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_FILL = 64  # tiles written per program
+_FILL = 64  # tiles that a program writes
 
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """Rows of the sorted pairs.
+    """Rows of pairs that are sorted by expert, and tiles of these rows.
 
-    row_of_pair_TK: (T, K) int32, the pair's row, -1 if it is skipped. Rows are grouped by expert
-    without gaps; pairs of an expert keep their order.
+    row_of_pair_TK: (T, K) int32, the row of each pair, -1 if it is skipped. Rows are grouped by
+        expert without gaps; pairs of an expert keep their order.
     token_of_row: (T * K,) int32, the token of each row's pair; undefined past the last row.
     tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values (local expert, first row,
-    end row of the expert), then the tile count. A tile has at most block_m rows of one expert.
-    Values past the tile count are undefined.
-    starts: (e + 1,) int32, each expert's first row, then the number of rows.
+        end row of the expert), then the number of tiles. A tile has at most block_m rows of one
+        expert. Values past the number of tiles are undefined.
+    starts: (e + 1,) int32, the first row of each expert, then the number of rows.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -34,12 +34,12 @@ class SortedPairs:
 
     @property
     def max_tiles(self) -> int:
-        """Capacity of `tiles`, in tiles."""
+        """The maximum number of tiles."""
         return self.tiles.numel() // 3
 
 
 def max_tile_count(numel: int, block_m: int, num_local: int) -> int:
-    """Return the maximum number of block_m-row tiles of numel pairs of num_local experts."""
+    """Return the maximum number of tiles of block_m rows for numel pairs and num_local experts."""
     return min(numel, num_local + numel // block_m)
 
 
@@ -61,7 +61,8 @@ def sort_pairs(
 ) -> SortedPairs:
     """Sort the pairs of `routing`, T > 0, into buffers declared by `sort_specs`.
 
-    block_m: a power of two. Three launches on a GPU: count, scan, place.
+    block_m, the maximum rows of a tile, is a power of two. On a GPU, there are three launches:
+    count, scan, place.
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = sort_specs(tokens, top_k, block_m, num_local)

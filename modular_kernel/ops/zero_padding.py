@@ -1,4 +1,4 @@
-"""zero_rows: zero received rows that no expert computes, such as those of sink experts."""
+"""zero_rows: zero received rows that no expert computes, such as those of sinks."""
 
 import torch
 
@@ -8,15 +8,17 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
-_PARTS = 32  # programs per segment, most of which find no rows
-_MAX_BLOCK = 4096  # columns per write
+_PARTS = 32  # maximum programs per segment; most of them find no rows
+_MAX_BLOCK = 4096  # maximum columns per write
 
 
 def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
-    """Zero the first counts_S[s] rows of each segment of x_SCH; leave the others unchanged.
+    """Zero the first counts_S[s] rows of each segment s of x_SCH; leave the others unchanged.
 
-    x_SCH: (S, C, H) contiguous; counts_S: (S,) int32, at most C, contiguous. One launch on a GPU;
-    none if x_SCH is empty.
+    x_SCH: (S, C, H), contiguous.
+    counts_S: (S,) int32, at most C, contiguous.
+
+    One launch on a GPU; none if x_SCH is empty. Raise ShapeError for other shapes or strides.
     """
     segments, capacity, hidden = x_SCH.shape
     if tuple(counts_S.shape) != (segments,):

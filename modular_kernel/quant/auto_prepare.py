@@ -35,13 +35,18 @@ _Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class _Entry:
-    """Prepared tensors, the function that derives them, and the storages of their sources."""
+    """Prepared tensors, the function that derives them, and what the cache tracks about them.
+
+    storages: those of the source tensors. If one of them is freed, the entry is dropped.
+    token: identifies the entry without keeping its tensors alive.
+    finalizers: one for each storage, which frees the entry.
+    """
 
     tensors: dict[str, torch.Tensor]
     prepare: Prepare
     storages: tuple[StorageWeakRef, ...]
-    token: object  # identifies the entry without keeping its tensors alive
-    finalizers: list[Any]  # one for each storage, which frees the entry
+    token: object
+    finalizers: list[Any]
 
     def is_alive(self) -> bool:
         """Return whether all source storages exist."""
@@ -57,7 +62,10 @@ class AutoPrepared:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, renew the lock; drop GPU tensors: their context is the parent's."""
+        """In a forked child, renew the lock and drop tensors on GPUs.
+
+        A forked child cannot use the CUDA context of its parent.
+        """
         forks.reset_lock(self._lock)
         for key, entry in tuple(self._entries.items()):
             if any(tensor.is_cuda for tensor in entry.tensors.values()):
@@ -72,9 +80,12 @@ class AutoPrepared:
     ) -> ExpertWeights | None:
         """Return `weights` with prepared tensors; None if there is not enough memory for them.
 
-        weights: checked, without prepared tensors. specs, prepare: of the experts. layout: see
-        `prepared.layout_key`. Deriving the tensors synchronizes with the current stream, so that
-        calls on other streams can use them.
+        Deriving the tensors synchronizes with the current stream, so that calls on other streams
+        can use them.
+
+        weights: have passed the kernel's checks, and have no prepared tensors.
+        specs, prepare: `prepared_specs` and `prepare` of the experts.
+        layout: see `prepared.layout_key`.
         """
         sources = prepared.sources_of(weights, specs)
         key = layout, *_addresses(sources)
@@ -106,8 +117,8 @@ class AutoPrepared:
     def refresh(self, weights: ExpertWeights) -> None:
         """Update the prepared tensors if the weights have been written to.
 
-        The next call would do so, too, but a CUDA graph that is replayed before it would read stale
-        values.
+        The next call would update them, too. But a CUDA graph that is replayed before that call
+        would read the old values.
         """
         with self._lock:
             for (layout, *addresses), entry in tuple(self._entries.items()):
@@ -128,7 +139,7 @@ class AutoPrepared:
         return nbytes_by_device
 
     def _discard(self, key: _Key, token: object) -> None:
-        """Free an entry. Called in any thread when one of its source storages is freed."""
+        """Free an entry. Runs in any thread when one of the entry's source storages is freed."""
         entry = self._entries.get(key)
         if entry is not None and entry.token is token:
             self._entries.pop(key, None)
@@ -155,7 +166,7 @@ class AutoPrepared:
 
 
 def has_room(nbytes: int, free: int, total: int) -> bool:
-    """Return whether a fifth of `total` bytes of memory stays free after `nbytes` more are used."""
+    """Return whether `_MIN_FREE` of `total` bytes stay free after `nbytes` more are used."""
     return free - nbytes >= _MIN_FREE * total
 
 
@@ -191,8 +202,9 @@ AUTO_PREPARED = AutoPrepared()
 class WeightPreparer:
     """Preparation of the weights of one kernel, on their first use.
 
-    specs, prepare: `prepared_specs` and `prepare` of the experts. layout: see
-    `prepared.layout_key`. enabled: None prepares weights on GPUs only.
+    specs, prepare: `prepared_specs` and `prepare` of the experts.
+    layout: see `prepared.layout_key`.
+    enabled: None prepares weights on GPUs only.
     """
 
     def __init__(
@@ -215,13 +227,17 @@ class WeightPreparer:
         return device.type == "cuda" if self._enabled is None else self._enabled
 
     def is_postponed(self, device: torch.device) -> bool:
-        """Return whether weights are to be prepared, but not during the current capture."""
+        """Return whether weights are to be prepared in a later call.
+
+        That is the case while a CUDA graph is captured, because its memory cannot be kept.
+        """
         return self.enabled_on(device) and bool(self._specs) and not may_keep_buffers(device)
 
     def __call__(self, weights: ExpertWeights) -> Prepared | None:
         """Return the weights with prepared tensors, the sources of these tensors, and the tensors.
 
-        None if the experts prepare nothing, if memory is short, or while a CUDA graph is captured.
+        Return None if the experts prepare nothing, if memory is short, or while a CUDA graph is
+        captured.
         """
         device = weights.w1.device
         if not (self.enabled_on(device) and self._specs and may_keep_buffers(device)):

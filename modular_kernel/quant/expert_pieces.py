@@ -1,11 +1,11 @@
-"""Quantization of one expert's matrix in pieces of rows, with the results of `quantize_weights`.
+"""Quantization of one expert's matrix in pieces of rows.
 
     out = {field: tensor[slot] for field, tensor in tensors.items()}   # of one expert
     quantize_expert("w1", [gate, up], problem, out)
 
-Only one piece at a time is converted to float32, so the temporary memory is a few times the size of
-a piece. The weights may be views of a memory-mapped file. They are read twice if a scale, or the
-column order, depends on all rows.
+The results are those of `quantize_weights`. Only one piece at a time is converted to float32, so
+the temporary memory is a few times the size of a piece. The weights may be views of a memory-mapped
+file. They are read twice if a scale, or the column order, depends on all rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +28,12 @@ def quantize_expert(
 ) -> None:
     """Quantize w1 or w2 of one expert, in the scheme of `problem`, into the tensors of `out`.
 
-    name: "w1" or "w2". parts: the rows of the matrix in order, each (rows, K) in any floating
-    dtype, with any strides, on any device. out: by field of ExpertWeights, the tensors of this
-    expert, such as w1 (N, K) and w1_scale, on the device that quantizes. Scales that are not of
-    fp4 weights have the dtype of `out`.
+    name: "w1" or "w2".
+    parts: the rows of the matrix in order, each part (rows, K) in any floating dtype, with any
+        strides, on any device.
+    out: the tensors of this expert by field of ExpertWeights, such as w1 (N, K) and w1_scale, on
+        the device that quantizes. Scales get the dtype of their tensor in `out`, unless the weights
+        are fp4: their scales have only one dtype.
     """
     scheme, matrix = problem.scheme, _Rows(parts, out[name].device, problem)
     if scheme.act_order and name == "w1":
@@ -70,14 +72,21 @@ def _quantize_nvfp4(
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step: int) -> None:
-    """Copy entries of `step` rows each to those that begin at row `first_row` of a matrix."""
+    """Copy `source` to where row `first_row` of the matrix belongs.
+
+    Each row of `source` and `target` belongs to `step` rows of the matrix.
+    """
     start = first_row // step
     target[start : start + len(source)] = source
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A matrix as parts of its rows, read in pieces. order: of its columns, None as they are."""
+    """A matrix as parts of its rows, read in pieces.
+
+    device: where the pieces are moved to.
+    order: indices of the columns in the order in which they are read; None keeps their order.
+    """
 
     parts: Sequence[torch.Tensor]
     device: torch.device
@@ -89,7 +98,7 @@ class _Rows:
         return sum(map(len, self.parts))
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, rows) of pieces that consist of whole tiles, in the parts' dtype."""
+        """Yield (first row, rows) of pieces of whole scale tiles, in the dtype of the parts."""
         scheme, rows = self.problem.scheme, self.rows
         tile_rows = scheme.group[0] if scheme.granularity == "block" else 1
         tile = lcm(_ROW_ALIGNMENT, tile_rows)
@@ -114,7 +123,7 @@ class _Rows:
         return maximum.float()[None], minimum.float()[None]
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop), a view if one part has them all."""
+        """Return rows [start, stop): a view if they are in one part, else a copy."""
         views, begin = [], 0
         for part in self.parts:
             first, last = max(start - begin, 0), min(stop - begin, len(part))

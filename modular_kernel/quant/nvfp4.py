@@ -4,8 +4,8 @@
     s = e4m3(min(448, G amax / 6))         amax over 16 values, G = 1 / g
     q = e2m1(x (G / s)), 0 where s is 0    to nearest, ties to the even code, at most 6
 
-`quantize` matches what packers do to weights and what w4a4 kernels do to activations, except that
-hardware divides by an approximate reciprocal, so that a scale may differ by one code.
+Libraries that pack weights compute the same as `quantize`. GEMMs with fp4 activations do, too,
+except that hardware divides by an approximate reciprocal, so that a scale may differ by one code.
 """
 
 import torch
@@ -29,9 +29,10 @@ def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """Return the nearest uint8 codes of float values: ties to the even code, at most 6, NaN to 6.
 
-    Codes have steps of 1/2 up to 2, of 1 up to 4, and of 2 above. Each of the three counts is exact
-    in its own range and not smaller than the right one elsewhere, so their minimum is the code. The
-    offsets added to rounded counts are even, so rounding halves to even gives even codes.
+    Codes have steps of 1/2 up to 2, of 1 up to 4, and of 2 above. Each of `halves`, `ones` and
+    `twos` is the code in its own range, and not smaller than the code elsewhere, so their minimum
+    is the code. The offsets added to rounded values are even, so rounding halves to even gives even
+    codes.
     """
     magnitude = values.abs().nan_to_num_(MAX_VALUE).clamp_(max=MAX_VALUE)
     halves, ones = (2 * magnitude).round_(), magnitude.round().add_(2)
@@ -41,10 +42,12 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize (..., K) to uint8 codes (..., K), one per byte, and e4m3 scales (..., ceil(K / 16)).
+    """Quantize (..., K) values; return uint8 codes (..., K) and e4m3 scales (..., ceil(K / 16)).
 
-    inverse: G, float32, broadcastable to (..., 1). x is converted to float32. The last group may be
-    partial.
+    Each code takes a byte. The last group may be partial.
+
+    x: of any floating dtype; converted to float32.
+    inverse: G, float32, broadcastable to (..., 1).
     """
     x, depth = x.float(), x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -depth % GROUP))
@@ -60,13 +63,20 @@ def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return float32 (..., K) from `quantize`'s results; factor: g, broadcastable to (..., 1)."""
+    """Return the float32 values (..., K) of `quantize`'s results.
+
+    factor: the global scale g, broadcastable to (..., 1).
+    """
     scale_of_value = scale.float().repeat_interleave(GROUP, -1)[..., : codes.shape[-1]]
     return (e2m1_values(codes) * scale_of_value) * factor
 
 
 def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tensor:
-    """Return the matrix index of each row, for stacked or interleaved (row by row) matrices."""
+    """Return (rows,) int64: the index of the matrix that each row belongs to.
+
+    matrices: number of matrices of equal size: 2 if gate and up are stored together, else 1.
+    interleaved: whether their rows alternate. Otherwise one matrix follows the other.
+    """
     row = torch.arange(rows, device="cpu")
     return row % matrices if interleaved else row // (rows // matrices)
 
@@ -74,8 +84,8 @@ def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tens
 def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool) -> torch.Tensor:
     """Return the global scales (e, matrices), each of which covers its matrix's largest weight.
 
-    row_amax_eN: float32, the largest magnitude of each row. Rows are ordered as `matrix_of_rows`
-    describes.
+    row_amax_eN: float32, the largest magnitude of each row.
+    matrices, interleaved: see `matrix_of_rows`.
     """
     e, rows = row_amax_eN.shape
     if interleaved:
@@ -89,9 +99,9 @@ def matrix_scales(row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool
 def quantize_matrices(
     w_eNK: torch.Tensor, matrices: int, *, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize (e, N, K); return packed codes, group scales, and (e, matrices) global scales.
+    """Quantize weights (e, N, K); return codes (e, N, K / 2), scales, global scales (e, matrices).
 
-    Rows are ordered as `matrix_of_rows` describes.
+    matrices, interleaved: see `matrix_of_rows`.
     """
     global_scale = matrix_scales(w_eNK.abs().amax(2), matrices, interleaved=interleaved)
     matrix_of_row = matrix_of_rows(w_eNK.shape[1], matrices, interleaved=interleaved)

@@ -2,9 +2,9 @@
 
     weights = kernel.prepare_weights(weights)   # in addition to w1 and w2, which other calls read
 
-For each prepared tensor, its layout and the memory and version of its sources and of itself are
-recorded, so that a call is refused after any of them was written. A copy has no such record and is
-refused too.
+For each prepared tensor, its layout is recorded, and the memory and version of its sources and of
+itself. A call is refused after any of them was written to. A copy of a prepared tensor has no such
+record and is refused, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,9 +42,10 @@ _PREPARE_AGAIN = (
 
 
 class _Source(NamedTuple):
-    """Identity of a source tensor: its storage, address and layout, and its version counter.
+    """Identity of a tensor's content: its storage, address, layout and version counter.
 
-    The address alone is not sufficient: if a storage is resized to 0, another can have it.
+    The address alone is not sufficient: after a storage is resized to 0, another one can have its
+    address.
     """
 
     memory_key: tuple[object, ...]
@@ -56,7 +57,12 @@ class _Source(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Record of a prepared tensor: its layout, its sources, and its own state once complete."""
+    """Record of a prepared tensor.
+
+    layout_key: see the function `layout_key`.
+    source_tensors: what the tensor is derived from.
+    state: its own identity once it is complete; None before.
+    """
 
     layout_key: str
     source_tensors: tuple[_Source, ...]
@@ -72,9 +78,10 @@ _records: Any = WeakIdKeyDictionary()  # tensor -> _Record
 
 
 def layout_key(experts: type, problem: Problem) -> str:
-    """Return a key of the layout that experts expect: the class that prepares, and the row order.
+    """Return a text that identifies the layout of the tensors that `experts` prepare.
 
-    Tensors of equal shape can differ in layout, so shapes alone do not identify it.
+    It names the class that prepares, the scheme and the row order. Tensors of equal shape can
+    differ in layout, so shapes alone do not identify it.
     """
     owner = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
     act = problem.act
@@ -88,8 +95,9 @@ def allocate_prepared(
 ) -> dict[str, torch.Tensor]:
     """Allocate a tensor for each spec, on the weights' device, and record its sources.
 
-    expected_layout: from `layout_key`. Raises ConfigurationError if a part declares a field that is
-    not in SOURCE_FIELDS.
+    Raise ConfigurationError if a part declares a field that is not in SOURCE_FIELDS.
+
+    expected_layout: from `layout_key`.
     """
     tensors = {}
     if unknown := sorted(specs.keys() - SOURCE_FIELDS.keys()):
@@ -116,8 +124,8 @@ def record_sources(
 def mark_complete(tensors: Mapping[str, torch.Tensor]) -> None:
     """Record that tensors of `allocate_prepared` are complete; later writes to them are refused.
 
-    Writes that torch does not track (to `.data`, and by kernels launched outside torch) are not
-    detected.
+    Writes that torch does not track are not detected: those to `.data`, and those by kernels
+    launched outside torch.
     """
     for tensor in tensors.values():
         _records[tensor] = _records[tensor]._replace(
@@ -141,9 +149,11 @@ def check_prepared(
 ) -> None:
     """Check the prepared tensors, if there are any: present, valid, and derived from these weights.
 
-    specs, expected_layout: of the kernel's experts. Prepared tensors that they do not read must
-    also be valid for these weights. Raises WeightsError, ShapeError, DtypeError, DeviceError or
-    LayoutError.
+    Tensors that the kernel does not read must be valid, too. Raise WeightsError, ShapeError,
+    DtypeError, DeviceError or LayoutError if a check fails.
+
+    specs, expected_layout: of the kernel's experts.
+    device: where x is.
     """
     present = {name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None}
     for name, tensor in present.items():

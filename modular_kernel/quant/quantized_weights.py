@@ -2,14 +2,15 @@
 
 With stored value q, scale s and zero point z, a weight is
 
-    float8_e4m3fn, int8   q s
-    uint8, uint4          (q - z) s, where z is 128 or 8 if the scheme has no zero points
-    float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0), or (e2m1(q) s) g, s e4m3 and g
-                          float32 of the whole matrix (`modular_kernel.quant.nvfp4`)
+    float8_e4m3fn, int8    q s
+    uint8, uint4           (q - z) s              z is 128 or 8 if the scheme has no zero points
+    float4_e2m1            e2m1(q) 2^(s - 127)    mxfp4: s is a byte, E8M0
+                           (e2m1(q) s) g          nvfp4: s is e4m3, g float32 per matrix
 
-Two 4-bit values share a byte. The low nibble holds the even k of weights and the even n of zero
-points; for repacked e2m1 weights see `modular_kernel.quant.repacking`. The last tile of a matrix
-may be partial; it has a scale like any other.
+For nvfp4 see `modular_kernel.quant.nvfp4`. Two 4-bit values share a byte. The low nibble holds the
+even k of weights and the even n of zero points; for repacked e2m1 weights see
+`modular_kernel.quant.repacking`. The last tile of a matrix may be partial; it has a scale like any
+other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +41,8 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.utils.argument_checks import expect
 
-# Names of all schemes, of those that dispatch quantized activations, and of those without 4-bit
-# activations.
+# Names of all schemes; of those that dispatch quantized activations; of those whose activations
+# have at least 8 bits.
 SCHEMES = frozenset(QUANT_SCHEMES)
 ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].dispatched_quantized)
 UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
@@ -53,7 +54,7 @@ STORAGE = {
     "uint4": torch.uint8,
     "float4_e2m1": torch.uint8,
 }
-# The largest magnitude of a symmetric quantized value, and the implicit zero point.
+# The largest magnitude that quantization without zero points gives q - z, and z in that case.
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
 IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
 _MAX_CODE = {"uint8": 255, "uint4": 15}
@@ -79,7 +80,10 @@ SCALE_FIELDS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Required shape and dtypes of one tensor. legend: the shape in letters."""
+    """Required shape and dtypes of one tensor.
+
+    legend: the shape in letters, such as "(e, 2I, H)", for error messages.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -90,7 +94,10 @@ class TensorSpec:
 
 
 def values_per_word(scheme: QuantScheme) -> int:
-    """Return how many values of a row share a byte or repacked word; rows must be multiples."""
+    """Return how many values of a row are packed together, in a byte or a repacked word.
+
+    The length of a row must be a multiple of it.
+    """
     if scheme.repacked:
         return repacking.VALUES
     return 2 if scheme.packed else 1
@@ -107,8 +114,8 @@ def indivisible_sizes(problem: Problem) -> tuple[str, ...]:
 def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     """Return the specs of the ExpertWeights fields that the scheme uses; others must be None.
 
-    Biases and expert_map are not included. Raises ConfigurationError if the problem cannot be
-    stored.
+    Biases and expert_map are not included. Raise ConfigurationError if a size is not a multiple of
+    `values_per_word`.
     """
     expect("problem", problem, Problem)
     return _weight_specs(problem)
@@ -175,7 +182,7 @@ def _matrix_specs(
 
 
 def matrices_of(name: str, problem: Problem) -> int:
-    """Return the number of projections in w1 or w2: two for gate and up, else one."""
+    """Return the number of matrices stored in w1 or w2: two if it holds gate and up, else one."""
     return 2 if name == "w1" and problem.act.gated else 1
 
 
@@ -195,7 +202,10 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
     """Check w1, w2, their scales, zero points and static scales against the scheme.
 
-    w1 and w2 may be strided; the other tensors must be contiguous, on `device`.
+    w1 and w2 may be strided; the other tensors must be contiguous. Raise the InputError of the
+    first tensor that does not match.
+
+    device: where x is.
     """
     specs = weight_specs(problem)
     for name in ("w1", "w2", *SCALE_FIELDS):
@@ -228,7 +238,11 @@ def dequantized_weights(
 ) -> torch.Tensor:
     """Return w1 or w2 of some experts in float32 (e, N, K), from all of its fields.
 
-    Columns of w1 are in the order of x; columns of w2 are in stored order.
+    Columns of w1 are in the order of x, even if they are stored in another (act-order). Columns of
+    w2 are in stored order.
+
+    name: "w1" or "w2".
+    experts: the local experts to return.
     """
 
     def field(suffix: str) -> torch.Tensor | None:
@@ -241,7 +255,7 @@ def dequantized_weights(
     values = dequantize(w_eNK, scale, field("_zero_point"), problem.scheme)
     if name == "w1" and weights.w1_order is not None:
         order, columns = weights.w1_order[experts].long(), values.shape[2]
-        # Columns of w1 whose index is out of range go to an extra column, which is dropped.
+        # Columns whose index is out of range go to an extra column, which is dropped.
         order = torch.where((order < 0) | (order >= columns), columns, order)[:, None]
         padded = values.new_zeros(*values.shape[:2], columns + 1)
         values = padded.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
@@ -260,7 +274,7 @@ def dequantize(
     zero_point: torch.Tensor | None,
     scheme: QuantScheme,
 ) -> torch.Tensor:
-    """Return float32 (e, N, K) of weights stored as `weight_specs` declares.
+    """Return the float32 values (e, N, K) of weights stored as `weight_specs` declares.
 
     For nvfp4 the global scale is not applied; `dequantized_weights` applies it.
     """
@@ -293,13 +307,17 @@ def quantize_weights(
 ) -> ExpertWeights:
     """Quantize the weights of `problem`, rounding each value to the nearest representable one.
 
-    weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and with any strides. Biases,
-    expert_map and, for a static scheme, a1_scale and a2_scale are passed through. scale_dtype:
-    dtype of the scales, if the scheme allows it. Results are bitwise reproducible. Besides the
-    result, memory for float32 copies of a few experts is needed. A NaN or an infinity makes all
-    weights that share its scale NaN or infinite. Raises the InputError of a weight that cannot be
-    read (see `modular_kernel.utils.tensor_checks`) or does not match, and ConfigurationError if a
-    scale is infinite in float16.
+    Results are bitwise reproducible. Besides the result, memory for float32 copies of a few experts
+    is needed. A NaN or an infinity makes all weights that share its scale NaN or infinite.
+
+    Raise an InputError if a tensor cannot be read (see `modular_kernel.utils.tensor_checks`) or
+    does not match the problem, and ConfigurationError if a scale is infinite in float16.
+
+    weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype of at least 16 bits, with any
+        strides. Biases, expert_map and, for a static scheme, a1_scale and a2_scale are passed
+        through.
+    scale_dtype: dtype of the scales, one that the scheme allows. For fp4 it is ignored, because the
+        scheme determines it.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
@@ -379,8 +397,11 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return stored weights, scales and zero points of float32 weights, in any scheme but nvfp4.
 
-    The rows may be a part of a matrix that begins and ends with whole tiles. bounds: the largest
-    and smallest weight of each tile, as `extremes` returns them, if the caller knows them.
+    Zero points are None if the scheme has none.
+
+    w_eNK: all rows of the matrices, or a part of them that begins and ends with whole tiles.
+    bounds: the largest and smallest weight of each tile, as `extremes` returns them; None computes
+        them.
     """
     if scheme.weight == "float4_e2m1":
         return _quantize_mxfp4(w_eNK, scheme)
@@ -417,8 +438,8 @@ def _quantize_mxfp4(
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Quantize with the smallest power-of-two scale s such that no value exceeds 7 s.
 
-    Values below 7 round to 6, as they would if 8 were the next code; ties go to the even code. The
-    scale of a group with a NaN or an infinity is NaN (255), because no code is.
+    Values between 6 s and 7 s become 6 s. Ties go to the even code. The scale of a group with a NaN
+    or an infinity is NaN (255), because no code is.
     """
     maximum, minimum = extremes(w_eNK, scheme)
     ratio = (torch.maximum(maximum, -minimum) / maximum.new_tensor(7.0)).clamp(min=MIN_SCALE)
@@ -443,8 +464,8 @@ def static_scale(
 ) -> torch.Tensor:
     """Return an a1_scale or a2_scale, float32: (1,), or (e,) if scales are per expert.
 
-    It represents every magnitude up to `max_magnitude`. Per-expert scales range from that scale to
-    twice it, so that tests detect the use of another expert's scale.
+    It represents every magnitude up to `max_magnitude`. Per-expert scales range from the smallest
+    that does to twice it, so that tests detect the use of another expert's scale.
     """
     unit = max_magnitude / largest_value(problem.scheme)
     if not problem.scheme.scales_by_expert:

@@ -2,17 +2,20 @@
 
 A 32-bit word holds eight codes in four pairs; pair i has the values k = 2i and k = 2i + 1. The
 lower value of a pair is in the lower half of the word and the upper one in the upper half, at the
-same bit positions. A GEMM takes a pair as bf16x2. In each half, the sign of the e2m1 code is in
-bit 15 and its magnitude in bits 8 to 6. With PAIR_MASK as the mask of these bits,
+same bit positions, because a GEMM takes a pair as bf16x2. `unpack_words` moves a pair to the bits
+of PAIR_MASK, which has in each half bit 15 for the sign of a code and bits 8 to 6 for its
+magnitude:
 
     pair 0   w & PAIR_MASK                      pair 2   ((w << 6) ^ (w << 1)) & PAIR_MASK
     pair 1   (w << 3) & PAIR_MASK               pair 3   ((w >> 3) ^ (w << 2)) & PAIR_MASK
 
 This takes nine instructions for eight values: four masks, which include the XORs, and five shifts.
 The four left shifts run in the multiply pipe. Codes in their natural order take thirteen, nine of
-them in the slower of the two pipes. A single shift cannot bring each of four pairs to the mask,
-hence the XORs. In pairs 2 and 3 each of the two shifted words also brings bits of other pairs to
-the mask. They are known when a word is packed, so `_pack_words` stores bits that cancel them.
+them in the slower of the two pipes.
+
+A single shift cannot bring each of four pairs to the mask, hence the XORs. In pairs 2 and 3 each of
+the two shifted words also brings bits of other pairs to the mask. They are known when a word is
+packed, so `_pack_words` stores bits that cancel them.
 """
 
 from collections.abc import Callable
@@ -26,7 +29,7 @@ from modular_kernel.utils.tensor_checks import check_output, check_tensor
 _SIGN_MASK = 0x80008000
 _MAGNITUDE_MASK = 0x01C001C0
 PAIR_MASK = _SIGN_MASK | _MAGNITUDE_MASK
-VALUES = 8  # per word
+VALUES = 8  # in a 32-bit word
 _BYTES_PER_WORD = VALUES // 2
 _MAX_WORDS = 1 << 22  # words per step, to limit the 64-bit temporaries
 _Pack = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -36,9 +39,12 @@ _Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Repack e2m1 weights, packed two per byte with the low nibble first, for `repacked=true`.
 
-    w_eNK: uint8 (e, N, K / 2) with K a multiple of 8, any strides. Returns `out`, a tensor of the
-    same shape and dtype. It may be w_eNK itself, which is then overwritten; repacking twice
-    corrupts the weights. Raises ShapeError or DtypeError.
+    Return `out`. Raise ShapeError or DtypeError if a tensor does not have the form below. Repacking
+    twice corrupts the weights.
+
+    w_eNK: uint8 (e, N, K / 2) with K a multiple of 8, any strides.
+    out: of the same shape and dtype; None allocates it. If it is w_eNK itself, the weights are
+        repacked in place.
     """
     return _rewrite(w_eNK, out, _pack_words, _split_nibbles)
 

@@ -19,12 +19,13 @@ _GRANULARITIES = ("none", "tensor", "channel", "block")
 
 
 def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeights, Problem]:
-    """Return the layer with up rows first: w1, b1 and scales are copied, other tensors shared.
+    """Return the layer with up rows first: w1, b1 and w1_scale are copied, other tensors shared.
 
-    weights: as `problem` declares, gate rows first or interleaved; if up rows are first already,
-    both arguments are returned unchanged. Raises ConfigurationError for an ungated activation, or
-    if a scale covers both gate and up rows or a group of columns; raises WeightsError and others if
-    the weights do not match the problem.
+    If up rows are first already, both arguments are returned unchanged. Raise ConfigurationError
+    for an ungated activation, or if a scale covers both gate and up rows or only a group of
+    columns. Raise the InputError of a tensor that does not match the problem.
+
+    weights: as `problem` declares, with gate rows first or interleaved.
     """
     act, scheme = problem.act, problem.scheme
     if act.up_first:

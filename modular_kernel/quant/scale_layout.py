@@ -1,8 +1,9 @@
-"""Layout of nvfp4 scales for Blackwell's block-scaled MMA: blocks of 128 rows by 4 groups.
+"""Layout of nvfp4 scales for Blackwell's block-scaled MMA.
 
-An instruction multiplies 64 values of a row (4 groups) and reads the scales of 128 rows from 512
-bytes: 32 lines of 16 bytes, where line `row % 32` holds 4 bytes for each `row // 32`. The blocks of
-a step (16 groups, 256 values) are consecutive. Steps follow each other, then the next 128 rows:
+An instruction multiplies 64 values of a row (4 groups) and reads the scales of 128 rows from a
+block of 512 bytes. A block has 32 lines of 16 bytes: line `row % 32` holds 4 bytes, one per group,
+for each of the rows with that remainder. The 4 blocks of a step (16 groups, 256 values) are
+consecutive. The steps of 128 rows follow each other, then come the next 128 rows:
 
     byte = ((row // 128) steps + group // 16) 2048 + (group % 16 // 4) 512
            + (row % 32) 16 + (row % 128 // 32) 4 + group % 4
@@ -20,12 +21,12 @@ STEP_BYTES = ROWS * STEP
 
 
 def num_steps(groups: int) -> int:
-    """Return the number of steps for `groups` groups of a row."""
+    """Return the number of steps for a row of `groups` groups."""
     return -(-groups // STEP)
 
 
 def tiled_shape(rows: int, groups: int) -> tuple[int, int]:
-    """Return the tiled shape of (rows, groups) scales: row blocks, bytes per row block."""
+    """Return the shape of (rows, groups) scales in this layout: (row blocks, bytes of each)."""
     return -(-rows // ROWS), num_steps(groups) * STEP_BYTES
 
 
@@ -37,7 +38,10 @@ def scale_offset(row: int, group: int, groups: int) -> int:
 
 
 def to_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """Convert one-byte scales (..., N, G) to uint8 (..., blocks, bytes); padding is 0."""
+    """Convert one-byte scales (..., N, G) to this layout: uint8 (..., row blocks, bytes).
+
+    Padding is 0.
+    """
     *batch, rows, groups = scale.shape
     padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % STEP, 0, -rows % ROWS))
     blocks, steps = padded.shape[-2] // ROWS, padded.shape[-1] // STEP
@@ -47,7 +51,7 @@ def to_tiles(scale: torch.Tensor) -> torch.Tensor:
 
 
 def from_tiles(tiled: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """Invert `to_tiles`: return (..., N, G) uint8; padding is ignored."""
+    """Invert `to_tiles`: return uint8 scales (..., rows, groups) without the padding."""
     *batch, blocks, size = tiled.shape
     steps = size // STEP_BYTES
     tiles = tiled.view(torch.uint8).reshape(-1, blocks, steps, 4, 32, 4, 4)

@@ -21,10 +21,11 @@ def pack_pairs(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return 2^(s - 127) in float32, built from its bits: exact, subnormal for 0, NaN for 255.
+    """Return 2^(s - 127) in float32: exact, subnormal for s = 0, NaN for s = 255.
 
-    scale: uint8 or float8_e8m0fnu of any shape. Raises DtypeError for another dtype, and every
-    error of `check_tensor`.
+    Raise DtypeError for a scale of another dtype, and the errors of `check_tensor`.
+
+    scale: uint8 or float8_e8m0fnu of any shape.
     """
     check_tensor("scale", scale)
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
@@ -46,7 +47,11 @@ def expand_scales(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: in
 
 
 def extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest and smallest weight of each tile; a partial tile includes zeros."""
+    """Return the largest and the smallest weight of each tile.
+
+    Their shape is that of `tiles` of `expand_scales`. A partial tile is padded with zeros, which
+    count.
+    """
     e, rows, depth = w_eNK.shape
     if scheme.granularity == "tensor":
         return w_eNK.amax((1, 2)), w_eNK.amin((1, 2))

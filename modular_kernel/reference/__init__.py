@@ -1,10 +1,12 @@
 """Reference implementation of the layer in plain torch; shares no code with any part.
 
-`oracle` computes in float64 from the dequantized weights. `recipe` is the same loop over experts
-with the roundings of plain torch in the problem's dtype, and with quantized activations if the
-scheme has them; its distance from the oracle bounds the error of a correct part.
-`bitwise_reference` rounds exactly where a part declares that it rounds, so the two differ only by
-the order of float32 sums.
+- `oracle` computes in float64 from the dequantized weights.
+- `recipe` rounds as plain torch does in the problem's dtype, and quantizes activations if the
+  scheme does. Its distance from the oracle bounds the error of a correct part.
+- `bitwise_reference` rounds exactly where a part declares that it rounds, so the two differ only by
+  the order of float32 sums.
+
+All three run the same loop over experts, `_moe`, each with its own arithmetic.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-# Maps rows (R, K) and each row's local expert, (R,) int64, -1 for none, to rows (R, K).
+# (rows (R, K), local expert of each row, (R,) int64, -1 for none) -> quantized rows (R, K)
 QuantizeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -32,13 +34,16 @@ _MIN_SCALE = 2.0**-33
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """Arithmetic of one variant: dtypes and roundings.
+    """Arithmetic of one reference: dtypes and roundings.
 
-    dtype: of every sum. round_to_dtype: rounds to the problem's dtype. weight: rounds a dequantized
-    weight. operand: rounds what tensor cores read. x, h: quantize activations (rows, experts) as
-    the GEMMs read them. gate_up: rounds results of GEMM 1. rows: rounds results of GEMM 2.
-    weighted: rounds x times router weights. product: maps rows (R, K) and a matrix (N, K) to (R,
-    N).
+    dtype: of every sum.
+    round_to_dtype: rounds to the problem's dtype.
+    weight: rounds a dequantized weight.
+    operand: rounds an operand of a GEMM as tensor cores do.
+    x, h: quantize activations as GEMM 1 and GEMM 2 read them.
+    gate_up, rows: round the results of GEMM 1 and of GEMM 2.
+    weighted: rounds x times router weights.
+    product: maps rows (R, K) and a matrix (N, K) to (R, N).
     """
 
     dtype: torch.dtype
@@ -61,7 +66,8 @@ def oracle(
 ) -> torch.Tensor:
     """Return the exact output, (T, H) or (T, K, H), float64.
 
-    Ids outside [0, E), and of experts on other ranks, are skipped; their weights are not read.
+    Pairs are skipped if their id is outside [0, E) or of an expert on another rank. Their router
+    weights are not read.
     """
     no_rounding = dict.fromkeys(_ROUNDINGS, _exact)
     exact = _Arithmetic(
@@ -80,16 +86,17 @@ def recipe(
 ) -> torch.Tensor:
     """Return the output of plain torch in the problem's dtype, as float64.
 
-    Products accumulate in float32. Rounded to the problem's dtype are: x times the router weight
-    (if it goes on the input), GEMM 1 with its bias, the activation, GEMM 2 with its bias, and the
-    result. With tf32, operands of both GEMMs lose their last 13 mantissa bits, as in Hopper's
-    tensor cores.
+    Products accumulate in float32. These are rounded to the problem's dtype: x times the router
+    weight (if it goes on the input), GEMM 1 with its bias, the activation, GEMM 2 with its bias,
+    and the result. With tf32, operands of both GEMMs lose their last 13 mantissa bits, as in
+    Hopper's tensor cores.
 
-    A scheme that quantizes activations quantizes x and h: with one scale for x and one for h of all
-    valid pairs, one per row, or one per group of a row (for nvfp4, in addition to one per expert).
-    A router weight on the input then multiplies the results of GEMM 1, or with input_weighted x
-    before it is quantized. Without activation quantization, dequantized weights are rounded to the
-    problem's dtype.
+    If the scheme does not quantize activations, dequantized weights are rounded to the problem's
+    dtype. If it does, x and h are quantized: with one scale for x and one for h of all valid pairs,
+    with one per row, or with one per group of a row. nvfp4 has one per expert in addition.
+
+    input_weighted: if activations are quantized, a router weight on the input multiplies x before
+        that. Otherwise it multiplies the results of GEMM 1.
     """
     quantizes = problem.scheme.quantizes_activations
     arithmetic = _make_arithmetic(weights, problem, Roundings(weights=not quantizes, gate_up=True))
@@ -110,8 +117,10 @@ def bitwise_reference(
 ) -> torch.Tensor:
     """Return the output that a part rounding as `roundings` must produce, in the problem's dtype.
 
-    (T, H) or (T, K, H); for one chunk if calls are split. input_weighted: a router weight on the
-    input multiplies x itself, before it is quantized; otherwise GEMM 1's results, before the bias.
+    Its shape is (T, H) or (T, K, H). It is computed as one chunk, even if the problem splits calls.
+
+    input_weighted: a router weight on the input multiplies x itself, before it is quantized.
+        Otherwise it multiplies the results of GEMM 1, before the bias.
     """
     arguments = x_TH, weights, routing, problem, roundings
     return bitwise_references(*arguments, input_weighted=input_weighted, jitters=(None,))[0]
@@ -129,8 +138,10 @@ def bitwise_references(
 ) -> torch.Tensor:
     """Return the bitwise reference of one call for each of `jitters`, (number of jitters, T, ...).
 
+    All are computed as one call with repeated tokens.
+
     jitters: each perturbs every product randomly, by as much as another order of its float32 sums
-    may; None perturbs nothing. All are computed as one call with repeated tokens.
+        may; None perturbs nothing.
     """
     copies, tokens = len(jitters), len(x_TH)
     product = partial(_float32_product, jitters=jitters)
@@ -152,9 +163,9 @@ def _make_arithmetic(
 ) -> _Arithmetic:
     """Return float32 arithmetic that rounds to the problem's dtype where `roundings` declares.
 
-    product: the product of a bitwise reference, which also quantizes by reciprocals of scales, as
-    the parts do. copies: number of repeated calls; a per-tensor scale is computed for each copy
-    separately.
+    product: the product of a bitwise reference. Such a reference also quantizes by reciprocals of
+        scales, as the parts do. None makes the arithmetic of `recipe`.
+    copies: number of repeated calls. A scale of all pairs is computed for each copy separately.
     """
     scheme, reciprocal = problem.scheme, product is not None
 
@@ -192,7 +203,7 @@ def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """Copy a matrix so that rows have no gaps, which float32 GEMMs on some CPUs would read."""
+    """Copy a matrix so that its rows have no gaps, which float32 GEMMs on some CPUs would read."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
@@ -201,8 +212,8 @@ def _float32_product(
 ) -> torch.Tensor:
     """Return a @ b.T, computed in float64 and rounded to float32.
 
-    jitters: one for each copy of the rows; it perturbs that copy before rounding, within the error
-    bound of float32 sums.
+    jitters: one for each copy of the rows. Each perturbs its copy before rounding, within the error
+        bound of float32 sums.
     """
     a_RK, b_NK = a_RK.double(), b_NK.double()
     exact = a_RK @ b_NK.T
@@ -239,7 +250,7 @@ def _moe(
     *,
     weights_after_gemm1: bool,
 ) -> torch.Tensor:
-    """Compute the layer.
+    """Compute the layer, (T, H) or (T, K, H), in the dtype of `arithmetic`.
 
     weights_after_gemm1: input router weights multiply GEMM 1's results instead of x.
     """
@@ -274,7 +285,7 @@ def _moe(
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
             order = weights.w1_order[expert].long()
-            in_range = (order >= 0) & (order < x_RH.shape[1])  # an out-of-range column reads 0
+            in_range = (order >= 0) & (order < x_RH.shape[1])  # a column out of range reads 0
             x_RH = torch.where(in_range, x_RH[:, order.where(in_range, 0)], 0.0)
         h = arithmetic.product(operand(x_RH), operand(w1))
         unquantized = x[token]
@@ -307,11 +318,11 @@ def _round_trip(
     *,
     reciprocal: bool = False,
 ) -> torch.Tensor:
-    """Round float32 rows (R, K) to the nearest values of the scheme. static_scale: None computes
-    it.
+    """Round float32 rows (R, K) to the nearest values of the scheme.
 
+    static_scale: the scale; None computes it.
     reciprocal: multiply by the float32 reciprocal of the scale instead of dividing. Many 16-bit
-    values are exactly between two 8-bit values, so the choice decides how they round.
+        values are exactly between two 8-bit values, so the choice decides how they round.
     """
     if rows.numel() == 0:
         return rows
@@ -348,7 +359,7 @@ def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> 
 
 
 def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
-    """Return the row of w1 for each pair, -1 if it is skipped: (T, K) int64."""
+    """Return the local expert of each pair, (T, K) int64, negative if the pair is skipped."""
     ids = routing.topk_ids_TK.long()
     valid = (ids >= 0) & (ids < problem.experts)
     if weights.expert_map is not None:
@@ -358,7 +369,7 @@ def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> to
 
 
 def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
-    """Apply the activation, (R, N) -> (R, I); independent implementation of ActivationSpec."""
+    """Apply the activation, (R, N) -> (R, I). It does not use the code of ActivationSpec."""
     if spec.kind == "relu2":
         return value.clamp(min=0).square()
     if not spec.gated:

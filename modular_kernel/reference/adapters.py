@@ -15,6 +15,9 @@ class Adapters:
     """LoRA deltas B (A x) of a call; 0 for tokens without an adapter.
 
     u = A x is rounded to the problem's dtype; x and h are unquantized.
+
+    round_operand, product: see `operand` and `product` of the arithmetic.
+    round_result: rounds u.
     """
 
     def __init__(

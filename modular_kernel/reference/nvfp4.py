@@ -12,9 +12,10 @@ def nvfp4_round_trip(
 ) -> torch.Tensor:
     """Round float32 rows (R, K) to values of nvfp4 with their experts' scales.
 
-    experts_R: (R,) int64; a negative one means no expert, and that row's values are irrelevant.
-    scale_e: (e,) float32, per expert. reciprocal: multiply by the inverse of the expert's scale
-    divided by the group's scale, as kernels do, instead of dividing by both scales.
+    experts_R: (R,) int64. A negative one means no expert; that row's result is then irrelevant.
+    scale_e: (e,) float32, one for each expert.
+    reciprocal: multiply by the inverse of the expert's scale divided by the group's scale, as
+        kernels do, instead of dividing by both scales.
     """
     expert_scale = scale_e.float()[experts_R.clamp(min=0)][:, None]
     groups = []

@@ -12,7 +12,7 @@ from modular_kernel.tensors import ExpertWeights
 def matrix(
     weights: ExpertWeights, name: str, expert: int, problem: Problem, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dequantized w1 or w2 of one expert, (rows, depth)."""
+    """Return w1 or w2 of one expert, dequantized, (N, K) in `dtype`."""
     scheme = problem.scheme
     codes: torch.Tensor = getattr(weights, name)[expert]
     if not scheme.quantized:
@@ -52,7 +52,7 @@ def _e2m1_scales(
 ) -> tuple[torch.Tensor, ...]:
     """Return the scales that multiply e2m1 values of rows n, in order of multiplication.
 
-    global_scale: global scales of gate and up, or of one matrix; None for E8M0 scales.
+    global_scale: of gate and up, or of one matrix; None for E8M0 scales.
     """
     if global_scale is None:
         return (torch.exp2(scale.double() - 127).where(scale != 255, torch.nan),)
@@ -60,8 +60,9 @@ def _e2m1_scales(
     return scale, global_scale[n % count if problem.act.interleaved else n * count // len(n)]
 
 
-# For each pair of a repacked word, the stored bits whose XOR gives bits 0 to 3 of a code, counted
-# from the half of the word that holds the code. Bit 18 of the upper half is past the word and 0.
+# For each pair of a repacked word: the stored bits whose XOR gives bits 0 to 3 of a code, counted
+# from bit 0 of the half word that holds the code. Bit 18 of the upper half is outside the word and
+# counts as 0.
 _REPACKED_BITS = (
     ((6,), (7,), (8,), (15,)),
     ((3,), (4,), (5,), (12,)),

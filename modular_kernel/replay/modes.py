@@ -1,4 +1,4 @@
-"""Isolation of calls from torch's modes: compile tracing, torch functions, autocast, inference."""
+"""Isolation of calls from torch's modes: tracing, torch functions, autocast, inference."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -24,10 +24,11 @@ _C: Any = torch._C
 
 
 def untraced(function: F) -> F:
-    """Break torch.compile's graph at a call instead of tracing it; fullgraph=True shows the reason.
+    """Break torch.compile's graph at a call instead of tracing it.
 
-    The call runs outside torch function modes, such as that of torch.set_default_device, which
-    would add microseconds to every operation.
+    Under fullgraph=True, torch raises an error with the reason. The call runs outside torch
+    function modes, such as that of torch.set_default_device, which would add microseconds to every
+    operation.
     """
 
     @wraps(function)
@@ -63,22 +64,24 @@ def _is_subclass(value: object) -> bool:
 def is_exporting() -> bool:
     """Return whether torch.export traces this call.
 
-    The dynamo of torch 2.11 replaces torch.compiler.is_exporting() with True under torch.compile,
-    too. It does not look into a function whose result it assumes to be constant.
+    Under torch.compile, torch 2.11 replaces the result of torch.compiler.is_exporting() by True. It
+    does not look into a function whose result it assumes to be constant, so this one is declared as
+    such.
     """
     return torch.compiler.is_exporting()
 
 
-# What torch._dynamo.assume_constant_result does. That decorator imports torch._dynamo, and with it
-# triton, in processes that compile nothing.
+# The decorator torch._dynamo.assume_constant_result sets the same attribute, but using it would
+# import torch._dynamo, and with it triton, in processes that compile nothing.
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
     """Break the graph of torch.compile and call a function eagerly.
 
-    reason: shown by fullgraph=True. Under torch.export, which has no graph breaks, raises
-    UnsupportedError with it.
+    Raise UnsupportedError under torch.export, which has no graph breaks.
+
+    reason: shown by that error, and under fullgraph=True.
     """
     if is_exporting():
         raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")

@@ -17,9 +17,9 @@ _get_device = torch.Tensor.get_device
 class ReplayedOperation:
     """Records an operation's launches in the second call with a signature, and replays them later.
 
-    A signature is the key, and shape, strides, dtype, device and alignment of each tensor. Calls
-    with a number of tokens that occurs once are therefore not recorded. At most 256 signatures are
-    kept; the oldest is dropped first.
+    A signature consists of a key, and of the shape, strides, dtype, device and alignment of each
+    tensor. Because the first call is not recorded, a number of tokens that occurs only once costs
+    nothing. At most 256 signatures are kept; the oldest is dropped first.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """Records the launches of a planned call, so that later calls skip the parts' host code.
 
 The first call of each signature in a plan runs the parts' host code inside `recording`. Every
-launch made through `modular_kernel.replay.launch` is recorded, and for each of its pointers the
-input that it points into. Later calls with the same signature substitute their own pointers and
-launch the same kernels. A call that runs a torch operation other than a view cannot be replayed;
-the recorder detects this.
+launch made through `modular_kernel.replay.launch` is recorded, and with each of its pointers the
+input that it points into. Later calls with the same signature launch the same kernels with their
+own pointers. A call that runs a torch operation other than a view cannot be replayed; the recorder
+detects this.
 """
 
 import weakref
@@ -44,9 +44,11 @@ _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", de
 class RecordedCall:
     """The recorded launches of one signature.
 
-    kept: tensors that the launches use besides the inputs; referenced to keep them alive. count: a
-    list with one number, the count of replays; a plan replaces it
-    (modular_kernel.utils.call_counters).
+    replays: each replays adjacent launches, in order.
+    watches: see `watched`.
+    kept: tensors that the launches use besides the inputs; referenced to keep them alive.
+    count: a list with one number, the count of replays. A plan replaces it
+        (modular_kernel.utils.call_counters).
     """
 
     replays: tuple[Replay, ...]
@@ -70,8 +72,9 @@ class RecordedCall:
 class Recorder(TorchDispatchMode):
     """Records the launches of one call.
 
-    inputs: the call's tensors, in the order in which `replay` takes their pointers. refused: why
-    the call cannot be replayed, or "".
+    A call that cannot be replayed is marked: `refused` is the reason, or "".
+
+    inputs: the call's tensors, in the order in which `replay` takes their pointers.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -100,7 +103,7 @@ class Recorder(TorchDispatchMode):
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (index of the input, byte offset) of the memory of `tensor`.
 
-        Returns None for memory outside all inputs, and keeps the tensor alive for replays.
+        Return None for memory outside all inputs, and keep the tensor alive for replays.
         """
         pointer = tensor.data_ptr()
         for index, (start, stop) in enumerate(self._spans):
@@ -110,7 +113,12 @@ class Recorder(TorchDispatchMode):
         return None
 
     def note(self, launch: Any, replayer: Replayer, watched: Watched) -> None:
-        """Record a launch. `replayer` combines adjacent launches that share it into one Replay."""
+        """Record a launch.
+
+        launch: in the form that `replayer` takes.
+        replayer: combines adjacent launches with the same replayer into one Replay.
+        watched: see `Watched`.
+        """
         self._launches.append((replayer, launch))
         if watched not in self._watches:
             self._watches.append(watched)
@@ -162,10 +170,10 @@ def capturing(device: torch.device) -> bool:
 
 
 def may_keep_buffers(device: torch.device) -> bool:
-    """Return whether memory allocated now may be kept, because no CUDA graph's pool owns it.
+    """Return whether memory allocated now can be kept for later calls.
 
     During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
-    the pool of the graph, and every replay overwrites them.
+    the memory pool of the graph, and every replay of it overwrites them.
     """
     return device.type != "cuda" or not (in_graph_trees(device_index(device)) or capturing(device))
 
@@ -199,11 +207,12 @@ class CheckedWeights:
     tensors: the distinct tensors of the weights.
     signature: number that identifies the layouts and dtypes of the tensors.
     places: pointers, shapes, strides and dtypes at the time of the check.
-    spans: address ranges of the tensors. bits: bitwise OR of all pointers.
-    unwritten, versions: prepared tensors and their sources, which must not be written, and their
+    spans: address range of each tensor.
+    pointers, bits: address of each tensor, and the bitwise OR of all addresses.
+    unwritten, versions: prepared tensors and their sources, which must not be written to, and their
         version counters. Inference tensors have no counter and are not tracked.
-    sources, storages: tensors that the prepared ones were derived from, and their storages. They
-        are compared because a storage resized to 0 may give its address to another.
+    sources, storages: tensors that the prepared ones were derived from, and their storages.
+        Storages are compared, too, because after one is resized to 0, another can have its address.
     prepared: the weights to use instead, if the kernel prepared them on its own; else None.
     postponed: whether the kernel will prepare them in a later call, outside of the capture of a
         CUDA graph.
@@ -236,7 +245,7 @@ class CheckedWeights:
 
 @dataclass(frozen=True)
 class _LayoutFacts:
-    """The fields of `CheckedWeights` that depend only on the layout, if no tensor occurs twice."""
+    """Fields of `CheckedWeights` that depend only on the layout, if no tensor occurs twice."""
 
     signature: int
     places: list[Hashable]
@@ -245,7 +254,8 @@ class _LayoutFacts:
     bits: int
 
 
-# (weights that include the prepared tensors, sources of the prepared tensors, prepared tensors)
+# What a preparer returns: weights that include the prepared tensors, the sources of these tensors,
+# and the prepared tensors.
 Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -264,7 +274,7 @@ class CheckedWeightsCache:
 
     The cache holds weak references, so it does not keep weights alive. An ExpertWeights whose
     tensors have the same addresses and layouts as checked ones, for example one that is created for
-    each call, is not checked again. A copy (or unpickled cache) starts empty.
+    each call, is not checked again. A copied or unpickled cache starts empty.
 
     prepare: called on the first use of weights; None uses them as they are.
     """
@@ -272,10 +282,10 @@ class CheckedWeightsCache:
     def __init__(self, prepare: Preparer | None = None) -> None:
         self._prepare = prepare
         self._bound: dict[int, CheckedWeights] = {}
-        # Layouts that passed the checks. They hold addresses and sizes, so they keep nothing alive.
-        # None: weights of the layout had duplicate or prepared tensors.
+        # Layouts that passed the checks; they consist of numbers and keep nothing alive. The facts
+        # are None if weights of the layout had duplicate or prepared tensors.
         self._passed: dict[tuple[Hashable, ...], _LayoutFacts | None] = {}
-        # Signatures are numbered, because an int is faster to hash.
+        # Number of each signature. An int is faster to hash.
         self._signatures: dict[Hashable, int] = {}
         self._next_number = count().__next__  # atomic; the dict's length could be read twice
 
@@ -290,8 +300,10 @@ class CheckedWeightsCache:
     ) -> CheckedWeights:
         """Add checked weights to the cache, and prepare them if the kernel does so on its own.
 
-        made: tensors of `weights` that were prepared, derived from `sources`. A write to either
-        invalidates the entry.
+        A write to `sources` or `made` invalidates the entry.
+
+        sources, made: if `weights` have been prepared: the tensors that were read, and those that
+            were written.
         """
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
         # Explicitly prepared tensors are identified by object, not by memory.
@@ -305,7 +317,11 @@ class CheckedWeightsCache:
         made: Sequence[torch.Tensor],
         layout: tuple[Hashable, ...] | None,
     ) -> CheckedWeights:
-        """Run `bind`. by_name: the tensors of `weights`. layout: see `_layout`; None keeps none."""
+        """Do what `bind` does.
+
+        by_name: the tensors of `weights` by field.
+        layout: see `_layout`. It is remembered as one that passed the checks, unless it is None.
+        """
         auto_prepared = None if made or self._prepare is None else self._prepare(weights)
         run_weights, sources, made = auto_prepared or (weights, sources, made)
         if run_weights is not weights:
@@ -343,7 +359,11 @@ class CheckedWeightsCache:
     def _facts(
         self, by_name: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], order: list[int]
     ) -> _LayoutFacts:
-        """Return the facts of weights. tensors: without duplicates. order: their object ids."""
+        """Return the facts of weights.
+
+        by_name: their tensors by field.
+        tensors, order: the same without duplicates, and their object ids.
+        """
         pointers = tuple(map(_pointer, tensors))
         fields = tuple((name, order.index(id(tensor))) for name, tensor in by_name.items())
         signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
@@ -376,7 +396,7 @@ class CheckedWeightsCache:
         """Return the entry of these weights, or None if it is missing or no longer valid.
 
         It is valid if the weights were checked with tokens on `device`, and if their tensors still
-        have the same memory; an assignment to `.data` changes it.
+        have the same memory. An assignment to `.data` changes the memory.
         """
         checked = self._bound.get(id(weights))
         if checked is None or checked.weights() is not weights:
@@ -433,7 +453,8 @@ def layout_and_pointers(
 ) -> tuple[Hashable, list[int]]:
     """Return (layouts of the tensors, as far as a recording depends on them; their addresses).
 
-    others: further addresses, appended to those of `tensors`. bits: their bitwise OR.
+    others: further addresses, appended to those of `tensors`.
+    bits: bitwise OR of `others`.
     """
     pointers = [*map(_pointer, tensors)]
     for pointer in pointers:
@@ -447,8 +468,8 @@ def layout_and_pointers(
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
     """Return everything that the checks of weights depend on, by field.
 
-    Returns None if a tensor has no memory of its own that identifies it, such as a subclass or a
-    freed storage.
+    Return None if a tensor has no memory of its own that identifies it: a tensor subclass, or one
+    whose storage was freed.
     """
     entries: list[Hashable] = []
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Named profiler ranges around the stages of a layer, with no overhead while nothing is profiled.
+"""Named profiler ranges around the stages of a layer, without overhead while nothing is profiled.
 
 A launch belongs to the innermost range around it. A kernel that covers several stages has a range
 with their joined names, made by `fused`: "mk::gemm2+unpermute".
@@ -12,7 +12,7 @@ import torch
 
 PREFIX = "mk::"
 
-# Ranges that contain stages. Time in them outside any stage is reported as their remainder.
+# Ranges that contain stages. Reports show the time in them outside any stage separately.
 CALL = "mk::call"  # set by the caller of the kernel
 PREPARE = "mk::prepare"
 RECEIVE = "mk::receive"  # end of an asynchronous dispatch
@@ -20,17 +20,18 @@ EXPERTS = "mk::experts"
 FINALIZE = "mk::finalize"
 SCOPES = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
 
-QUANTIZE_INPUT = "mk::quantize_input"  # x, for GEMM 1
-DISPATCH = "mk::dispatch"  # rows to the ranks that need them
+# The stages of a layer, in order.
+QUANTIZE_INPUT = "mk::quantize_input"  # of x, for GEMM 1
+DISPATCH = "mk::dispatch"  # of rows to the ranks that need them
 SORT = "mk::sort"  # assignment of rows to pairs; no row is moved
-PERMUTE = "mk::permute"  # rows into expert order
-SHRINK = "mk::shrink"  # A x of adapters, before each GEMM
+PERMUTE = "mk::permute"  # of rows into the order of their experts
+SHRINK = "mk::shrink"  # product A x of adapters, before each GEMM
 GEMM1 = "mk::gemm1_activation"  # every part runs the activation with GEMM 1
-QUANTIZE = "mk::quantize"  # h, for GEMM 2
+QUANTIZE = "mk::quantize"  # of h, for GEMM 2
 GEMM2 = "mk::gemm2"
-UNPERMUTE = "mk::unpermute"  # rows back into pair order
-REDUCE = "mk::weight_and_reduce"  # over top-k
-COMBINE = "mk::combine"  # sums back to the ranks that own the tokens
+UNPERMUTE = "mk::unpermute"  # of rows back into the order of the pairs
+REDUCE = "mk::weight_and_reduce"  # of a token's rows, over top-k
+COMBINE = "mk::combine"  # of sums on the ranks that own the tokens
 STAGES = (
     *(QUANTIZE_INPUT, DISPATCH, SORT, PERMUTE, SHRINK, GEMM1),
     *(QUANTIZE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
@@ -42,7 +43,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher of stages", default=N
 
 
 def fused(*names: str) -> str:
-    """Return the range name of a kernel that covers these stages, in their order."""
+    """Return the range name of a kernel that covers these stages, given in their order."""
     return "+".join((names[0], *(name.removeprefix(PREFIX) for name in names[1:])))
 
 
@@ -56,7 +57,7 @@ def matching_stage(name: str, names: Sequence[str]) -> str | None:
     return next((part for part in parts(name) if part in names), None)
 
 
-# The stage that takes the place of a range in which a part names no stage of its own.
+# For ranges in which a part names no stage: the stage that stands for the whole range.
 DEFAULT_STAGES = {
     PREPARE: "mk::all_of_prepare",
     RECEIVE: "mk::all_of_receive",
@@ -91,7 +92,7 @@ def stage(name: str) -> AbstractContextManager[object]:
 def watch_stages(watcher: Watcher) -> Iterator[None]:
     """Inside the block, in this thread, enter each stage as `watcher(name)`.
 
-    Only for calls that run their stages: a kernel's own call does, a plan's replay does not.
+    A replayed plan runs no stages, so this is for a kernel's own calls.
     """
     token = _watcher.set(watcher)
     try:

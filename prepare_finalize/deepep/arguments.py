@@ -1,8 +1,8 @@
-"""Arguments of DeepEP's first-generation Buffer for any number of ranks.
+"""Arguments of DeepEP's first-generation Buffer, for any number of ranks.
 
 They are computed without creating a buffer. The high-throughput kernels assume hosts of 8 GPUs.
 With more than 8 ranks, a row is sent over RDMA to the GPU with the same index on another host, and
-over NVLink from there. That takes a second buffer and one queue pair per channel; two SMs make one
+over NVLink from there. That takes a second buffer, and one queue pair per channel; two SMs form one
 channel.
 """
 
@@ -15,10 +15,11 @@ import torch
 from modular_kernel.errors import ConfigurationError
 
 PEERS = 8  # GPUs per host
-WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # of the high-throughput kernels
+WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # that the high-throughput kernels support
 _ALIGNMENT = 128  # bytes
-_MAX_BYTES = 2**31 - 1  # of each of the two buffers between hosts
-# A block of 1024 threads has one warp per channel, and there must be at least two channels.
+_MAX_BYTES = 2**31 - 1  # maximum size of each of the two buffers between hosts
+# Valid numbers of SMs between hosts: a block of 1024 threads has one warp per channel, and there
+# must be at least two channels.
 _SMS = range(4, 65, 2)
 
 
@@ -38,7 +39,7 @@ class BufferArguments:
 
 @dataclass(frozen=True)
 class HighThroughputArguments:
-    """Buffer arguments, and dispatch and combine configurations, of the high-throughput kernels."""
+    """The Buffer arguments of the high-throughput kernels, and their configurations."""
 
     arguments: BufferArguments
     dispatch: Any
@@ -50,10 +51,9 @@ def high_throughput_arguments(
 ) -> HighThroughputArguments:
     """Return arguments for rows of `hidden` bfloat16 values, from the library's size hints.
 
-    num_sms: number of SMs; None is the library's choice.
-
-    Raises ConfigurationError if ranks are on several hosts and num_sms is not valid for that, or if
-    the buffers would exceed the memory that those kernels can address.
+    num_sms is the number of SMs; None is the library's choice. Raise ConfigurationError if ranks
+    are on several hosts and num_sms is not valid for that, or if the buffers would exceed the
+    memory that those kernels can address.
     """
     sms, multi_host = num_sms or buffer_class.num_sms, world_size > PEERS
     if multi_host and sms not in _SMS:

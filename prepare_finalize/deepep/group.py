@@ -7,8 +7,9 @@
 
 A buffer is created on first use and shared by all parts that need the same sizes. Creating and
 destroying managers, parts and buffers is collective: every rank of the group must do it, in the
-same order. The library waits on the GPU for missing ranks and then stops the device permanently, so
-the values that ranks must share are compared through the group's store before anything is launched.
+same order. If a rank is missing, the library waits on the GPU and then stops the device
+permanently. So the values that ranks must share are compared through the group's store before
+anything is launched.
 """
 
 import math
@@ -41,7 +42,7 @@ from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting, Properties
 
 R = TypeVar("R")
-_LIBRARY_S = 100.0  # the library's timeout on the GPU, where it can be set
+_LIBRARY_S = 100.0  # minimum of the library's timeout on the GPU, where it can be set
 _NICS = Path("/sys/class/infiniband")
 # Errors that the library raises: those of its checks, of Python and of the loader.
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
@@ -50,7 +51,7 @@ _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 def load_deepep(generation: int) -> Any:
     """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
 
-    Raises ConfigurationError if it is missing, cannot be loaded, or is of the other generation.
+    Raise ConfigurationError if it is missing, cannot be loaded, or is of the other generation.
     """
     class_name, need = _GENERATIONS[generation]
     try:
@@ -73,13 +74,13 @@ _GENERATIONS = {
 class DeepEPGroup:
     """Buffers over one process group, whose backend for GPUs is NCCL.
 
-    - group: a ProcessGroup of torch.distributed; None is the default one.
-    - deadline_s: timeout for collective steps that create or free buffers; None means
-      MK_DEADLINE_S, or 10 s. Calls have the library's own timeout of about 100 s.
-    - num_sms: number of SMs, even, for the kernels that allow to set it; None means the library's
-      default.
+    group: a ProcessGroup of torch.distributed; None is the default one.
+    deadline_s: timeout of collective steps that create or free buffers; None means MK_DEADLINE_S,
+        or 10 s. Calls have the library's own timeout of about 100 s.
+    num_sms: number of SMs, even, for the kernels that allow setting it; None means the library's
+        default.
 
-    Raises ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
+    Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
     respond.
     """
 
@@ -142,7 +143,7 @@ class DeepEPGroup:
     def agree(self, properties: Properties) -> None:
         """Raise CommunicationError on every rank unless all pass the same properties.
 
-        Launches nothing on the device.
+        Nothing is launched on the device.
         """
         self.check_open()
         self._meeting.agree(properties)
@@ -156,7 +157,7 @@ class DeepEPGroup:
     def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
         """Return the low-latency buffer for at most `tokens` tokens per rank.
 
-        experts: of the model, the same number on each rank.
+        `experts` is the number of experts of the model; each rank has an equal share.
         """
         sizes = tokens, hidden, experts
         return self._get_or_create(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
@@ -169,8 +170,8 @@ class DeepEPGroup:
     def destroy(self) -> None:
         """Free the buffers once every rank calls this. Later use raises UnsupportedError.
 
-        Raises CommunicationError if a rank does not respond; the buffers are then kept, because
-        that rank may be writing to them.
+        Raise CommunicationError if a rank does not respond. The buffers are then kept, because that
+        rank may still write to them.
         """
         check_process(self._generation)
         buffers, self._buffers = self._buffers, {}
@@ -187,7 +188,7 @@ class DeepEPGroup:
     def _check_network(self, properties: Properties) -> None:
         """Check that ranks on several hosts share `properties` and have RDMA NICs.
 
-        Raises CommunicationError if `properties`, or the presence of a NIC, differ between ranks,
+        Raise CommunicationError if `properties`, or the presence of a NIC, differ between ranks,
         and ConfigurationError on all ranks if none has a NIC.
         """
         if len(self.hosts) == 1:
@@ -200,9 +201,9 @@ class DeepEPGroup:
     def _check_nvshmem(self) -> None:
         """Check NVSHMEM settings as `_check_network` does, for ranks on several hosts.
 
-        Raises ConfigurationError if a buffer exists already. The library initializes NVSHMEM for
-        each buffer, which a process can do only once, and the rank numbering differs between the
-        high-throughput and low-latency kernels.
+        Raise ConfigurationError if a buffer exists already: the library initializes NVSHMEM for
+        each buffer, which a process can do only once, and the high-throughput and low-latency
+        kernels number ranks differently.
         """
         if len(self.hosts) == 1:
             return
@@ -228,7 +229,7 @@ class DeepEPGroup:
         return buffer
 
     def _is_between_hosts(self, key: tuple[object, ...]) -> bool:
-        """Return whether a buffer is the first generation's and spans several hosts."""
+        """Return whether a buffer is of the first generation and spans several hosts."""
         return len(self.hosts) > 1 and key[0] != "elastic"
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughput":
@@ -306,8 +307,8 @@ def has_rdma_nic() -> bool:
 def no_queue_pairs_error(got: str) -> ConfigurationError:
     """Return the error for low-latency kernels that have no IBGDA queue pairs.
 
-    The kernels of deep_ep 1.2.1 then stop the device, even if NVLink reaches every peer, and this
-    process cannot use its GPU any more.
+    Without them, the kernels of deep_ep 1.2.1 stop the device, even if NVLink reaches every peer,
+    and this process cannot use its GPU any more.
     """
     need = (
         "RDMA NICs with IBGDA; or, where NVLink reaches every peer, a build of deep_ep whose"
@@ -318,7 +319,10 @@ def no_queue_pairs_error(got: str) -> ConfigurationError:
 
 
 def _nccl_group(group: object | None) -> dist.ProcessGroup:
-    """Return `group` or the default one; raise ConfigurationError unless NCCL serves its GPUs."""
+    """Return `group`, or the default group for None.
+
+    Raise ConfigurationError unless its backend for GPUs is NCCL.
+    """
     member = member_group(group)
     config = dist.get_backend_config(member)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)

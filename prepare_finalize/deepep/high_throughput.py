@@ -15,7 +15,7 @@ from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import PEERS, WORLD_SIZES
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
-# A row is copied in two halves, multiples of 16 bytes; a half and 8 bytes must fit into 8 KiB.
+# A row is copied in two halves of a multiple of 16 bytes. A half and 8 bytes must fit into 8 KiB.
 _MAX_ROW_BYTES = 2 * 8176
 
 
@@ -27,10 +27,11 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
 
     On a single host, the CPU does not wait. A call then has the maximum number of rows; rows
     without a token have ids of -1, and their values and weights are undefined. With several hosts,
-    of 8 ranks each, the CPU waits for the number of rows, so a call cannot be captured in a CUDA
-    graph; a row is sent once to each host, which forwards it to its ranks. Activations are
-    quantized before they are sent, if the scheme quantizes them. T may differ between ranks and may
-    be 0.
+    of 8 ranks each, a row is sent once to each host, which forwards it to its ranks. The CPU then
+    waits for the number of rows, so a call cannot be captured in a CUDA graph.
+
+    Activations are quantized before they are sent, if the scheme quantizes them. T may differ
+    between ranks and may be 0.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -72,12 +73,15 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
 
     @classmethod
     def max_slots(cls, problem: Problem) -> int:
-        # One thread per expert counts rows: a block has 128 threads for a rank, 512 for a host.
+        # One thread per expert counts rows: a block has 128 threads per rank, or 512 per host.
         return 128 if problem.parallel.hosts == 1 else 512 // PEERS
 
     @property
     def host_waits(self) -> bool:
-        """Whether the CPU waits for the number of received rows, and only those are returned."""
+        """Whether the CPU waits for the number of received rows.
+
+        If so, only those rows are returned.
+        """
         return self.problem.parallel.hosts > 1
 
     def make_buffer(self) -> None:
@@ -108,7 +112,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # In graph capture, tensors stay alive in the graph's pool; no record_stream is needed.
+        # In graph capture, tensors stay alive in the graph's pool, so record_stream is not needed.
         is_async = not (at_once or self.manager.is_capturing)
         counts_R, counts_H, counts_E, is_sent_TR, _ = buffers.buffer.get_dispatch_layout(
             pairs.numbers_TK, self.num_experts

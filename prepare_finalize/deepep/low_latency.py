@@ -37,21 +37,21 @@ from prepare_finalize.deepep.part import (
 )
 
 _GROUP = 128  # values that share a scale when the library quantizes
-# An expert's rows from all ranks must be a multiple of 4. Making each rank's tokens one ensures it.
+# The rows of an expert, over all ranks, must be a multiple of 4, so each rank's tokens are one.
 _TOKENS_MULTIPLE = 4
-# The kernels are compiled for these.
+# The hidden sizes that the kernels are compiled for.
 _HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 
 
 @dataclass(frozen=True)
 class LowLatencyHandle(DeepEPHandle):
-    """Handle with ids_TK: the expert numbers of the pairs as they were sent."""
+    """A handle with the expert numbers of the pairs (T, K), as they were sent."""
 
     ids_TK: torch.Tensor
 
 
 class DeepEPLLPrepareAndFinalize(DeepEPPart):
-    """Send one row per pair to (e, world_size * tokens, H); valid rows of an expert come first.
+    """Send one row per pair to (e, world_size * tokens, H); the valid rows of an expert come first.
 
     The combine returns all rows, weights them and sums them in float32.
 
@@ -84,7 +84,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         capacity_unit=_TOKENS_MULTIPLE,
     )
 
-    # 14 per SM, on the Hopper GPU with the fewest SMs.
+    # 14 experts per SM, on the Hopper GPU with the fewest SMs.
     max_experts = 14 * 114
 
     @classmethod
@@ -126,8 +126,8 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # join: an expert has capacity for one row per token. The library applies the router
-        # weights, so the scaling factor is multiplied into them.
+        # Repeated experts are joined, because an expert has room for one row per token. The library
+        # applies the router weights, so the scaling factor is multiplied into them.
         factor = self.problem.routed_scaling_factor
         pairs = self.pairs(routing, call, join=True, factor=factor)
         number_pairs(pairs)
@@ -167,7 +167,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def _received_tokens(
         self, arrival: Arrival, weights: ExpertWeights, call: Call
     ) -> BatchedTokens:
-        """Return the received rows as experts take them, quantized if the call does."""
+        """Return the received rows as the experts take them.
+
+        They are quantized if this call dispatches quantized tokens.
+        """
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
             return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
@@ -190,12 +193,12 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Return the tokens per rank of the buffer that serves `tokens`."""
+    """Return the tokens per rank of the buffer for calls of `tokens` tokens."""
     return max(1, math.ceil(tokens / _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
 
 
 def quantized_by_library(problem: Problem) -> bool:
-    """Return whether the library's quantization matches the scheme."""
+    """Return whether the library quantizes as the scheme requires."""
     scheme = problem.scheme
     grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
     return scheme.activation == "float8_e4m3fn" and grouped and problem.hidden % 512 == 0

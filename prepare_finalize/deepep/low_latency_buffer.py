@@ -14,10 +14,13 @@ import torch
 
 
 class Arrival:
-    """Result of one dispatch, valid after `receive`: C = ranks x tokens rows for each of e experts.
+    """The result of one dispatch, valid after `receive`. C is world_size * tokens.
 
-    x_eCH: bfloat16, or float8_e4m3fn with scale_eCG (float32, one scale per 128 values, any
-    strides). counts_e: int32, valid rows of each expert; they come first.
+    x_eCH: bfloat16, or float8_e4m3fn with scale_eCG.
+    scale_eCG: float32, one scale per 128 values, any strides; or None.
+    counts_e: int32, the valid rows of each expert, which come first.
+    handle: the library's handle.
+    hook: receives the rows; None if they have been received.
     """
 
     def __init__(
@@ -39,10 +42,7 @@ class Arrival:
 
 
 class LowLatency:
-    """Wrapper of a library buffer.
-
-    It is for at most `tokens` tokens per rank and `experts` experts in total.
-    """
+    """A library buffer for at most `tokens` tokens per rank and `experts` experts in total."""
 
     def __init__(self, buffer: Any, tokens: int, experts: int) -> None:
         self._buffer, self._tokens, self._experts = buffer, tokens, experts
@@ -51,11 +51,12 @@ class LowLatency:
     def dispatch(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantize: bool, at_once: bool = False
     ) -> Arrival:
-        """Send rows; call `.receive()` before reading the Arrival.
+        """Send rows. Call `receive` of the result before reading it.
 
-        x_TH: bfloat16; ids_TK: int64, no expert twice in a row, -1 to skip; both contiguous.
-        quantize: convert to float8_e4m3fn on the way, with one scale per 128 values. at_once:
-        receive in the same launch.
+        x_TH: bfloat16, contiguous.
+        ids_TK: int64, contiguous; no expert twice in a row, -1 to skip.
+        quantize: convert to float8_e4m3fn on the way, with one scale per 128 values.
+        at_once: receive in the same launch.
         """
         self._receive_pending()
         rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
@@ -79,15 +80,18 @@ class LowLatency:
         handle: tuple[Any, ...],
         out: torch.Tensor,
     ) -> None:
-        """out (T, H) bfloat16, contiguous = weighted sum of each token's rows, added in float32.
+        """Write the weighted sums of each token's rows, added in float32, to `out`.
 
-        ids_TK, handle: of the dispatch. weights_TK: float32.
+        rows_eCH: the output of the experts.
+        ids_TK, handle: those of the dispatch.
+        weights_TK: float32.
+        out: (T, H) bfloat16, contiguous.
         """
         self._receive_pending()
         self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
 
     def self_test(self, hidden: int) -> None:
-        """Run one dispatch and combine without tokens; raise RuntimeError if the library fails.
+        """Run one dispatch and combine without tokens. Raise RuntimeError if the library fails.
 
         Every rank must call it. The library checks some conditions only on the GPU, and a failed
         check makes the GPU unusable for this process, so it should happen before the first real

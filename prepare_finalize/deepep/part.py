@@ -28,7 +28,7 @@ HOPPER = (9, 0)  # the library's kernels use TMA
 class DeepEPHandle(PartHandle):
     """The library's handle, and the router weights still to apply.
 
-    weights: of the received rows, or, for the low-latency part, of this rank's tokens.
+    `weights` are those of the received rows or, for the low-latency part, of this rank's tokens.
     """
 
     library_handle: Any
@@ -38,15 +38,15 @@ class DeepEPHandle(PartHandle):
 class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     """Base of parts over the buffers of a DeepEPGroup.
 
-    Creating and destroying a part is collective. Raises ConfigurationError if the library or the
+    Creating and destroying a part is collective. Raise ConfigurationError if the library or the
     group cannot be used, and CommunicationError unless every rank creates the same part of the same
     layer.
     """
 
     manager_class = DeepEPGroup
     generation = 1  # of the library
-    ids_dtype = torch.int64  # required by the library
-    max_experts: int | None = None  # in total; each rank has the same number
+    ids_dtype = torch.int64  # as the library requires
+    max_experts: int | None = None  # of all ranks together, each of which has the same number
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
@@ -81,7 +81,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
 
     @classmethod
     def max_slots(cls, problem: Problem) -> int | None:
-        """Return the largest number of experts of a rank; None means no limit."""
+        """Return the maximum number of experts on a rank; None means no limit."""
         return None
 
     @abstractmethod
@@ -94,15 +94,15 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts that the library sees."""
+        """The number of experts that the library sees."""
         return self.world_size * self.num_slots
 
 
 class DeepEPRowsPart(DeepEPPart):
     """Base of parts whose library sends a row to each rank with one of its experts.
 
-    Each of those ranks sums the outputs of its experts to one row. The library adds these rows,
-    in a tensor that it allocates.
+    Each of those ranks sums the outputs of its experts to one row. The library adds these rows, in
+    a tensor that it allocates.
     """
 
     allocates_output = True
@@ -137,9 +137,9 @@ class DeepEPRowsPart(DeepEPPart):
 
     @abstractmethod
     def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
-        """Return (T, H) sums over ranks for this rank's tokens.
+        """Return the sums over ranks (T, H) for this rank's tokens.
 
-        library_handle: the handle that the library's dispatch returned.
+        library_handle is the handle that the library's dispatch returned.
         """
 
 

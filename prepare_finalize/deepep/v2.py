@@ -23,9 +23,9 @@ from prepare_finalize.deepep.part import (
     DeepEPRowsPart,
 )
 
-_MIN_TOKENS, _STEP = 8, 128
+_MIN_TOKENS, _STEP = 8, 128  # of `buffer_tokens`
 _MAX_HOSTS = 32
-_COUNTING_THREADS = 128  # one per rank of a host, and one per expert of a rank
+_COUNTING_THREADS = 128  # one for each rank of a host, and one for each expert of a rank
 
 
 class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
@@ -107,13 +107,13 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # join: the library stops the device if a token has an expert twice.
+        # Repeated experts are joined: the library stops the device if a token has an expert twice.
         pairs = self.pairs(routing, call, join=True)
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # In graph capture, tensors stay alive in the graph's pool; no record_stream is needed.
+        # In graph capture, tensors stay alive in the graph's pool, so record_stream is not needed.
         is_async = not (at_once or self.manager.is_capturing)
         recv_x, recv_ids, recv_weights, library_handle, event = self._buffer().dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),
@@ -144,7 +144,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     def _mask_unwritten(
         self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and weights of the `count` received rows; the other rows are not written."""
+        """Return slots and weights of the rows, with -1 and 0 in rows that were not received."""
         shape, take = tuple(ids_RK.shape), call.workspace.take
         slots_RK, live_weights_RK = take("live_ids", shape), take("live_weights", shape)
         live_pairs(ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=live_weights_RK)
@@ -158,7 +158,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Return the tokens per rank of the buffer that serves `tokens`.
+    """Return the tokens per rank of the buffer for calls of `tokens` tokens.
 
     Kernels are compiled for each of these sizes, so there are few: powers of two, then multiples of
     128.

@@ -1,6 +1,6 @@
 """FlashInferGroup: workspaces of FlashInfer's all-to-all for one process group.
 
-    manager = FlashInferGroup(group)           # collective, as all that follows
+    manager = FlashInferGroup(group)           # collective, like every line below
     kernel = make_kernel("FlashInferCutlassMoEPrepareAndFinalize", "TritonExperts", problem,
                          group=manager)
     ...
@@ -21,15 +21,17 @@ from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.flashinfer.library import load
 
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
-_SIZE_STEP = 128  # bytes by which workspace sizes differ
+_SIZE_STEP = 128  # bytes by which the sizes of workspaces differ; see `_unique_padding`
 _serials = count(1)
 
 
 @dataclass(frozen=True)
 class AlltoAllShape:
-    """Sizes of one MoeAlltoAll; the same on every rank.
+    """The sizes of one MoeAlltoAll, the same on every rank.
 
-    max_tokens: largest T of a rank, at least 1. num_experts: as passed to the library.
+    max_tokens: the largest T of a rank, at least 1.
+    num_experts: as passed to the library.
+    top_k: experts per token.
     dispatch_bytes, combine_bytes: bytes of one token's payloads in dispatch and in combine.
     """
 
@@ -46,17 +48,17 @@ FlashInferExchange = Exchange[AlltoAllShape]
 class FlashInferGroup(ExchangeManager[AlltoAllShape]):
     """Workspaces of FlashInfer's all-to-all for the ranks of one process group on one host.
 
-    - group: a ProcessGroup that can gather objects (NCCL or gloo), through which the library
-      exchanges memory handles; None is the default one.
-    - in_flight: number of calls of one shape between dispatch and combine. Each takes a workspace,
-      which is allocated at first need.
-    - deadline_s: deadline of collective steps before the library is called; None is MK_DEADLINE_S,
-      or 10 s. The library itself waits on the GPU for its peers, and stops the device permanently
-      after about 300 s.
-    - library: replacement for flashinfer.comm.
-
-    Raises ConfigurationError if the library is missing, and CommunicationError if a rank does not
+    Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
     respond or ranks disagree.
+
+    group: a ProcessGroup that can gather objects (NCCL or gloo), through which the library
+        exchanges memory handles; None is the default one.
+    in_flight: number of calls of one shape between dispatch and combine. Each takes a workspace,
+        which is allocated when it is first needed.
+    deadline_s: seconds that the steps before the library is called wait for other ranks; None is
+        MK_DEADLINE_S, or 10 s. The library itself waits on the GPU for its peers, and stops the
+        device permanently after about 300 s.
+    library: replacement for flashinfer.comm.
     """
 
     package = "FlashInfer"
@@ -76,8 +78,8 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def _free(self, exchange: FlashInferExchange) -> None:
-        # The library caches workspaces for the life of the process; this private method is its only
-        # way to release one.
+        # The library caches workspaces as long as the process lives; this private method is the
+        # only way to release one.
         exchange.all_to_all._reset_workspace()
 
     def _allocate(self, shape: AlltoAllShape) -> FlashInferExchange:
@@ -110,7 +112,7 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         return exchanges[-1]
 
     def _unique_padding(self) -> int:
-        """Return extra bytes that make a workspace's size unique among these processes.
+        """Return extra bytes that make the size of a workspace unique among these processes.
 
         The library treats workspaces of equal size as the same one, across groups and calls.
         """

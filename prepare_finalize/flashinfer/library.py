@@ -1,4 +1,4 @@
-"""FlashInfer's all-to-all: how to find the library, and the functions and classes in use."""
+"""FlashInfer's all-to-all: where to find the library, and the functions and classes in use."""
 
 from functools import cache
 from importlib import import_module
@@ -26,7 +26,7 @@ FLASHINFER_ALL2ALL = PackageProbe(
 def load() -> Any:
     """Import the functions and classes of flashinfer.comm that are used.
 
-    Raises ConfigurationError if it is missing or cannot be imported.
+    Raise ConfigurationError if it is missing or cannot be imported.
     """
     with importing(FLASHINFER_ALL2ALL, need="a build for this torch and CUDA"):
         comm, mnnvl, moe = (

@@ -25,8 +25,8 @@ from prepare_finalize.common.tokens import (
 from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferExchange, FlashInferGroup
 from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
 
-# For which FlashInfer's kernels are compiled: the cases of SWITCH_TOP_K in moeAlltoAllKernels.cu of
-# 0.6.18 and 0.7.2.post1. There is none for 20.
+# The values of K that FlashInfer's kernels are compiled for: the cases of SWITCH_TOP_K in
+# moeAlltoAllKernels.cu of 0.6.18 and 0.7.2.post1. There is none for 20.
 TOP_KS = frozenset({1, *range(2, 19, 2), 22})
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
@@ -36,9 +36,10 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class FlashInferHandle(PartHandle):
-    """Handle of an exchange.
+    """The handle of an exchange.
 
-    use_count: uses of the exchange up to this call. weights_RK: weights of the received rows.
+    use_count: number of uses of the exchange's workspace, this call included.
+    weights_RK: weights of the received rows.
     """
 
     exchange: FlashInferExchange
@@ -55,9 +56,10 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     Experts get world_size * problem.tokens rows in the library's memory, valid until the combine.
     Unused rows have ids of -1 and are never read. Activations are quantized before they are sent,
     if the scheme quantizes them, unless the experts do it. The library cannot skip pairs, so a
-    token with a skipped pair is also sent to its own rank, within local memory. Nothing waits on
-    the host; the GPU waits for its peers. A captured call uses its workspace in every replay, so no
-    other call of that shape may be in flight then.
+    token with a skipped pair is also sent to its own rank, within local memory.
+
+    Nothing waits on the host; the GPU waits for its peers. A captured call uses its workspace in
+    every replay, so no other call of that shape may be in flight then.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -182,7 +184,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         self.manager.release(exchange)
 
     def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
-        """Return the expert numbers to send to; for skipped pairs, one of this rank."""
+        """Return the expert numbers to send rows to; this rank's first one for skipped pairs."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)
@@ -192,7 +194,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     def _local(
         self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return local slots and weights, -1 and 0 for pairs of other ranks."""
+        """Return local slots and weights, with -1 and 0 for pairs of other ranks."""
         take, shape = call.workspace.take, tuple(numbers_RK.shape)
         slots_RK, local_weights_RK = take("local_ids", shape), take("local_weights", shape)
         torch.sub(numbers_RK, self.manager.rank * self.num_slots, out=slots_RK)
@@ -206,7 +208,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
 
 def _shape(problem: Problem) -> AlltoAllShape:
-    """Return the sizes of a workspace: rows (counted unquantized), scales, ids and weights."""
+    """Return the sizes of a workspace for rows (as if not quantized), scales, ids and weights."""
     scheme, scales = problem.scheme, 0
     if scheme.dispatched_quantized and scheme.activation_granularity != "tensor":
         scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
@@ -221,7 +223,7 @@ def _shape(problem: Problem) -> AlltoAllShape:
 
 
 def _contiguous(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return the rows contiguous and 16-byte aligned, as the library requires."""
+    """Return the rows, contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows
     return call.workspace.take("sent_x", tuple(rows.shape)).copy_(rows)

@@ -1,1 +1,1 @@
-"""Two-level exchange: torch.distributed between hosts, shared memory within each."""
+"""Two-level exchange: torch.distributed between hosts, and shared memory within each host."""

@@ -1,7 +1,8 @@
 """Row counts of a two-level exchange, and the splits that each rank derives from them.
 
-On each host that needs a token's row, the row is sent to the rank with the same local rank, which
-forwards it to the ranks of that host. Tokens are divided into chunks by their index.
+A row is sent once to each host that needs it, to the rank with the same local rank there. That rank
+forwards it to the ranks of its host. Tokens are divided into chunks by their index. In shapes, W is
+the number of ranks, L of ranks per host, H of hosts, and C of chunks.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,11 @@ from prepare_finalize.common.torch_group import TorchGroup
 
 @dataclass(frozen=True)
 class Geometry:
-    """Ranks by host, and chunks of a call. L, H, C: ranks per host, hosts, chunks.
+    """The ranks by host, and the chunks of a call.
 
+    rank, world_size: this rank, and the number of ranks.
+    ranks_per_host: L.
+    chunks: C.
     tokens: tokens per chunk, the same on every rank.
     """
 
@@ -42,11 +46,11 @@ class Geometry:
 
     @property
     def counts(self) -> int:
-        """Number of row counts that each rank sends."""
+        """The number of row counts that each rank sends."""
         return self.chunks * (self.hosts + self.world_size)
 
     def by_chunk(self, wanted_PT: torch.Tensor) -> torch.Tensor:
-        """Split (P, T), a mask of tokens by destination, into (C, P, tokens of a chunk)."""
+        """Split (P, T), a mask of tokens for P destinations, into (C, P, tokens of a chunk)."""
         destinations, tokens = wanted_PT.shape
         padded = pad(wanted_PT, (0, self.chunks * self.tokens - tokens))
         return padded.view(destinations, self.chunks, self.tokens).transpose(0, 1)
@@ -54,9 +58,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Number of rows of one call by route and chunk, derived from the same counts on every rank.
+    """The rows of one call by route and chunk, derived from the same counts on every rank.
 
-    table: (W, C * (H + W)) int64; row r has the rows of rank r to each host, then to each rank.
+    table is (W, C * (H + W)) int64: row r has, by chunk, the rows of rank r to each host; then, by
+    chunk, those to each rank.
     """
 
     geometry: Geometry
@@ -64,7 +69,7 @@ class RowCounts:
 
     @cached_property
     def _to_hosts(self) -> torch.Tensor:
-        """(W, C, H): rows that each rank sends to its counterpart on each host."""
+        """(W, C, H): rows that each rank sends to the rank with its local rank on each host."""
         geometry = self.geometry
         return self.table[:, : geometry.chunks * geometry.hosts].view(
             -1, geometry.chunks, geometry.hosts
@@ -72,7 +77,7 @@ class RowCounts:
 
     @cached_property
     def _to_ranks(self) -> torch.Tensor:
-        """(W, C, W): rows of the first rank's tokens whose final destination is the last rank."""
+        """(W, C, W): rows of each rank's tokens, by the rank that finally receives them."""
         geometry = self.geometry
         return self.table[:, geometry.chunks * geometry.hosts :].view(
             -1, geometry.chunks, geometry.world_size
@@ -92,12 +97,12 @@ class RowCounts:
 
     @property
     def _from_hosts(self) -> torch.Tensor:
-        """(C, H): rows that this rank receives from its counterpart on each host."""
+        """(C, H): rows that this rank receives from the rank with its local rank on each host."""
         geometry = self.geometry
         return self._to_hosts[geometry.local_rank :: geometry.ranks_per_host, :, geometry.host].T
 
     def splits(self, chunk: int) -> tuple[list[int], list[int]]:
-        """Return the rows to and from each rank in a chunk."""
+        """Return the numbers of rows to and from each rank in a chunk."""
         geometry = self.geometry
         to_W, from_W = [0] * geometry.world_size, [0] * geometry.world_size
         to_W[geometry.local_rank :: geometry.ranks_per_host] = self._to_hosts[
@@ -156,12 +161,15 @@ class RowCounts:
 
     @cached_property
     def received(self) -> int:
-        """Number of rows forwarded to this rank."""
+        """The number of rows forwarded to this rank."""
         return int(self._rows_within_host[:, :, self.geometry.local_rank].sum())
 
     @cached_property
     def max_rows_W(self) -> list[int]:
-        """Maximum of the rows that each rank receives as their destination and to forward."""
+        """For each rank, the larger of two numbers of rows.
+
+        These are the rows that it finally receives, and the rows that it forwards.
+        """
         geometry = self.geometry
         final = self._to_ranks.sum((0, 1))
         passed_on = (
@@ -176,7 +184,7 @@ class RowCounts:
 def check_counts(manager: TorchGroup, agreement: Agreement, geometry: Geometry) -> RowCounts:
     """Return the row counts by route.
 
-    Raises CommunicationError on every rank if the counts contradict T.
+    Raise CommunicationError on every rank if a rank announced more rows than it has tokens.
     """
     rows_WW = torch.tensor(agreement.rows_WW, dtype=torch.int64, device="cpu")
     result = RowCounts(geometry, rows_WW)

@@ -26,15 +26,20 @@ from prepare_finalize.rendezvous.store_rounds import Meeting
 from prepare_finalize.symm_mem.group import NO_VALUE, Heap, SharedMemory
 from prepare_finalize.symm_mem.shared_files import share_memory
 
-_WORD = 4  # bytes
-_numbers = count()  # of the groups that this process registers with torch
+_WORD = 4  # bytes of the failure flag
+_numbers = count()  # numbers of the groups that this process registers with torch
 
 
 class HostMemory(SharedMemory):
-    """Memory shared by the ranks of this host, for a group that spans several.
+    """Memory shared by the ranks of this host, for a group that spans several hosts.
 
-    Every rank of the group must allocate heaps in the same order, and all agree on them. store: a
-    store of the group, used by this manager alone. ranks: the group's ranks on this host.
+    Every rank of the group must allocate heaps in the same order, and all agree on them. `ranks`
+    are the group's ranks on this host.
+
+    store: a store of the group that only this manager uses.
+    rank: the rank in the group.
+    hosts: the hosts of the group's ranks.
+    device, deadline_s, history: as in `SymmetricGroup`.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class HostMemory(SharedMemory):
             last_calls=LastCalls(rank, history),
         )
         self.reported_rank = rank
-        # The word is in shared memory, so that a rank that fails ends the waits of all ranks here.
+        # The flag is in shared memory, so that a rank that fails ends the waits of all ranks here.
         words = self.heap(_WORD, "failure", lambda heap: heap.bytes_N.zero_())
         self.failed = words.bytes_N.view(torch.int32)
         self._failed_of_ranks: list[Any] = [*words.owners]
@@ -62,14 +67,14 @@ class HostMemory(SharedMemory):
             ]
 
     def fail(self) -> None:
-        """End all current and future waits on the ranks of this host."""
+        """End all current and future waits for the ranks of this host."""
         for word in self._failed_of_ranks:
             word.view(torch.int32).fill_(1)
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return the ranks whose flags are known to be missing; None if no wait failed.
+        """Return the ranks that a failed wait found missing; None if no wait has failed.
 
-        It is empty if another rank ended the wait. Does not wait for a GPU.
+        The result is empty if another rank ended the wait. Does not wait for a GPU.
         """
         word = int(self.status[0])
         if word:
@@ -102,8 +107,8 @@ class HostMemory(SharedMemory):
 class HostThenRankGroup(TorchGroup):
     """Exchanges over the ranks of one process group, and memory shared by the ranks of each host.
 
-    Takes the arguments of TorchGroup. host_memory: the shared memory. Raises ConfigurationError on
-    every rank unless all hosts have the same number of ranks, numbered consecutively.
+    Takes the arguments of `TorchGroup`. host_memory is the shared memory. Raise ConfigurationError
+    on every rank unless all hosts have the same number of ranks, numbered consecutively.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class HostThenRankGroup(TorchGroup):
 
     @property
     def host(self) -> int:
-        """Index of the host of this rank."""
+        """The index of this rank's host."""
         return self.hosts.index_W[self.rank]
 
     @property
@@ -145,18 +150,19 @@ class HostThenRankGroup(TorchGroup):
         return self.host_memory
 
     def heap(self, nbytes: int, signature: str, initialize: Callable[[Heap], object]) -> Heap:
-        """Call SharedMemory.heap for the ranks of this host; collective over all ranks."""
+        """Call `SharedMemory.heap` for the ranks of this host. Collective over all ranks."""
         self._check_open()
         return self.memory.heap(nbytes, signature, initialize)
 
     def note(self, step: int, phase: str) -> None:
-        """Add an exchange within the hosts to the sequence that ranks must share."""
+        """Add an exchange within the hosts to the sequence, which must be equal on all ranks."""
         self.order = zlib.crc32(f"{step} {phase} inside".encode(), self.order)
 
     def check_host_memory(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
         """Raise CommunicationError if this manager, or a wait for ranks of this host, has failed.
 
-        nbytes: size of this rank's data. started_s: start of the wait (time.monotonic).
+        nbytes: size of this rank's data.
+        started_s: start of the wait (time.monotonic).
         """
         self._check_open()
         missing = self.memory.missing()

@@ -30,18 +30,21 @@ from prepare_finalize.host_then_rank.group import HostThenRankGroup
 from prepare_finalize.host_then_rank.slots import CallMemory, HostSlots
 from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange
 
-_MAX_RANKS_PER_HOST = 8  # per host; the symmetric-memory kernels write to at most as many
+_MAX_RANKS_PER_HOST = 8  # the symmetric-memory kernels write to at most as many ranks
 _MAX_CHUNKS = 4
-# Target tokens per chunk. Tests on a CPU have few tokens, and should use several chunks too.
+# Target tokens per chunk. Tests on a CPU have few tokens, and should use several chunks, too.
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 4}
 
 
 @dataclass(frozen=True)
 class HostThenRankHandle(GroupHandle):
-    """Handle of a two-level exchange.
+    """The handle of a two-level exchange.
 
     token_N: this rank's token of each sent row, ordered by chunk, host, then token.
-    host_exchanges: exchanges within the host, by chunk; None for a chunk without rows on this rank.
+    counts: the rows by route and chunk.
+    memory: the receive buffers of the call.
+    host_exchanges: the exchange within the host of each chunk; None for a chunk without rows on
+        this host.
     """
 
     token_N: torch.Tensor
@@ -192,9 +195,10 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         step: int,
         phase: str,
     ) -> Exchange | None:
-        """Start a chunk's exchange between hosts: `sent` to `forwarded`, reversed in the combine.
+        """Start the exchange of a chunk between hosts.
 
-        Returns None if no row leaves its host; the rows are then copied.
+        Rows go from `sent` to `forwarded`, or back in the combine. Return None if no row leaves its
+        host; the rows are then copied.
         """
         to_W, from_W = counts.splits(chunk)
         target = forwarded[_chunk(counts.forwarded, chunk)]
@@ -325,7 +329,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
             start = 0
             for chunk in range(self._geometry.chunks):
-                # Each host returns a token at most once, so a token's sum is in host order.
+                # Each host returns a token at most once, so a token's rows are added in host order.
                 for rows in counts.splits(chunk)[0]:
                     chunk_rows = slice(start, start + rows)
                     sum_TH.index_add_(
@@ -338,9 +342,9 @@ class HostThenRankPrepareAndFinalize(RowsPart):
 def _make_host_problem(
     problem: Problem, geometry: Geometry, num_slots_W: tuple[int, ...]
 ) -> Problem:
-    """Return the problem of one host: its experts are the host's slots, numbered by rank.
+    """Return the problem of one host, whose experts are the slots of the host, numbered by rank.
 
-    num_slots_W: number of slots of each rank.
+    num_slots_W is the number of slots of each rank of the host.
     """
     starts = accumulate(num_slots_W, initial=0)
     slots = tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
@@ -349,7 +353,7 @@ def _make_host_problem(
 
 
 def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
-    """Return the number of each rank's first slot among the slots of its host."""
+    """Return, for each rank, the number of its first slot among the slots of its host."""
     slot_counts = tuple(map(len, placement.slots))
     blocks = (
         slot_counts[start : start + per_host] for start in range(0, len(slot_counts), per_host)
@@ -358,7 +362,7 @@ def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
 
 
 def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Tensor:
-    """Return (places, T): whether any pair of a token goes to each place; -1 goes nowhere."""
+    """Return (destinations, T): whether any pair of a token goes to each one; -1 goes nowhere."""
     destinations_P = torch.arange(num_destinations, device=destination_TK.device)
     return (destination_TK == destinations_P[:, None, None]).any(2)
 
@@ -374,8 +378,8 @@ def _assign_rows(
 ) -> None:
     """out (L, N) int32 = position of each row at each rank of the host, -1 if it is not sent there.
 
-    bounds_2L: int64, first and end position that may be written at each rank. Peers announced how
-    many rows they write, and no row may exceed those bounds.
+    bounds_2L has the first and the end position that may be written at each rank, int64. Peers have
+    announced how many rows they write, and no row may exceed these bounds.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
     mask_LN = _token_mask(rank_NK, len(out))

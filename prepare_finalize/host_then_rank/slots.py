@@ -21,10 +21,10 @@ _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
 class CallMemory:
-    """Receive buffers of one call, until they are released or garbage collected.
+    """The receive buffers of one call, until they are released or garbage collected.
 
-    slot: the full buffers. rows: views of the rows that this call uses. Garbage collection returns
-    the buffers of a call that is never finished, such as after an error in its experts.
+    `slot` has the full buffers, `rows` views of the rows that this call uses. Garbage collection
+    returns the buffers of a call that is never finished, such as after an error in its experts.
     """
 
     def __init__(self, slot: Slot, rows: int, release: Callable[[], None]) -> None:
@@ -36,19 +36,20 @@ class CallMemory:
         self._finalizer.atexit = False
 
     def release(self) -> None:
-        """Release the buffers. Raise UnsupportedError if they were released before."""
+        """Release the buffers. Raise UnsupportedError if they have been released before."""
         if not self._finalizer.alive:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         self._finalizer()
 
 
 class HostSlots:
-    """Receive buffers for all calls in flight of one part.
+    """The receive buffers for all calls in flight of one part.
 
     The constructor is collective: all ranks must call it with the same `problem`. The calls share
-    one set of flags, because flags only increase.
+    one set of flags, because the numbers in flags only increase.
 
-    host_problem: the problem restricted to the ranks of this host. rows: maximum rows of a call.
+    host_problem: the problem restricted to the ranks of this host.
+    rows: maximum rows of a call.
     """
 
     def __init__(

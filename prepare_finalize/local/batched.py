@@ -1,4 +1,4 @@
-"""Batched format on a single rank: the layout that low-latency all-to-all libraries produce."""
+"""The batched format on a single rank: the layout that low-latency all-to-all libraries produce."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,20 +40,19 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 @dataclass(frozen=True)
 class BatchedHandle(Handle):
-    """Batched row of each of the caller's pairs, and the router weights still to apply."""
+    """The batched row of each of the caller's pairs, and the router weights still to apply."""
 
     row_of_pair_TK: torch.Tensor
     topk_weights_TK: torch.Tensor | None
 
 
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
-    """Regroup (T, H) tokens into (e, T, H) rows, one per token and expert.
+    """Regroup tokens (T, H) into rows (e, T, H), one per token and expert.
 
-    If an expert appears twice in a token's top-k, both pairs share one row, so T rows
-    per expert always suffice. The capacity is larger if the experts require a multiple.
-
-    Rows keep the order of the tokens. Rows past an expert's count are undefined. Tokens are
-    quantized while they are regrouped, or before that if one scale is computed from all of them.
+    If an expert appears twice in a token's top-k, both pairs share one row, so T rows per expert
+    always suffice. The capacity is larger if the experts require a multiple. Rows keep the order of
+    the tokens. Rows past an expert's count are undefined. Tokens are quantized while they are
+    regrouped, or before that if one scale is computed from all of them.
     """
 
     replayable = True
@@ -164,7 +163,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         router_TK: torch.Tensor,
         call: Call,
     ) -> Quantized:
-        """Quantize the tokens.
+        """Quantize the tokens with one scale for all of them.
 
         If router weights are applied to the input (K = 1), tokens are multiplied by them first.
         """
@@ -210,7 +209,7 @@ def _permute_adapters(
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the adapter slots of rows, and, if x is quantized, the rows that adapters read."""
+    """Return the adapter slots of rows and, if x is quantized, the rows that adapters read."""
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
     if plain_eCH is not None:
@@ -220,5 +219,5 @@ def _permute_adapters(
 
 
 def _has_tensor_scale(scheme: QuantScheme) -> bool:
-    """Return whether the scale depends on all tokens, so that it must be computed first."""
+    """Return whether one scale depends on all tokens, so that it must be computed first."""
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -26,7 +26,7 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 
 @dataclass(frozen=True)
 class NoEPHandle(Handle):
-    """Dispatched routing, and the router weights if a reducer still has to apply them."""
+    """The dispatched routing, and the router weights if a reducer still has to apply them."""
 
     topk_weights_TK: torch.Tensor | None
     routing: DispatchedRouting

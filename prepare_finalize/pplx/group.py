@@ -1,6 +1,6 @@
 """PplxGroup: buffers of pplx-kernels for one process group.
 
-    manager = PplxGroup(group)                 # collective, as all that follows
+    manager = PplxGroup(group)                 # collective, like every line below
     kernel = make_kernel("PplxPrepareAndFinalize", "BatchedTritonExperts", problem, group=manager)
     ...
     manager.destroy()
@@ -28,15 +28,18 @@ from prepare_finalize.rendezvous.connect import connect
 from prepare_finalize.rendezvous.failure_log import failure_key
 from prepare_finalize.rendezvous.store_rounds import Properties
 
-_MARGIN_BYTES = 256 << 20  # GPU memory to leave free besides the library's buffers
+_MARGIN_BYTES = 256 << 20  # GPU memory to leave free in addition to the library's buffers
 
 
 @dataclass(frozen=True)
 class PplxShape:
-    """Sizes of one AllToAll; the same on every rank.
+    """The sizes of one AllToAll, the same on every rank.
 
-    max_tokens: largest T of a rank. slots: expert slots of all ranks. row_bytes, scale_bytes: of a
-    dispatched row, multiples of 16.
+    max_tokens: the largest T of a rank.
+    slots: expert slots of all ranks.
+    top_k: experts per token.
+    hidden: hidden size.
+    row_bytes, scale_bytes: bytes of a dispatched row and of its scales, multiples of 16.
     """
 
     max_tokens: int
@@ -59,23 +62,23 @@ PplxExchange = Exchange[PplxShape]
 class PplxGroup(ExchangeManager[PplxShape]):
     """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
 
-    - group: a ProcessGroup with any backend, since handles are exchanged through a separate gloo
-      group; None is the default one.
-    - in_flight: number of calls of one shape between dispatch and combine. Each takes a set of
-      buffers, which is allocated at first need.
-    - deadline_s: deadline of collective steps here; None is MK_DEADLINE_S, or 10 s. A dispatch or
-      combine itself waits on the GPU for its peers without limit.
-    - library: replacement for the package pplx_kernels.
-
-    Raises ConfigurationError if the library is missing or the ranks cannot share memory, and
+    Raise ConfigurationError if the library is missing or the ranks cannot share memory, and
     CommunicationError if a rank does not respond or ranks disagree.
+
+    group: a ProcessGroup with any backend, since handles are exchanged through a separate gloo
+        group; None is the default one.
+    in_flight: number of calls of one shape between dispatch and combine. Each takes a set of
+        buffers, which is allocated when it is first needed.
+    deadline_s: seconds that the steps of this class wait for other ranks; None is MK_DEADLINE_S, or
+        10 s. A dispatch or combine itself waits on the GPU for its peers without limit.
+    library: replacement for the package pplx_kernels.
     """
 
     package = "pplx-kernels"
 
     @staticmethod
     def load_library() -> Any:
-        """Import pplx_kernels; raise ConfigurationError with the reason if it cannot be used."""
+        """Import pplx_kernels. Raise ConfigurationError with the reason if it cannot be used."""
         try:
             import pplx_kernels
         except ImportError as error:
@@ -102,7 +105,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def destroy(self) -> None:
-        """Free all buffers as `ExchangeManager.destroy` does; close the library's gloo group."""
+        """Free all buffers as `ExchangeManager.destroy` does. Close the library's gloo group."""
         if self._destroyed:
             return
         try:
@@ -114,7 +117,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
         exchange.all_to_all.destroy()
 
     def _connect(self, store: Any, deadline_s: float) -> None:
-        """Create a gloo group and register it under the name that is passed to the library."""
+        """Create a gloo group, and register it under the name that is passed to the library."""
         try:
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
         except RuntimeError as error:
@@ -171,7 +174,7 @@ def _check_gpus(gpus: list[str], rank: int) -> None:
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in _devices()}
     own_device = torch.cuda.current_device()
     for peer, gpu in enumerate(gpus):
-        peer_device = visible.get(gpu, own_device)  # not visible here: the library checks it
+        peer_device = visible.get(gpu, own_device)  # the library checks those that are not visible
         if peer_device != own_device and not torch.cuda.can_device_access_peer(
             own_device, peer_device
         ):

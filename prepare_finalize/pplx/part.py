@@ -1,4 +1,4 @@
-"""pplx-kernels within one host: writes a row directly to the batch of each of its experts."""
+"""pplx-kernels within one host: a row is written directly to the batch of each of its experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,16 +42,17 @@ _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor"),
 )
-_ALIGNMENT = 16  # bytes; the library copies rows and scales in such units
-_MAX_ROW_BYTES = 48 << 10  # a row, its scales and its index pass through shared memory
+_ALIGNMENT = 16  # bytes; the library copies rows and scales in units of this size
+_MAX_ROW_BYTES = 48 << 10  # of a row, its scales and its index, which pass through shared memory
 
 
 @dataclass(frozen=True)
 class PplxHandle(PartHandle):
-    """Handle of an exchange.
+    """The handle of an exchange.
 
-    use_count: uses of the exchange up to this call. slots_TK uint32 and weights_TK float32: as
-    passed to the library. sink_counts_S: int32, number of rows in each sink.
+    use_count: number of uses of the exchange's buffers, this call included.
+    slots_TK, weights_TK: uint32 and float32, as passed to the library.
+    sink_counts_S: int32, the number of rows in each sink.
     """
 
     exchange: PplxExchange
@@ -62,16 +63,15 @@ class PplxHandle(PartHandle):
 
 
 class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
-    """Dispatch (T, H) tokens to (e, W * problem.tokens, H) rows, one per token and expert.
+    """Dispatch tokens (T, H) to rows (e, W * problem.tokens, H), one per token and expert.
 
     The rows of an expert are in any order. The combine applies the router weights and sums in
-    float32.
+    float32. Activations are quantized before they are sent, if the scheme quantizes them.
 
-    Activations are quantized before they are sent, if the scheme quantizes them. Nothing is read on
-    the host. The GPU waits for its peers; a rank that does not take part blocks the others
-    permanently. The library sends exactly K rows per token to K existing slots, so each rank has
-    extra slots, called sinks, for skipped pairs. A captured call uses its buffers in every replay,
-    so no other call of that shape may be in flight then. Creating and destroying a part is
+    Nothing is read on the host. The GPU waits for its peers; a rank that does not take part blocks
+    the others permanently. The library sends exactly K rows per token to K existing slots, so each
+    rank has extra slots, called sinks, for skipped pairs. A captured call uses its buffers in every
+    replay, so no other call of that shape may be in flight then. Creating and destroying a part is
     collective.
     """
 
@@ -124,7 +124,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         return tuple(rejections)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        # Experts use their own slots; the output buffer also has the sinks, which follow them.
+        # Experts use the first slots; the output buffer also has the sinks, which follow them.
         world_size = self.problem.parallel.world_size
         return BatchedShape(self._shape.slots // world_size, world_size * self._shape.max_tokens)
 
@@ -236,7 +236,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Return the bytes of a dispatched row's activations, and of its scales in whole units."""
+    """Return the bytes of a dispatched row, and those of its scales, padded to whole units."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
     if scheme.dispatched_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
@@ -248,7 +248,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 def num_sinks(problem: Problem) -> int:
     """Return the number of sinks per rank.
 
-    It lets all K pairs of a token be skipped, each to a different sink.
+    There are as many as let all K pairs of a token be skipped, each to a different sink.
     """
     return ceil(problem.top_k / problem.parallel.world_size)
 
@@ -261,7 +261,7 @@ def _shape(problem: Problem) -> PplxShape:
 
 
 def _contiguous(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return the rows contiguous and aligned, as the library requires."""
+    """Return the rows, contiguous and aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0:
         return rows
     buffer = call.workspace.take("sent_x", tuple(rows.shape))

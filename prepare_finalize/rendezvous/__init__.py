@@ -1,1 +1,1 @@
-"""Rendezvous of ranks: connecting, agreeing on facts, and diagnosing failures."""
+"""Rendezvous of ranks: connecting, comparing properties, and finding the cause of failures."""

@@ -1,6 +1,6 @@
 """Cleanup that must happen before the interpreter is finalized.
 
-Two kinds of threads take the GIL late: gloo threads, when they free the tensors of a finished
+Two kinds of threads acquire the GIL late: gloo threads, when they free the tensors of a finished
 exchange, and threads that return to Python from waiting for a store. A thread that requests the GIL
 during finalization is terminated in the middle of C++ code, which aborts the process or leaves a
 lock held forever. An exit hook therefore ends these threads first.
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _unregister_process_group
 
 from modular_kernel.utils import forks
 
-_PATIENCE_S = 1.0  # timeout for joining a thread whose store may never answer
+_PATIENCE_S = 1.0  # timeout of joining a thread, whose store may never answer
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
@@ -31,7 +31,7 @@ def run_in_thread(function: Callable[[], object]) -> threading.Thread:
 class Communicator:
     """Holds the process group of `owner`, and releases it together with `owner`.
 
-    A gloo group is also released at process exit. Closing one joins its threads, which takes no
+    A gloo group is also released at process exit. Closing it joins its threads, which takes no
     longer than an exchange in flight. An NCCL group is left to torch at exit, because peers may
     still be reading from it.
     """
@@ -43,10 +43,10 @@ class Communicator:
         weakref.finalize(owner, self.close).atexit = device == "cpu"
 
     def close(self) -> Any:
-        """Release and return the group; return None if it was released, or in a forked child.
+        """Release and return the group.
 
-        A child keeps the group forever, because freeing it would wait for threads that the child
-        does not have.
+        Return None if it was released before, or in a forked child. A child keeps the group
+        forever, because freeing it would wait for threads that the child does not have.
         """
         group, name = self.group, self.name
         self.group = self.name = None

@@ -23,7 +23,7 @@ _NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later dead
 def deadline_of(deadline_s: Any) -> float:
     """Return a manager's deadline in seconds; None selects that of `read_settings`.
 
-    Raises ConfigurationError unless it is a finite number above 0.
+    Raise ConfigurationError unless it is a finite number above 0.
     """
     if deadline_s is None:
         return read_settings().deadline_s
@@ -42,7 +42,7 @@ def check_process(generation: int) -> None:
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
     """Open a new communicator over `store`: gloo for "cpu", NCCL for "cuda".
 
-    Raises RuntimeError if a rank does not connect within `deadline_s`, or within half a minute for
+    Raise RuntimeError if a rank does not connect within `deadline_s`, or within half a minute for
     NCCL if that is longer.
     """
     if device == "cpu":
@@ -63,7 +63,7 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
 
 
 def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
-    """Return the result of `function`; raise RuntimeError after `seconds`.
+    """Return the result of `function`. Raise RuntimeError after `seconds`.
 
     The function then continues in its thread.
     """
@@ -85,7 +85,7 @@ def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
 
 
 def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
-    """Agree on a store key prefix for the manager that the ranks create now.
+    """Agree on a store key prefix for the manager that the ranks are creating.
 
     Every rank gets the same prefix. Ranks count their attempts. A rank whose count lags, because it
     failed before it reached the store, joins the latest attempt of the others; if that has failed,
@@ -102,7 +102,10 @@ def attempt_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def _parse_counter(key: str, value: bytes) -> int:
-    """Parse a counter; raise RuntimeError, as for a silent store, if it is not a number."""
+    """Parse a counter.
+
+    Raise RuntimeError if it is not a number. A store that does not answer raises the same error.
+    """
     try:
         return int(value)
     except ValueError as error:
@@ -114,7 +117,7 @@ def new_prefix_store(
 ) -> PrefixStore:
     """Return the group's store under the prefix of a new attempt, followed by `prefix`.
 
-    Raises RuntimeError if the store does not answer in time.
+    Raise RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
     attempt = run_with_timeout(
@@ -126,7 +129,7 @@ def new_prefix_store(
 def rank_and_size(group: object | None) -> tuple[int, int]:
     """Return rank and size in a ProcessGroup.
 
-    Raises ConfigurationError if this process is in no group.
+    Raise ConfigurationError if this process is in no group.
     """
     member = member_group(group)
     return member.rank(), member.size()
@@ -135,7 +138,7 @@ def rank_and_size(group: object | None) -> tuple[int, int]:
 def member_group(group: object | None) -> dist.ProcessGroup:
     """Return `group`, or the default one for None.
 
-    Raises ConfigurationError if this process is in no group.
+    Raise ConfigurationError if this process is in no group.
     """
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed.init_process_group first"
@@ -148,9 +151,9 @@ def member_group(group: object | None) -> dist.ProcessGroup:
 
 
 def supported_device(group: dist.ProcessGroup, requested: str | None) -> str:
-    """Return `requested`, or else the device type that the group's backends support, cuda first.
+    """Return `requested`, or else the device type that the group's backends support, "cuda" first.
 
-    Raises ConfigurationError if there is none.
+    Raise ConfigurationError if there is none.
     """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)

@@ -32,7 +32,7 @@ class LastCalls:
         self._records: deque[dict[str, Any]] = deque(maxlen=max_records)
 
     def begin(self, step: int, phase: str, nbytes: int) -> dict[str, Any]:
-        """Add a record and return it; pass it to `end` when the exchange has been waited for."""
+        """Add a record and return it. Pass it to `end` once the exchange has been waited for."""
         record: dict[str, Any] = {
             "rank": self._rank,
             "step": step,
@@ -61,8 +61,8 @@ class LastCalls:
 class FailureBoard:
     """Failure records of all ranks, published in the store. A rank without one is a culprit.
 
-    ended: whether the store closed the connection in the last access, which means that its process
-    has exited.
+    `ended` is whether the store closed the connection in the last access, which means that its
+    process has exited.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -72,7 +72,7 @@ class FailureBoard:
     def post(self, record: Mapping[str, Any], until_s: float) -> dict[int, dict[str, Any]] | None:
         """Publish a record; return those of all ranks known at `until_s` (time.monotonic).
 
-        Returns None if the store does not answer: its host may be what failed. Accessing such a
+        Return None if the store does not answer: its host may be what failed. Accessing such a
         store can block forever, so a thread does it.
         """
         records: dict[int, dict[str, Any]] = {}
@@ -129,7 +129,8 @@ def culprits(
     - ranks that published no record;
     - ranks in an earlier exchange than others, unless they waited there for a peer ("awaited");
     - ranks that were late to the exchange;
-    - if this rank was late, the ranks that timed out waiting for it.
+    - if this rank was late, the ranks that timed out waiting for it;
+    - all other ranks.
 
     A rank was late if it waited for less time than others. Each rank measures its own waiting time,
     so clocks of different ranks are not compared.

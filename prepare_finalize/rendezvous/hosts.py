@@ -1,4 +1,4 @@
-"""Detects which ranks of a group share a host, by shared memory instead of host names."""
+"""Detection of the ranks of a group that share a host, by shared memory instead of host names."""
 
 import secrets
 import socket
@@ -18,8 +18,10 @@ from prepare_finalize.rendezvous.store_rounds import Meeting
 class Hosts:
     """The hosts of a group's ranks.
 
-    index_W: host index of each rank; hosts are numbered in the order of their first rank. names:
-    name of each host. Two containers on one machine that do not share /dev/shm are two hosts.
+    index_W: host index of each rank; hosts are numbered in the order of their first rank.
+    names: name of each host.
+
+    Two containers on one machine that do not share /dev/shm are two hosts.
     """
 
     index_W: tuple[int, ...]
@@ -53,11 +55,11 @@ ONE_PROCESS = Hosts((0,), ("this host",))
 
 
 def find_hosts(meeting: Meeting, rank: int) -> Hosts:
-    """Determine which ranks share a host; collective, with the same result on every rank.
+    """Determine which ranks share a host. Collective, with the same result on every rank.
 
     Each rank creates a file in shared memory and tries to read those of its peers. Ranks that can
     read each other's files share a host. Ranks with different MK_HOST_ID are treated as ranks of
-    different hosts, to simulate several hosts on one machine. Raises CommunicationError if a rank
+    different hosts, to simulate several hosts on one machine. Raise CommunicationError if a rank
     does not respond.
     """
     token = secrets.token_hex(16)
@@ -96,7 +98,9 @@ def check_hosts(
 ) -> None:
     """Raise ConfigurationError on every rank unless hosts are as the part and the problem require.
 
-    requires: the part's requirements. ranks_per_host: the problem's; None if it has none.
+    part: the name of the part, for messages.
+    requires: the requirements of the part.
+    ranks_per_host: that of the problem; None if it has none.
     """
     if requires.one_host:
         check_one_host(hosts, part)
@@ -121,7 +125,7 @@ def check_hosts(
 
 
 def _content(path: str) -> str:
-    """Read a short file; return "" if it is no memory file, or not on this host."""
+    """Read a short file; return "" if it is not a memory file, or not on this host."""
     if Path(path).parent not in (IN_MEMORY, Path(tempfile.gettempdir())):
         return ""
     try:
@@ -132,7 +136,7 @@ def _content(path: str) -> str:
 
 
 def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
-    """Return the lowest rank that shares a host with `rank`: both can read each other's files."""
+    """Return the lowest rank on the host of `rank`: both can read each other's files."""
     return min(
         peer
         for peer in {rank, *readable_by_rank[rank]}
@@ -141,7 +145,7 @@ def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
 
 
 def _number_duplicates(names: Sequence[str]) -> tuple[str, ...]:
-    """Make equal host names distinct with a number, from the second on."""
+    """Make equal host names distinct: from the second on, add a number."""
     counts: dict[str, int] = {}
     result = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Files in memory that the ranks of a host share, and removal of those left by killed ranks."""
+"""Files in memory that the ranks of a host share, and removal of those that killed ranks left."""
 
 import fcntl
 import tempfile
@@ -17,8 +17,8 @@ _MIN_STALE_AGE_S = 60.0  # a younger file may not be locked yet
 def memory_file(kind: Literal["host", "block"]) -> Iterator[IO[bytes]]:
     """Yield a new file in /dev/shm, or else in the temporary folder; delete it at the end.
 
-    The file is locked as long as this process lives, so files without a lock were left by killed
-    ranks. Those are removed first.
+    The file is locked as long as this process lives, so a file without a lock was left by a killed
+    rank. Such files are removed first.
     """
     folder = IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
     remove_stale(folder)

@@ -10,15 +10,17 @@ from modular_kernel.errors import CommunicationError
 from prepare_finalize.rendezvous.failure_log import failure_key
 
 Properties = Mapping[str, object]
-_POLL_S = 0.005  # poll: the timeout of a store's own wait may be in whole seconds
+_POLL_S = 0.005  # interval of polling; the timeout of a store's own wait may be in whole seconds
 
 
 class Meeting:
     """Rounds over a store. In a round, each rank publishes properties and receives those of all.
 
     Every rank must run the same rounds in the same order. If a rank does not respond, all ranks
-    raise. store: a store with a prefix from `connect.new_prefix_store`. deadline_s: timeout of a
-    round.
+    raise.
+
+    store: a store with a prefix, from `connect.new_prefix_store`.
+    deadline_s: timeout of a round.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline_s: float) -> None:
@@ -28,7 +30,7 @@ class Meeting:
     def exchange(self, properties: Properties) -> tuple[dict[str, str], ...]:
         """Publish `properties`; return those of every rank, by rank, as strings.
 
-        Raises CommunicationError with the ranks that did not respond.
+        Raise CommunicationError with the ranks that did not respond.
         """
         self._round += 1
         end_time = time.monotonic() + self._deadline_s
@@ -57,7 +59,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _read(self, rank: int) -> dict[str, str]:
-        """Read the properties of a rank; raise RuntimeError if the entry is not valid."""
+        """Read the properties of a rank. Raise RuntimeError if the entry is not valid."""
         entry = self._store.get(self._key(rank))
         try:
             properties = json.loads(entry)

@@ -36,14 +36,14 @@ from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 from prepare_finalize.symm_mem.shared_files import share_memory
 
-_ALIGNMENT = 256  # bytes; every section begins at a multiple
+_ALIGNMENT = 256  # bytes; every section begins at a multiple of it
 _PHASES = {1: "dispatch", 2: "combine"}
-NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
+NO_VALUE = 0xFF  # a byte whose repetition is NaN in every floating-point dtype
 
 
 @dataclass(frozen=True)
 class Section:
-    """Shape and dtype of a tensor in a heap."""
+    """The shape and dtype of a tensor in a heap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,14 +57,15 @@ class Section:
 class Heap:
     """Memory of this rank that peers can access, and the address offsets of their memory.
 
-    bytes_N: (N,) uint8, this rank's memory; the layout is the same on every rank. deltas_W: (W,)
-    int64 on the device; adding deltas_W[r] to an address of this rank's heap gives rank r's
-    address.
+    bytes_N: (N,) uint8, this rank's memory. The layout is the same on every rank.
+    deltas_W: (W,) int64, on the device. Adding deltas_W[r] to an address in this rank's heap gives
+        the address in rank r's heap.
+    owners: objects that keep the memory mapped.
     """
 
     bytes_N: torch.Tensor
     deltas_W: torch.Tensor
-    owners: tuple[object, ...]  # objects that own the mappings
+    owners: tuple[object, ...]
 
     def sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
         """Return views of consecutive sections, from byte `start`."""
@@ -82,12 +83,15 @@ def aligned(nbytes: int) -> int:
 
 
 class SharedMemory(ABC):
-    """Heaps shared by ranks of one host, and the deadline of waits on their flags.
+    """Heaps shared by ranks of one host, and the deadline of waits for their flags.
 
-    rank, world_size: this rank's index among the sharing ranks, and their number. device: "cpu" or
-    "cuda".
+    `failed` and `status` are written by kernels when a wait reaches its deadline; see
+    `kernels.signals`.
 
-    failed, status: written by kernels when a wait reaches its deadline; see kernels/signals.py.
+    rank, world_size: this rank's index among the sharing ranks, and their number.
+    device: "cpu" or "cuda".
+    deadline_s: the longest time that a kernel waits for other ranks.
+    last_calls: the log of the last exchanges.
     """
 
     def __init__(
@@ -115,26 +119,23 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def _meeting(self) -> Meeting:
-        """Open store rounds; raise CommunicationError if the store does not answer."""
+        """Open store rounds. Raise CommunicationError if the store does not answer."""
 
     @abstractmethod
     def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        """Share a block of each rank, filled with `NO_VALUE`, on a CPU."""
+        """Share a block of memory of each rank, filled with `NO_VALUE`, on a CPU."""
 
     @abstractmethod
     def _rendezvous(self, own: torch.Tensor) -> Any:
         """Exchange the handles of a symmetric-memory tensor with the sharing ranks, on a GPU."""
 
     def heap(self, nbytes: int, signature: str, initialize: Callable[[Heap], object]) -> Heap:
-        """Allocate new memory, all bytes 0xFF.
+        """Allocate new memory of `nbytes` bytes, all 0xFF. Collective.
 
-        Collective; all ranks must pass equal nbytes and signature.
-
-        signature: purpose of the memory. initialize: initializes the heap before other ranks may
-        write to it.
-
-        Raises CommunicationError on every rank if ranks disagree, or if one does not respond within
-        the deadline.
+        All ranks must pass equal `nbytes` and `signature`, which says what the memory is for.
+        `initialize` initializes the heap before other ranks may write to it. Raise
+        CommunicationError on every rank if ranks disagree, or if one does not respond within the
+        deadline.
         """
         self.check_open()
         record = self.last_calls.begin(0, "construct", nbytes)
@@ -185,7 +186,10 @@ class SharedMemory(ABC):
         return self.step
 
     def check_open(self) -> None:
-        """Raise CommunicationError if a wait is known to have failed, without a device sync."""
+        """Raise an error if the manager is destroyed or a wait is known to have failed.
+
+        The error is UnsupportedError or CommunicationError. Does not synchronize with the device.
+        """
         check_process(self._generation)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
@@ -201,7 +205,7 @@ class SharedMemory(ABC):
         self.check_open()
 
     def _error_from_status(self, word: int) -> CommunicationError:
-        """Return the error for a status word of kernels/signals.py.
+        """Return the error for a status word of `kernels.signals`.
 
         The word has the phase, the missing ranks as bits, and the number of the call.
         """
@@ -230,15 +234,17 @@ class SharedMemory(ABC):
 
 
 class SymmetricGroup(SharedMemory):
-    """Symmetric memory of one process group, and the deadline of waits on its flags.
+    """Symmetric memory of one process group, and the deadline of waits for its flags.
 
-    - group: a ProcessGroup of torch.distributed (None: the default one). Parts that share the
-      memory reject ranks of several hosts.
-    - deadline_s: longest time that a kernel waits for other ranks; None is MK_DEADLINE_S, or 10 s.
-    - device: "cpu" or "cuda"; None selects what the group supports, a GPU first.
-    - hosts: hosts of the ranks.
+    group: a ProcessGroup of torch.distributed (None: the default one). Parts that share the memory
+        reject ranks of several hosts.
+    deadline_s: the longest time that a kernel waits for other ranks; None is MK_DEADLINE_S, or 10
+        s.
+    device: "cpu" or "cuda"; None selects what the group supports, a GPU first.
+    history: the number of exchanges that the log keeps.
 
-    Creating a manager is collective. Raises CommunicationError if ranks do not respond or disagree.
+    `hosts` are the hosts of the ranks. Creating a manager is collective. Raise CommunicationError
+    if ranks do not respond or disagree.
     """
 
     def __init__(
@@ -262,7 +268,7 @@ class SymmetricGroup(SharedMemory):
         self.hosts = self._find_hosts()
 
     def _find_hosts(self) -> Hosts:
-        """Return the hosts of ranks; raise CommunicationError on every rank if one is missing."""
+        """Return the hosts of ranks. Raise CommunicationError on every rank if one is missing."""
         record = self.last_calls.begin(0, "construct", 0)
         try:
             hosts = find_hosts(self._meeting(), self.rank)

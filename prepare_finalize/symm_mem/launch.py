@@ -26,8 +26,10 @@ class LaunchShape(NamedTuple):
     """Tile and grid sizes of a launch.
 
     block: columns that a program copies at a time. `fit` limits it to the hidden size, rounded up
-    to a power of two. warps: warps per program. programs: programs per SM. whole_rows: whether a
-    program processes whole rows.
+        to a power of two.
+    warps: warps per program.
+    programs: programs per SM.
+    whole_rows: whether a program processes whole rows.
     """
 
     block: int
@@ -47,8 +49,8 @@ def _for_programs(count: int) -> dict[str, str]:
     return for_programs(count)
 
 
-# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168. _FEW is used for problems
-# of up to _FEW_TOKENS tokens per rank.
+# The fastest on two and four H200 (2026-11-20, triton 3.6.0) with a hidden size of 7168. _FEW is
+# for problems of up to _FEW_TOKENS tokens per rank.
 _FEW_TOKENS = 512
 _FEW = LaunchShape(1024, 4, 4)
 _DISPATCH = LaunchShape(2048, 8, 4, whole_rows=True)
@@ -57,15 +59,16 @@ _COMBINE = LaunchShape(2048, 8, 4)
 
 @dataclass(frozen=True)
 class Slot:
-    """Tensors of one call in symmetric memory, laid out alike on every rank, and local counters.
+    """The tensors of one call in symmetric memory, alike on every rank, and local counters.
 
-    - x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity. Rows from rank r start at
-      row r * capacity.
-    - y_RH: weighted sums over the local experts, one row per received row.
-    - arrived_W, summed_W: int32 flags of each rank: its rows have arrived; its y_RH is complete.
-    - adapters_R: int32, adapter slots of the rows; None without adapters.
-    - dispatches, combines: (2,) int32 in local memory: number of the last call, and the counter of
-      `is_last_program`.
+    x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity. Rows from rank r start at
+        row r * capacity.
+    y_RH: weighted sums over the local experts, one row per received row.
+    arrived_W: int32 flag of each rank: its rows have arrived.
+    summed_W: int32 flag of each rank: its y_RH is complete.
+    dispatches, combines: (2,) int32 in local memory, for `send` and for `combine`: the number of
+        the last call, and the counter of `is_last_program`.
+    adapters_R: int32, the adapter slots of the rows; None without adapters.
     """
 
     x_RH: torch.Tensor
@@ -121,10 +124,12 @@ def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
 class SymmetricExchange:
     """Dispatch and combine of one call.
 
-    deltas_W: (W,) int64, address offsets of the peers' memory. rank_bits_T: (capacity,) int32,
-    written by `send`; bit r is set if the token was sent to rank r. row_at_rank_WT: (W, tokens)
-    int32, contiguous; the row of each token at each rank, -1 if it is not sent there. None means
-    row rank * capacity + token at every rank.
+    slot: the tensors of the call.
+    deltas_W: (W,) int64, address offsets of the peers' memory.
+    rank_bits_T: (capacity,) int32, written by `send`; bit r is set if the token was sent to rank r.
+    tokens: number of tokens of this rank.
+    row_at_rank_WT: (W, tokens) int32, contiguous; the row of each token at each rank, -1 if it is
+        not sent there. None means row rank * capacity + token at every rank.
     """
 
     manager: SharedMemory
@@ -137,7 +142,7 @@ class SymmetricExchange:
 
     @property
     def _capacity(self) -> int:
-        """Number of tokens that a launch covers, including unused ones of a fixed layout."""
+        """The number of tokens that a launch covers, including unused ones of a fixed layout."""
         return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
     def _peer_rows(self) -> dict[str, object]:
@@ -180,7 +185,7 @@ class SymmetricExchange:
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
         problem, slot = self.problem, self.slot
-        use_triton(x_TH)  # the first call patches the interpreter to match GPU arithmetic
+        use_triton(x_TH)  # the first call makes Triton's interpreter compute like a GPU
         rows = x_TH if quantized is None else quantized.q_RK
         shape = _shape(problem, _DISPATCH)
         chunk = shape.block
@@ -291,7 +296,7 @@ def _shape(problem: Problem, shape_for_many: LaunchShape) -> LaunchShape:
 
 
 def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:
-    """Return the grid size. It is at most 2 in the interpreter, which runs them sequentially."""
+    """Return the grid size. It is at most 2 in the interpreter, which runs programs one by one."""
     max_programs = 2
     if device.type == "cuda":
         max_programs = shape.programs * num_sms(device)

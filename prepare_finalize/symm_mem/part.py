@@ -32,7 +32,7 @@ _IN_FLIGHT = 2  # calls between prepare and finalize
 
 @dataclass(frozen=True)
 class SymmMemHandle(PartHandle):
-    """Exchange of the call, index of its slot, and the router weights still to apply."""
+    """The exchange of the call, the index of its slot, and the router weights still to apply."""
 
     slot_index: int
     exchange: SymmetricExchange
@@ -238,7 +238,7 @@ def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
 
 
 def layer_signature(problem: Problem) -> str:
-    """Return a string that all ranks must share: the layer, and the placement of its experts."""
+    """Return a string that must be equal on all ranks: the layer and the placement of experts."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

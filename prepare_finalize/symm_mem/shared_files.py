@@ -12,11 +12,13 @@ from prepare_finalize.rendezvous.store_rounds import Meeting
 def share_memory(
     meeting: Meeting, rank: int, nbytes: int, value: int, ranks: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
-    """Share a block of each rank, (nbytes,) uint8 filled with `value`.
+    """Share a block of memory of each rank, (nbytes,) uint8 filled with `value`.
 
-    Collective. The blocks of `ranks`, which must be on this host, are mapped and returned in their
-    order; None means every rank. The files are deleted before this returns; the memory lives as
+    All ranks must call this function. The files are deleted before it returns; the memory lives as
     long as the tensors.
+
+    ranks: ranks on this host whose blocks are mapped and returned, in this order; None means all
+        ranks.
     """
     with memory_file("block") as file:
         file.truncate(nbytes)

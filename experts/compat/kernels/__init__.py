@@ -1,1 +1,1 @@
-"""Kernels that move or activate rows in expert order."""
+"""Kernels that permute and activate rows in expert order."""

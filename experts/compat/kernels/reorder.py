@@ -1,4 +1,4 @@
-"""Permute, and SiLU-and-mul, for the rows of a range of experts, with one scale per expert."""
+"""Kernels that permute and activate the rows of a range of experts, with one scale per expert."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,10 @@ from modular_kernel.ops.kernels.extrema import clamp_nan
 
 @triton.jit
 def _apply_scale(value, scale_ptr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr):
-    """value / scale, saturated at LARGEST unless that is 0. 1 / scale is rounded as in torch."""
+    """Return value / scale if HAS_SCALES, clamped to [-LARGEST, LARGEST] unless LARGEST is 0.
+
+    It multiplies by 1 / scale, rounded as in torch.
+    """
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
     if LARGEST > 0:
@@ -22,7 +25,12 @@ def pre_reorder_kernel(
     x_ptr, rows_ptr, src2dst_ptr, ids_ptr, scales_ptr, hidden, stride_x, start_expert, end_expert,
     TOP_K: tl.constexpr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """rows[src2dst[t, k]] = x[t] / scale, for experts from start_expert to end_expert."""
+    """rows[src2dst[t, k]] = x[t] / scale, for pairs of experts from start_expert to end_expert.
+
+    Grid: (tokens, blocks of BLOCK_H columns). src2dst and ids are (tokens, TOP_K).
+
+    HAS_SCALES: the scale of an expert is scales[expert - start_expert], otherwise 1.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
@@ -42,7 +50,12 @@ def silu_and_mul_kernel(
     x_ptr, out_ptr, ids_ptr, scales_ptr, intermediate, start_expert, end_expert,
     HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = silu(x[r, :I]) * x[r, I:] / scale, for experts from start_expert to end_expert."""
+    """out[r] = silu(x[r, :I]) * x[r, I:] / scale, for rows of start_expert to end_expert.
+
+    Grid: (rows, blocks of BLOCK columns). ids has the expert of each row.
+
+    HAS_SCALES: the scale of an expert is scales[expert - start_expert], otherwise 1.
+    """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + row)
     if (expert < start_expert) | (expert > end_expert):

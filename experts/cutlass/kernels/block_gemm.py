@@ -3,7 +3,7 @@
 Rows are sorted by expert. A tile is 128 rows by 256 weight rows, in two parts of 128: adjacent
 ones, or gate rows and up rows. The two thread blocks of a cluster compute neighboring tiles of the
 same rows; each loads half of the rows' values and multicasts them to both. In a block, one warp
-loads values by TMA into a ring of shared memory and another one loads scales; two warpgroups
+loads values by TMA into a ring in shared memory, and another one loads scales; two warpgroups
 multiply 64 rows each.
 
 A step is 128 elements along K. A part's product of one step is scaled and added to float32 sums
@@ -38,11 +38,12 @@ from experts.cutlass.kernels.tile_order import tile_at
 
 
 class BlockGemm(Epilogue):
-    """out[r] = a[r] @ b[expert of r]^T, scaled, for every row r of every tile.
+    """out[r] = a[r] @ b[expert of r]^T, with scales applied, for every row r of every tile.
 
     gated: the two parts are gate and up rows, up_rows apart. h = silu(gate) * up is rounded to bf16
-    and stored as e4m3, with a scale for each row and 128 columns. Otherwise out is bf16. group_m:
-    row tiles that are processed column by column together, to share weights in the L2 cache.
+        and stored as e4m3, with a scale for each row and 128 columns. Otherwise out is bf16.
+    group_m: row tiles that share weights in the L2 cache, because they are computed for one column
+        tile after another.
     """
 
     def __init__(self, *, gated: bool, group_m: int = 8) -> None:
@@ -178,7 +179,7 @@ class BlockGemm(Epilogue):
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
         up_rows, num_m, pairs, schedule, steps, rank,
     ):  # fmt: skip
-        """Fill ring slots with values. One warp.
+        """Fill ring slots with values; run by one warp.
 
         A slot is reused once the multiplying warps of both blocks have read it.
         """
@@ -229,7 +230,7 @@ class BlockGemm(Epilogue):
         self, a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b, up_rows,
         num_m, pairs, schedule, steps, rank, lane,
     ):  # fmt: skip
-        """Fill ring slots with scales, which are read one step ahead. One warp."""
+        """Fill ring slots with scales, which are read one step ahead; run by one warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
         blocks_b = (rows_b + PART_N - 1) // PART_N
         index, stride, total = schedule
@@ -245,7 +246,7 @@ class BlockGemm(Epilogue):
             # NaN-free: integers
             block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
             g_b = b_scale[block, None]
-            # Rows past the expert's end are never stored, so any valid row's scale will do.
+            # Rows past the expert's end are never stored, so the scale of any valid row is good.
             # NaN-free: integers
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
@@ -272,7 +273,10 @@ class BlockGemm(Epilogue):
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
         out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group, thread,
     ):  # fmt: skip
-        """Multiply 64 rows, from row group * 64, of every tile of this block. One warpgroup."""
+        """Multiply 64 rows, from row group * 64 on, of every tile of this block.
+
+        Run by one warpgroup.
+        """
         warp = thread // 32
         # The shuffle keeps the compiler from recomputing the lane in the loop.
         lane = cute.arch.shuffle_sync(thread % 32, thread % 32)
@@ -338,9 +342,9 @@ class BlockGemm(Epilogue):
 
     @cute.jit
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
-        """Do sums[:, p] += part * scale, one row after the other.
+        """Add part * scale to sums[:, p].
 
-        The scale of the row then stays in a register.
+        The rows are added one after the other, so that the scale of a row stays in a register.
         """
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(ACC_PER_THREAD):

@@ -1,4 +1,4 @@
-"""Epilogue of block_gemm: activate, round and store sums, by TMA if all 64 rows are valid."""
+"""Epilogue of `block_gemm`: activate, round and store sums, by TMA if all 64 rows are valid."""
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,11 @@ from experts.cutlass.kernels.tile import (
 class Epilogue:
     """Mixin of BlockGemm that stores the sums of one warpgroup.
 
-    gated, columns, boxes: defined by BlockGemm.
+    BlockGemm defines these:
+
+    gated: see `BlockGemm`.
+    columns: output columns of a tile.
+    boxes: TMA boxes of output that a warpgroup stages.
     """
 
     gated: bool
@@ -31,8 +35,16 @@ class Epilogue:
     def finish(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store the results of up to 64 rows: from `row`, before `end`."""
-        # The shuffle keeps values that depend on the lane out of registers during the GEMM.
+        """Store the results of the rows from `row` on, at most 64, that come before `end`.
+
+        sums: the thread's accumulators, (ACC_PER_THREAD, PARTS): two halves of the columns, or gate
+            and up.
+        s_out: staging in shared memory of all warpgroups.
+        o_atom, o_tma: TMA copy to out, and out as TMA tensor.
+        n: index of the tile along the columns.
+        group, warp, lane: warpgroup, warp in it, and lane of the thread.
+        """
+        # The shuffle keeps the compiler from computing, before the GEMM, what depends on the lane.
         lane = cute.arch.shuffle_sync(lane, lane)
         if cutlass.const_expr(self.gated):
             self.finish_gated(
@@ -70,7 +82,10 @@ class Epilogue:
     def finish_gated(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store h = silu(gate) * up, rounded to bf16: e4m3 values, and one scale per row."""
+        """Store h = silu(gate) * up, rounded to bf16, as e4m3 values.
+
+        A row has one scale per tile.
+        """
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
         thread_row = warp * 16 + lane // 4
@@ -112,14 +127,14 @@ class Epilogue:
 
     @cute.jit
     def reuse_staging(self, group, warp):
-        """Wait until TMA has read the warpgroup's previous boxes."""
+        """Wait until TMA has read the previous boxes of the warpgroup."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
 
     @cute.jit
     def send(self, s_out, o_atom, o_tma, row, column, group, warp):
-        """Store the warpgroup's boxes by TMA, which skips columns past the last one."""
+        """Store the boxes of the warpgroup by TMA, which skips columns past the last one."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
         if warp == 0:
@@ -145,7 +160,11 @@ def store_matrices(to, row, byte, words):
 
 
 def bf16_words(sums, p, q):
-    """Return four words of two bf16: rows r and r + 8 at columns from 16 q, then from 16 q + 8."""
+    """Return four words of two bf16 each, for `store_matrices`.
+
+    They hold two columns from 16 q on of rows r and r + 8, and two columns from 16 q + 8 on of the
+    same rows.
+    """
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
     base = q * 8
     return tuple(
@@ -162,12 +181,12 @@ def magnitude(value):
 
 
 def maximum(a, b):
-    """Return the larger of two values, NaN if either is NaN; `cute.arch.fmax` drops NaN."""
+    """Return the larger of two values, NaN if either is NaN; `cute.arch.fmax` ignores NaN."""
     return inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 
 def divide(a, b):
-    """Divide, rounding to nearest as in modular_kernel.ops.kernels.quantize."""
+    """Return a / b, rounded to nearest as in `modular_kernel.ops.kernels.quantize`."""
     return inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 

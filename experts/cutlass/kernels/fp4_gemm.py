@@ -1,10 +1,11 @@
 """Grouped NVFP4 GEMM for sm_100a: TMA, block-scaled tcgen05.mma, accumulators in tensor memory.
 
 Rows are sorted by expert. An output tile is 128 rows by 128 weight rows of one expert. The load
-warp copies operands (TMA) and tiled scales (bulk copies) into a ring of shared-memory stages. The
-MMA warp copies the scales of a stage to tensor memory and issues its MMAs. Four epilogue warps
-scale and store the accumulators of a tile while the MMAs of the next tile run. This kernel has
-never been run, because no sm_100 GPU was available.
+warp copies operands (by TMA) and tiled scales (by bulk copies) into a ring of stages in shared
+memory. The MMA warp copies the scales of a stage to tensor memory and issues its MMAs. Four
+epilogue warps scale and store the accumulators of a tile while the MMAs of the next tile run.
+
+This kernel has never been run, because no sm_100 GPU was available.
 """
 
 import cutlass
@@ -39,10 +40,10 @@ ONE = tcgen05.CtaGroup.ONE
 
 
 class Fp4Gemm:
-    """out[r] = (a[r] @ b[expert of r]^T) * factor, for every row r of every tile.
+    """out[r] = (a[r] @ b[expert of r]^T) * factor for every row r of every tile.
 
-    group_m: number of row tiles in a group of the rasterization order; the tiles of a group reuse
-    weights in the L2 cache.
+    group_m is the number of row tiles that share weights in the L2 cache, because they are computed
+    for one column tile after another.
     """
 
     def __init__(self, *, group_m: int = 8) -> None:
@@ -176,7 +177,7 @@ class Fp4Gemm:
         self, tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, sfa, sfb, a_scale, b_scale, full,
         empty, tiles, max_tiles, rows_b, num_m, num_n, schedule, steps,
     ):  # fmt: skip
-        """Load warp: fill each ring slot once the MMAs that read it have finished."""
+        """Fill each ring slot once the MMAs that read it have ended, in the load warp."""
         thr_mma = tiled_mma.get_slice(0)
         cta_layout = cute.make_layout(1)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
@@ -218,7 +219,10 @@ class Fp4Gemm:
         self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
         stored, schedule, steps,
     ):  # fmt: skip
-        """MMA warp: issue the MMAs of this CTA's tiles, with accumulators in tensor memory."""
+        """Issue the MMAs of this block's tiles, in the MMA warp.
+
+        Accumulators are in tensor memory.
+        """
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
         first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
         sfa_at = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
@@ -266,7 +270,7 @@ class Fp4Gemm:
         self, sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m, num_n,
         schedule, thread,
     ):  # fmt: skip
-        """Epilogue warps: scale and store the accumulators; each thread has one row of a tile."""
+        """Scale and store the accumulators, one row of a tile per thread, in the epilogue warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
         pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
         tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])

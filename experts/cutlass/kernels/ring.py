@@ -1,4 +1,4 @@
-"""Slot and mbarrier phase of a ring buffer."""
+"""The slot and the mbarrier phase of a ring buffer."""
 
 import cutlass
 from cutlass import cute
@@ -6,7 +6,7 @@ from cutlass import cute
 
 @cute.jit
 def advance_slot(slot, phase, num_slots: cutlass.Constexpr):
-    """Return the next (slot, phase); the phase flips when the ring wraps around."""
+    """Return the next (slot, phase). The phase flips when the ring wraps around."""
     slot += 1
     if slot == num_slots:
         slot = cutlass.Int32(0)

@@ -15,8 +15,8 @@ STAGES = 4
 CLUSTER = 2
 THREADS = 3 * 128
 ACC_PER_THREAD = PART_N // 2  # accumulators of one part per thread
-# Registers per thread of the multiplying warpgroups and of the loading one. Their total must not
-# exceed the initial 168 for each of 384 threads, or the multiplying ones would wait forever.
+# Registers per thread of the two warpgroups that multiply and of the one that loads. Their total
+# must not exceed the initial 168 for each of 384 threads: those that multiply would wait forever.
 MMA_REGS, LOAD_REGS = 232, 40
 BOX_BYTES = 128  # bytes per row of a TMA box of results
 LARGEST = 448.0  # largest e4m3 value

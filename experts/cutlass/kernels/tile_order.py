@@ -1,4 +1,4 @@
-"""Order in which thread blocks process tiles."""
+"""The order in which thread blocks compute tiles."""
 
 import cutlass
 from cutlass import cute

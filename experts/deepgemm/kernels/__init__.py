@@ -1,1 +1,1 @@
-"""Kernels that sort rows for DeepGEMM."""
+"""Kernel that sorts rows for DeepGEMM."""

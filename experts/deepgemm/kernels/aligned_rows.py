@@ -1,4 +1,4 @@
-"""Expert-sorted rows, with each expert's first row at a multiple of the tile."""
+"""Kernel that assigns rows in the order of experts, each expert's from a multiple of TILE on."""
 
 import triton
 import triton.language as tl
@@ -14,10 +14,15 @@ def aligned_rows_kernel(
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """rows[p] = row of pair p, -1 if it is skipped. Grid (num_chunks,).
+    """rows[p] = row of pair p, -1 if it is skipped.
 
-    rows: (numel,) int32. ends: (num_local,) int32, one past the last row of each expert. Inputs are
-    the outputs of `count_pairs`: prefix (num_local + 1, num_chunks) and totals (num_local + 1,).
+    Grid: (num_chunks,), a chunk of pairs each. The first program also writes ends.
+
+    prefix_ptr, totals_ptr: from `count_pairs`, (num_local + 1, num_chunks) and (num_local + 1,).
+    rows_ptr: output (numel,) int32.
+    ends_ptr: output (num_local,) int32, one past the last row of each expert.
+    BINS: a power of two > num_local + 1.
+    TILE: rows of each expert start at a multiple of it.
     """
     pdl_wait(OVERLAP)
     chunk = tl.program_id(0)

@@ -1,1 +1,1 @@
-"""Triton kernels that prepare routing for FlashInfer's fused MoE layer."""
+"""Triton kernels that prepare the routing for FlashInfer's fused MoE layer."""

@@ -1,4 +1,4 @@
-"""Local ids and router weights of pairs, with repeated experts of a token merged."""
+"""Kernel that computes local ids and router weights, with repeated experts of a token merged."""
 
 import triton
 import triton.language as tl
@@ -13,11 +13,11 @@ def joined_pairs_kernel(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write (T, K) int32 ids, -1 for a skipped pair, and float32 weights times factor.
+    """Write (T, K) int32 local ids, -1 for a skipped pair, and float32 weights times `factor`.
 
-    Among the pairs of a token with the same expert, the first gets the sum of their weights, added
-    in the order of k; the others get id -1 and weight 0, like skipped ones. Ids outside [-1,
-    num_experts) are counted.
+    Grid: (blocks of BLOCK_T tokens,). Of the pairs of a token with the same expert, the first gets
+    the sum of their weights, added in the order of k; the others get id -1 and weight 0, like
+    skipped ones. Ids outside [-1, num_experts) are counted. BLOCK_K is a power of two >= TOP_K.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]

@@ -1,4 +1,4 @@
-"""Router weights of tokens whose row of x contains a NaN."""
+"""Kernel that marks the router weights of tokens whose row of x contains a NaN."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,9 @@ def nan_rows_kernel(
 ):  # fmt: skip
     """Set the weights of a token's pairs to NaN if its row of x has one; skipped pairs keep theirs.
 
-    One program per token. ids (T, K) int32, -1 for a skipped pair; weights (T, K) float32.
+    Grid: (tokens,). ids (T, K) are int32, -1 for a skipped pair; weights (T, K) are float32.
+    BLOCK_H: columns of x per step.
+    BLOCK_K: a power of two >= TOP_K.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)

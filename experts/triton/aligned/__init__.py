@@ -1,1 +1,1 @@
-"""The aligned path: two grouped GEMMs over blocks of aligned pairs, then a sum over top-k."""
+"""The aligned path: pairs sorted into blocks of one expert, two grouped GEMMs, sum over top-k."""

@@ -1,4 +1,4 @@
-"""Untuned launches and tuning candidates of the aligned path, by mean rows per expert."""
+"""Default launches and tuning candidates of the aligned path, by mean rows per expert."""
 
 from collections.abc import Iterator
 
@@ -25,15 +25,16 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "aligned"
 
-_MIN_HALVED_K = 128  # smaller K steps cost more than masks: gpt-oss, K = 2880, H200, 2026-11-20
-_MIN_STAGES = 3  # for small K: Qwen3-30B, K = 768, H200, 2026-11-20
-# Max block_m of batch-invariant tiles: wgmma has M = 64, and with fewer rows per expert the GEMM is
-# still bound by loading weights.
+# block_k is not halved below this: masks along K cost less (gpt-oss, K = 2880, H200, 2026-11-20).
+_MIN_HALVED_K = 128
+_MIN_STAGES = 3  # minimum for a small K (Qwen3-30B, K = 768, H200, 2026-11-20)
+# Max block_m of a batch-invariant problem: wgmma has M = 64, so smaller blocks are not faster, and
+# with fewer rows per expert the GEMM is bound by loading weights anyway.
 _FIXED_ROWS = 64
 
 # (max mean rows per expert, block_m, (block_n, block_k, warps, stages) of GEMM 1, the same of
-# GEMM 2, group_m). Measured on one H200 (2026-11-20, triton 3.6.0, bf16) as the
-# best mean over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss from 1 to 8192 tokens.
+# GEMM 2, group_m). These have the best mean time over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and
+# gpt-oss from 1 to 8192 tokens, on one H200 (2026-11-20, triton 3.6.0, bf16).
 _Row = tuple[int | None, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
 _HALF: tuple[_Row, ...] = (
     (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 1),
@@ -41,27 +42,27 @@ _HALF: tuple[_Row, ...] = (
     (48, 64, (64, 64, 4, 4), (128, 128, 8, 4), 16),
     (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
 )
-# Float32 tiles take twice the shared memory and, without tensor cores, do not gain from width.
+# Float32 tiles take twice the shared memory and, without tensor cores, are no faster when larger.
 _FLOAT32: tuple[_Row, ...] = (
     (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
     (None, 64, (32, 32, 4, 2), (64, 32, 4, 2), 8),
 )
-# Rows off a 16-element boundary are loaded one element at a time: larger tiles spill registers.
+# Rows that are not aligned to 16 elements are loaded element by element, and larger tiles spill.
 _UNALIGNED: tuple[_Row, ...] = (
     (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
     (None, 64, (64, 32, 8, 3), (128, 32, 8, 3), 8),
 )
 
 
-# Both operands 8 bits: one scale per row and column, or one per block along K, whose partial sums
-# need extra registers. Same machine and shapes, 1 to 4096 tokens.
+# Both operands have 8 bits, with one scale per row and column, or, in _W8A8_BLOCK, one per block
+# along K, whose partial sums need extra registers. Same machine and shapes, 1 to 4096 tokens.
 _W8A8: tuple[_Row, ...] = (
     (12, 16, (64, 256, 4, 3), (64, 256, 4, 4), 1),
     (24, 32, (64, 128, 4, 5), (64, 256, 4, 4), 8),
     (80, 64, (64, 128, 4, 3), (128, 128, 4, 4), 16),
     (None, 128, (64, 128, 4, 3), (256, 128, 8, 3), 16),
 )
-# Per-tensor scales have zero strides, known only at run time: four warps spill.
+# Per-tensor scales have zero strides, which are not known at compile time, and four warps spill.
 _W8A8_TENSOR: tuple[_Row, ...] = (*_W8A8[:-1], (None, 128, (64, 128, 8, 3), (256, 128, 8, 3), 16))
 _W8A8_BLOCK: tuple[_Row, ...] = (
     (12, 16, (64, 128, 4, 6), (64, 128, 4, 4), 1),
@@ -69,8 +70,8 @@ _W8A8_BLOCK: tuple[_Row, ...] = (
     (300, 64, (64, 128, 4, 4), (128, 128, 4, 3), 16),
     (None, 128, (64, 128, 8, 4), (128, 128, 8, 3), 16),
 )
-# Dequantizing weights takes registers. The e2m1 groups of 32 limit the K step, so more stages are
-# kept in flight.
+# Dequantizing weights takes registers, so tiles are smaller. The groups of 32 of mxfp4 limit
+# block_k, so more stages are in flight.
 _W8A16: tuple[_Row, ...] = (
     (10, 16, (32, 128, 4, 4), (64, 128, 4, 4), 1),
     (48, 32, (64, 128, 8, 3), (128, 64, 8, 3), 1),
@@ -80,8 +81,9 @@ _W4A16: tuple[_Row, ...] = (
     (24, 16, (64, 128, 4, 4), (128, 128, 4, 4), 1),
     (None, 32, (64, 64, 4, 4), (128, 64, 4, 3), 1),
 )
-_W4A16_STEP = 128  # largest block_k above
-# Masks along K and zero points take registers that four warps of larger tiles do not have.
+_W4A16_STEP = 128  # largest block_k in _W4A16
+# For K that is not a multiple of _W4A16_STEP: with masks along K and zero points, larger tiles of
+# four warps spill.
 _W4A16_UNEVEN: tuple[_Row, ...] = (
     (24, 16, (32, 64, 4, 4), (64, 64, 4, 4), 1),
     (None, 32, (64, 64, 8, 3), (128, 64, 8, 3), 1),
@@ -124,10 +126,13 @@ def breakpoints(problem: Problem) -> Iterator[int]:
 def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file.
 
-    block_k is halved (down to 128) if it then divides K, which saves the masks along K, or if K has
-    few steps, which also get fewer stages. A tile too large for the scale groups or the device is
-    clamped. A batch-invariant problem uses one table row for all token counts: the first with the
-    largest block_m up to _FIXED_ROWS. Raise ConfigurationError if the scale groups allow no tile.
+    It starts from the row of the table for the mean rows per expert. block_k is halved (down to
+    128) if the half divides K and block_k does not, which saves the masks along K. It is also
+    halved if K has few steps, and then there are fewer stages, too. A tile too large for the scale
+    groups or the device is clamped.
+
+    A batch-invariant problem uses one row for all token counts: the first with the largest block_m
+    up to _FIXED_ROWS. Raise ConfigurationError if the scale groups allow no tile.
     """
     table = _table(problem)
     if problem.batch_invariant:
@@ -141,7 +146,10 @@ def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
 
 
 def _has_few_steps(steps: int, stages: int) -> bool:
-    """Return whether K has so few steps that smaller stages, for more blocks per SM, pay off."""
+    """Return whether K has few steps of block_k, compared with the stages.
+
+    Using less shared memory is then faster, because more blocks fit on an SM.
+    """
     return steps * 2 < stages * 3
 
 
@@ -161,7 +169,7 @@ def _tile(
 
 
 BLOCK_M_ROWS: RowRange = {16: (0, 24), 32: (8, 80), 64: (20, 600), 128: (60, 1 << 62)}
-_SHORT = 16  # up to this block_m, 4-bit weights use the aligned_w4 path
+_SHORT = 16  # up to this block_m, 4-bit weights are timed on the aligned_w4 path instead
 
 _HALF_CANDIDATES: ByBlock = {
     16: (
@@ -253,7 +261,7 @@ _MXFP4_CANDIDATES: ByBlock = {
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens, besides the untuned ones."""
+    """Return the launches to time for `tokens` tokens, in addition to the default ones."""
     table = entries(problem)
     return launches_by_block(
         blocks_worth_timing(BLOCK_M_ROWS, problem, tokens), (table, table), problem
@@ -261,7 +269,7 @@ def candidates(problem: Problem, tokens: int) -> Groups:
 
 
 def entries(problem: Problem) -> ByBlock:
-    """Return the table entries, the same for both GEMMs of `problem`."""
+    """Return the table entries of `problem`, the same for both GEMMs; see `candidates`."""
     scheme = problem.scheme
     if problem.dtype is torch.float32:
         return {}

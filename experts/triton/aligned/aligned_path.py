@@ -1,4 +1,8 @@
-"""The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k."""
+"""The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k.
+
+A pair is one token with one of its top-k experts. The GEMMs gather their input and write their
+output by pair, so no launch permutes rows.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -33,7 +37,7 @@ from modular_kernel.workspace import BufferSpec
 
 
 class AlignedPath(Path):
-    """The path that supports every problem. Row p of the output of both GEMMs is pair p."""
+    """The path that supports every problem. Row p of the output of both GEMMs belongs to pair p."""
 
     name = aligned_config.NAME
     refuses = False
@@ -41,12 +45,12 @@ class AlignedPath(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return True: every problem is supported."""
+        """Return True: the path supports every problem."""
         return True
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the default launches, which depend on the mean number of rows per expert."""
+        """Return the default launches for the mean number of rows per expert."""
         return aligned_config.default_config(problem, tokens, device)
 
     @classmethod
@@ -58,17 +62,15 @@ class AlignedPath(Path):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield a violation for each limit of `config`: MMA size, scale groups, shared memory."""
+        """Yield the violated limits: sizes of an MMA, scale groups, shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the candidates of aligned_config."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernel."""
         from experts.triton.aligned.kernels.grouped_gemm import grouped_gemm_kernel
 
         self.problem = problem
@@ -76,7 +78,7 @@ class AlignedPath(Path):
         self._sums_topk = problem.combine is Combine.SUM
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: the kernel takes every stride as an argument."""
+        """Return True: the kernel supports all strides."""
         return True
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -95,11 +97,11 @@ class AlignedPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
-        """Align, GEMM 1, quantize, GEMM 2, sum."""
+        """Run the path: sort, GEMM 1, quantize, GEMM 2, sum over top-k."""
         self.write(self.rows(self.aligned(call), call), call)
 
     def aligned(self, call: PathCall) -> Aligned:
-        """Sort the call's pairs into blocks of one expert each."""
+        """Sort the pairs of the call into blocks of one expert each."""
         with stages.stage(stages.SORT):
             return align(
                 call.tokens.routing,
@@ -110,9 +112,9 @@ class AlignedPath(Path):
             )
 
     def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
-        """Run both GEMMs and return their (P, H) output.
+        """Run both GEMMs; return the (P, H) output of GEMM 2, not weighted by the router.
 
-        Without the sum over top-k, this is call.output.
+        If the output keeps the top-k dimension, the result is call.output.
         """
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
@@ -147,9 +149,9 @@ class AlignedPath(Path):
         return rows_PH
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
-        """Sum the rows over top-k into call.output.
+        """Weight the rows by the router and sum them over top-k into call.output.
 
-        Do nothing without the sum over top-k: GEMM 2 has then written call.output.
+        If the output keeps the top-k dimension, do nothing: GEMM 2 has then written call.output.
         """
         if not self._sums_topk:
             return
@@ -174,7 +176,7 @@ class AlignedPath(Path):
     def _quantize(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input rows of GEMM 2 and their scales; h_PI and None if not quantized."""
+        """Return the input rows of GEMM 2 and their scales: (h_PI, None) if not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return h_PI, None
@@ -198,7 +200,10 @@ class AlignedPath(Path):
     ) -> None:
         """Launch one grouped GEMM.
 
-        rows: (T, H) tokens or (P, I) pairs, and their scales; out: one row per pair.
+        rows: tokens (T, H) or pairs (P, I), and their scales.
+        product: the other operands.
+        out: the output, one row per pair.
+        row_weights_TK: router weights that multiply the input, or None.
         shrunk: the shrink output of the adapters, or None.
         """
         a, _ = rows

@@ -1,8 +1,8 @@
-"""The staged runner backend "triton" over contiguous tokens: align, two GEMMs, weighted sum.
+"""The staged backend "triton" over contiguous tokens: the stages of the aligned path.
 
-The stages are the aligned path of `TritonExperts`, split into pre-permute, core and post-permute so
-that they can be combined with the stages of other backends. The fused function ("none", "triton")
-is TritonExperts itself, which may take other paths; this backend is its unfused counterpart.
+Pre-permute aligns the pairs, the core runs both GEMMs, and post-permute computes the weighted sum.
+So each stage can be combined with stages of other backends. The fused function ("none", "triton")
+is `TritonExperts`, which may take other paths.
 """
 
 from collections.abc import Mapping
@@ -39,8 +39,10 @@ _PATHS = (AlignedPath.name,)
 class TritonRunnerInput(RunnerInput):
     """Tokens, their routing, and their pairs sorted into blocks of one expert each.
 
-    hidden_states: (T, H). topk_weights: (T, K) float32, None if already applied to the input.
-    topk_ids: (T, K). sorted_token_ids, expert_ids, num_tokens_post_padded: int32, see `Aligned`.
+    hidden_states: (T, H).
+    topk_weights: (T, K) float32; None if they have been applied to the input.
+    topk_ids: (T, K).
+    sorted_token_ids, expert_ids, num_tokens_post_padded: int32, see `ops.align.Aligned`.
     """
 
     hidden_states: torch.Tensor
@@ -52,29 +54,32 @@ class TritonRunnerInput(RunnerInput):
 
     @property
     def runner_backend(self) -> str:
-        """This backend."""
+        """The name of this backend."""
         return BACKEND
 
 
 @dataclass(frozen=True)
 class TritonRunnerOutput(RunnerOutput):
-    """Output of the core stage.
+    """The output of the core stage.
 
-    hidden_states: (T * K, H), one row per pair. Router weights are not applied yet, unless they
-    were applied to the input.
+    hidden_states is (T * K, H), with one row per pair. Router weights are not applied yet, unless
+    the problem applies them to the input.
     """
 
     hidden_states: torch.Tensor
 
     @property
     def runner_backend(self) -> str:
-        """This backend."""
+        """The name of this backend."""
         return BACKEND
 
 
 @register_core(BACKEND)
 class TritonRunnerCore(MoeRunnerCore[NoState]):
-    """Both GEMMs, with the activation (and quantization, if the scheme has any) in between."""
+    """The core stage: both GEMMs, and the activation between them.
+
+    For some schemes, the stage also quantizes the result of the activation.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -94,7 +99,7 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
 
 @register_pre_permute("standard", BACKEND)
 def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
-    """Sort pairs into blocks of one expert each."""
+    """Sort the pairs into blocks of one expert each; the pre-permute stage."""
     converted = path_call(call)
     aligned, routing = AlignedPath(call.problem).aligned(converted), converted.tokens.routing
     return TritonRunnerInput(
@@ -104,12 +109,12 @@ def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
 
 @register_post_permute(BACKEND, "standard")
 def triton_to_standard(result: TritonRunnerOutput, call: RunnerCall[NoState]) -> None:
-    """Apply router weights and sum over top-k."""
+    """Apply router weights and sum over top-k; the post-permute stage."""
     AlignedPath(call.problem).write(result.hidden_states, path_call(call))
 
 
 def path_call(call: RunnerCall[NoState]) -> PathCall:
-    """Convert a runner call to a PathCall, with the launch configuration chosen."""
+    """Convert a runner call to a PathCall with its launch configuration."""
     assert isinstance(call.tokens, ContiguousTokens)
     config = choose_config(call.problem, len(call.tokens.x_TH), _PATHS)
     return PathCall(call.tokens, call.weights, call.workspace, call.output, config)

@@ -1,1 +1,1 @@
-"""The aligned path for 4-bit weights and small M (few rows per expert)."""
+"""The aligned path for 4-bit weights and few rows per expert."""

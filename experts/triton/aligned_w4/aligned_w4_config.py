@@ -1,7 +1,7 @@
 """Supported problems, launches and tuning candidates of the aligned path for 4-bit weights.
 
-The kernel is for small M and unpacks weights in registers, so registers limit its launches, not
-shared memory.
+The kernel is for few rows per expert. It unpacks weights in registers, so registers limit its
+launches, not shared memory.
 """
 
 import math
@@ -18,18 +18,19 @@ from modular_kernel.spec.quantization import QuantScheme
 NAME = "aligned_w4"
 
 MAX_BLOCK_M = 16  # max block_m
-MIN_BLOCK_M = 8  # min block_m: the N of the MMA
-# Mean rows per expert up to which block_m is MIN_BLOCK_M. Blocks of 8 rows, relative to the time of
-# blocks of 16: integer weights, 0.74 to 0.80 x at 8 rows per expert, 0.81 to 0.85 x at 10; mxfp4,
-# 0.96 to 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
+MIN_BLOCK_M = 8  # min block_m: the rows are the right operand of the MMA, whose N is 8
+# Mean rows per expert up to which block_m is MIN_BLOCK_M, by weight type. Time with blocks of 8
+# rows relative to blocks of 16: integers 0.74 to 0.80 at 8 rows per expert and 0.81 to 0.85 at 10;
+# mxfp4 0.96 to 1.03 at 8 and 1.13 to 1.19 at 10 (H200, 2026-11-28, triton 3.6.0).
 _ROWS = {"uint4": 11, "float4_e2m1": 6}
-# Mean rows per expert up to which untuned calls use this path: (rows aligned to 16 elements, other
-# rows). With more rows, weights are unpacked too often: once per block of MAX_BLOCK_M rows. The
-# limits of integers were measured on an H200 on 2026-11-22. With mxfp4 the path is also faster than
-# the aligned path's tiles of 32 rows (H200, 2026-11-24, triton 3.6.0, 1 to 1024 tokens).
+# Mean rows per expert up to which calls use this path by default: for rows that are aligned to 16
+# elements, and for others. Every block of MAX_BLOCK_M rows unpacks the weights again, which costs
+# too much with more rows. The limits for integers were measured on an H200 on 2026-11-22. With
+# mxfp4 the path is also faster than the aligned path with tiles of 32 rows (H200, 2026-11-24,
+# triton 3.6.0, 1 to 1024 tokens).
 _MAX_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
-# Launches of the aligned path that are slower than this one: (max block_m, max mean rows per
-# expert).
+# (max block_m, max mean rows per expert) of launches of the aligned path that are slower than this
+# path.
 _SLOW_ALIGNED_TILES: dict[str, tuple[int, float]] = {
     "uint4": (16, 12),
     "float4_e2m1": (32, math.inf),
@@ -42,11 +43,12 @@ _MIN_N, _MAX_N, _MIN_K, _MAX_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
 
 @dataclass(frozen=True)
 class AlignedW4Config:
-    """Launch of one GEMM. A gated GEMM computes block_n gate columns and block_n up columns.
+    """The launch of one GEMM. A gated GEMM computes block_n gate columns and block_n up columns.
 
-    The warps of a program split K. block_k: K per step of one warp. num_stages: pipeline stages.
-    registers: maxnreg, 0 for no limit. A limit may spill a few registers to fit one more program
-    per SM.
+    block_k: K elements per step and warp; the warps of a program split K.
+    num_stages: stages of the software pipeline.
+    registers: maximum registers per thread (maxnreg), 0 for no limit. A limit can fit one more
+        program on an SM, at the cost of spilling a few registers.
     """
 
     block_m: int
@@ -62,7 +64,7 @@ class AlignedW4Config:
         return f"{sizes} warps={self.num_warps} stages={self.num_stages}{limit}"
 
     def violations(self) -> Iterator[Violation]:
-        """Yield every reason why this cannot be launched."""
+        """Yield every limit of the kernel that this launch violates."""
         rules = (
             ("block_m", self.block_m in _BLOCKS_M, f"one of {_BLOCKS_M}"),
             (
@@ -106,10 +108,11 @@ class _Shape(NamedTuple):
     block_k: int = WARP_K
 
 
-# (upper limit of blocks of 64 columns, min K, shape); the first row that applies is used. Measured
-# on one H200 (triton 3.6.0, bf16) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss:
-# integers with 4 to 16 tokens on 2026-11-22; mxfp4 with 4 and 16, and the rows below 200 blocks and
-# below 500 of mxfp4 with one token, on 2026-11-20, before the loop was made shorter.
+# (limit, min K, shape): applies to fewer blocks of 64 columns than `limit` and to K of at least
+# `min K`; the first row that applies is used. Measured on one H200 (triton 3.6.0, bf16) over
+# Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: integers with 4 to 16 tokens on 2026-11-22; mxfp4
+# with 4 and 16 tokens on 2026-11-20, and its rows for fewer than 200 and 500 blocks with one token.
+# The loop of the kernel has become shorter since 2026-11-20.
 _Rows = tuple[tuple[float, int, _Shape], ...]
 # (weight type, has zero points) -> (rows of gated GEMMs, rows of others).
 _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
@@ -156,9 +159,8 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
         ),
     ),
 }
-# Shapes for block_m 16, which needs registers for twice the sums. mxfp4: the fastest of 12, in
-# blocks of 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24,
-# triton 3.6.0).
+# Shapes for block_m 16, which needs twice the registers for sums. Those of mxfp4 are the fastest of
+# 12 on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24, triton 3.6.0).
 _SHAPES_FOR_16 = {
     ("uint4", True): _Shape(32, 2, 4),
     ("uint4", False): _Shape(64, 2, 3, 200),
@@ -168,10 +170,10 @@ _SHAPES_FOR_16 = {
 
 
 def serves(problem: Problem) -> bool:
-    """Return whether the kernel supports `problem`; see operands_w4.fills_words.
+    """Return whether the kernel supports `problem`; see `operands_w4.supports_w4`.
 
-    A batch-invariant problem uses one path for all token counts, so it is supported only if the
-    path has no limit of rows.
+    A batch-invariant problem must use one path for all token counts, so it is supported only if the
+    path is fast with any number of rows.
     """
     if not supports_w4(problem):
         return False
@@ -179,7 +181,7 @@ def serves(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the maximum number of tokens for this path to be chosen without a tuned file."""
+    """Return the largest call for which this path is used without a tuned file, in tokens."""
     if problem.batch_invariant:
         return _UNBOUNDED
     even, odd = _MAX_ROWS[problem.scheme.weight]
@@ -188,7 +190,7 @@ def max_tokens(problem: Problem) -> int:
 
 
 def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
-    """Return whether this path is faster than the aligned path with tiles of block_m rows."""
+    """Return whether this path is faster than the aligned path with blocks of block_m rows."""
     max_block_m, rows = _SLOW_ALIGNED_TILES[problem.scheme.weight]
     return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
 
@@ -202,9 +204,9 @@ def block_m(problem: Problem, pairs: int) -> int:
 
 @dataclass(frozen=True)
 class RowDistribution:
-    """The distribution of the rows of a call: block_m, and the expected number of active experts.
+    """block_m and the expected number of active experts of a call, under uniform routing.
 
-    Uniform routing is assumed.
+    An active expert is one that has rows.
     """
 
     block_m: int
@@ -219,7 +221,14 @@ class RowDistribution:
 
 @dataclass(frozen=True)
 class GemmSizes:
-    """The sizes of one GEMM: `columns` output columns, K = `depth`. zeros: has zero points."""
+    """The properties of one GEMM that select its launch.
+
+    scheme: the quantization scheme.
+    columns: output columns.
+    depth: K.
+    gated: whether it computes gate and up columns.
+    zeros: whether the weights have zero points.
+    """
 
     scheme: QuantScheme
     columns: int
@@ -247,9 +256,8 @@ def default(problem: Problem, tokens: int) -> MoEConfig:
 def breakpoints(problem: Problem) -> Iterator[int]:
     """Yield the last token count of each of the default configurations, ascending.
 
-    The configuration changes as more experts become active, until block_m is 16. If it is equal at
-    both ends of an interval it is equal throughout, because the table row depends monotonically on
-    the number of blocks.
+    While block_m is 8, the configuration changes as more experts become active; `_changes` finds
+    where.
     """
     if problem.batch_invariant:
         return
@@ -261,7 +269,11 @@ def breakpoints(problem: Problem) -> Iterator[int]:
 
 
 def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
-    """Yield the last token count before each change between `low` and `high`, by bisection."""
+    """Yield the last token count before each change between `low` and `high`, by bisection.
+
+    If the configurations at both ends are equal, so are all in between: the number of active
+    experts, and so the row of the table, is monotonic in the number of tokens.
+    """
     if default(problem, low) == default(problem, high):
         return
     if high - low == 1:
@@ -273,7 +285,7 @@ def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
 
 
 def launch_for(product: GemmSizes, distribution: RowDistribution) -> AlignedW4Config:
-    """Return the launch of `product` for the rows of `distribution`."""
+    """Return the default launch of `product` for the rows of `distribution`."""
     weight, block_m = product.scheme.weight, distribution.block_m
     if block_m == MIN_BLOCK_M:
         blocks = distribution.experts * -(-product.columns // 64)
@@ -294,8 +306,8 @@ def launch_for(product: GemmSizes, distribution: RowDistribution) -> AlignedW4Co
 def _registers(shape: _Shape, product: GemmSizes, block_m: int) -> int:
     """Estimate the live registers per thread.
 
-    They are the words, the sums, the partial sums of each group in a step, and the terms of the
-    zero points if there are several groups.
+    These are the weight words, the sums, the partial sums of each scale group in a step and, for
+    several groups with zero points, the terms of the zero points.
     """
     rows = shape.block_n * (2 if product.gated else 1)
     groups = shape.block_k // mma_depth(product.scheme, product.depth, shape.block_k)
@@ -303,14 +315,18 @@ def _registers(shape: _Shape, product: GemmSizes, block_m: int) -> int:
     return rows * shape.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
-# Candidates: block_m -> (min, max) mean rows per expert, and block_m -> values of block_k.
+# Candidates: (min, max) mean rows per expert by block_m, values of block_k by block_m, and
+# (warps, stages).
 _CANDIDATE_ROWS: RowRange = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
 _CANDIDATE_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}
-_CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
+_CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens that `_registers` expects not to spill."""
+    """Return the launches to time for `tokens` tokens.
+
+    Those that spill, as far as `_registers` predicts it, are left out.
+    """
     result = {}
     for rows in blocks_worth_timing(_CANDIDATE_ROWS, problem, tokens):
         shapes = [

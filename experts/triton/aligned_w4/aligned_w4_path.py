@@ -1,7 +1,8 @@
-"""The aligned path for 4-bit weights and small M, in blocks of 8 or 16 rows.
+"""The aligned path for 4-bit weights and few rows per expert, in blocks of 8 or 16 rows.
 
-It differs from the aligned path only in the GEMM kernel: words of eight weights are unpacked in
-registers and form the left operand, and the warps of a program split K.
+It differs from the aligned path only in the GEMM kernel, which unpacks 32-bit words of eight
+weights in registers. The weights are the left operand of the MMA, and the warps of a program split
+K.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,9 +22,9 @@ from modular_kernel.tensors import ExpertWeights
 
 
 class AlignedW4Path(AlignedPath):
-    """The path for the problems of aligned_w4_config.serves.
+    """The path for the problems of `aligned_w4_config.serves`.
 
-    Row p of the output of both GEMMs is pair p.
+    Row p of the output of both GEMMs belongs to pair p.
     """
 
     name = aligned_w4_config.NAME
@@ -33,12 +34,12 @@ class AlignedW4Path(AlignedPath):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernel supports `problem`; see aligned_w4_config.serves."""
+        """Return whether the kernel supports `problem`; see `aligned_w4_config.serves`."""
         return problem.adapters is None and aligned_w4_config.serves(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the maximum number of tokens.
+        """Return the largest call for which the path is used without a tuned file, in tokens.
 
         Every block of rows unpacks the weights again, which costs too much with more tokens.
         """
@@ -46,7 +47,7 @@ class AlignedW4Path(AlignedPath):
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches for the expected number of active experts."""
+        """Return the default launches for the expected number of active experts."""
         return aligned_w4_config.default(problem, tokens)
 
     @classmethod
@@ -58,22 +59,21 @@ class AlignedW4Path(AlignedPath):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield violations of the limits of the kernel."""
+        """Yield the violated limits of the kernel."""
         assert isinstance(config, AlignedW4Config)
         return config.violations()
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the candidates of aligned_w4_config."""
         return aligned_w4_config.candidates(problem, tokens)
 
     @classmethod
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return this path's default for a configuration of the aligned path that is slower.
+        """Return this path's default configuration if it is faster than `config`, else `config`.
 
-        That is one whose block_m is small; any other configuration is returned unchanged.
+        It is faster than configurations of the aligned path with a small block_m.
         """
         is_aligned = config.path == AlignedPath.name
         if is_aligned and aligned_w4_config.is_faster(problem, tokens, config.gemm1.block_m):
@@ -81,14 +81,13 @@ class AlignedW4Path(AlignedPath):
         return config
 
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernel."""
         from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import grouped_gemm_w4_kernel
 
         super().__init__(problem)
         self._kernel = grouped_gemm_w4_kernel
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether weights allow 16-byte loads and the rows of x are contiguous."""
+        """Return whether the weights allow 16-byte loads and the rows of x are contiguous."""
         return x_TH.stride(1) == 1 and allows_vector_loads(weights)
 
     def arguments(
@@ -98,9 +97,9 @@ class AlignedW4Path(AlignedPath):
         config: Launch,
         shrunk: ShrinkOutput | None,
     ) -> dict[str, object]:
-        """Return the arguments of the 4-bit kernel.
+        """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed.
 
-        rows: activations, contiguous along K, and None (they have no scales).
+        rows: activations, contiguous along K, and None, because they have no scales.
         """
         assert isinstance(config, AlignedW4Config)
         assert shrunk is None  # `serves` excludes adapters

@@ -1,4 +1,4 @@
-"""Reading and writing tuned config files: our format, and those of vLLM and SGLang.
+"""Reading and writing of tuned config files: our format, and those of vLLM and SGLang.
 
 Our format:
 
@@ -11,17 +11,18 @@ Our format:
             "path": "aligned", "us": 650.1, "untuned_us": 664.0},
      "128": ...}
 
-The key "64" is a number of tokens. "path" is one of experts.triton.paths, by default the first,
+The key "64" is a number of tokens. "path" is one of `experts.triton.paths`, by default the first,
 and determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts
-output columns: a gated GEMM 1 computes that many gate columns and that many up columns.
+output columns: a gated GEMM 1 computes that many gate columns and that many up columns. "us" and
+"untuned_us" are times of the layer in microseconds, with this configuration and with the default.
 
-Files of vLLM and SGLang have no "format" and use one launch for both GEMMs,
-{"64": {"BLOCK_SIZE_M": ...}}; SGLang may have a second file, NAME_down.json, for GEMM 2. Their
-BLOCK_SIZE_N counts columns of the fused gate and up matrix. For a gated activation it is halved
-(to at least 16), which keeps the work per block. Unknown keys are ignored.
+Files of vLLM and SGLang have no "format" and use one launch for both GEMMs, {"64": {"BLOCK_SIZE_M":
+...}}; SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts gate and
+up columns together. For a gated activation it is halved (to at least 16), which keeps the work of a
+block. Unknown keys are ignored.
 
-A malformed file is rejected as a whole, with a ConfigurationError that names the file and states
-got and need.
+A malformed file is rejected as a whole, with a ConfigurationError that names the file, what it has
+and what is needed.
 """
 
 import json
@@ -54,7 +55,7 @@ _MAX_DEVICE_LENGTH = 100  # file systems allow 255 bytes per name
 def device_key(name: str) -> str:
     """Return a device name as used in file names: "_" for all but letters, digits and _.()+-.
 
-    vLLM and SGLang replace only spaces, which gives the same result for every device they ship
+    vLLM and SGLang replace only spaces, which gives the same result for every device that they ship
     files for.
     """
     key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_LENGTH]
@@ -65,10 +66,15 @@ def device_key(name: str) -> str:
 class ConfigKey:
     """The fields of a config file name.
 
-    experts: local experts, w2.shape[0]. intermediate: the logical I, w2.shape[2] for unpacked
-    weights. device: a result of device_key. dtype: "fp8_w8a8", "float32", ..., "" for float16 and
-    bfloat16. block_shape: (rows, K elements) per weight scale, (0, g) for groups of g. prepared:
-    for calls with prepared weights only. down: SGLang's file for GEMM 2 only.
+    experts: local experts, w2.shape[0].
+    intermediate: I, which is w2.shape[2] for unpacked weights.
+    device: a result of `device_key`.
+    dtype: "fp8_w8a8", "float32", ...; "" for float16 and bfloat16.
+    block_shape: (rows, K elements) per weight scale; (0, g) for groups of g.
+    per_channel: weights have one scale per row, and activations are quantized.
+    prepared: the file is for calls with prepared weights only.
+    down: the file is SGLang's, for GEMM 2 only.
+
     `ConfigKey.parse(key.file_name) == key` for every key. Raise ConfigurationError if a field
     cannot be written in a file name.
     """
@@ -90,7 +96,7 @@ class ConfigKey:
 
     @property
     def file_name(self) -> str:
-        """Return the name as SGLang spells it; vLLM has no space in the block shape."""
+        """Return the file name in SGLang's spelling; vLLM's has no space in the block shape."""
         dtype = f",dtype={self.dtype}" if self.dtype else ""
         block = f",block_shape={list(self.block_shape)}" if self.block_shape else ""
         channel = ",per_channel_quant=True" if self.per_channel else ""
@@ -101,9 +107,9 @@ class ConfigKey:
 
     @classmethod
     def parse(cls, name: str) -> "ConfigKey":
-        """Parse a file name; raise ConfigurationError if it is none.
+        """Parse the name of a config file, with or without a space in the block shape.
 
-        The space in the block shape is optional.
+        Raise ConfigurationError if `name` is not one.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -137,7 +143,7 @@ class ConfigKey:
 
 
 def _values(match: re.Match[str]) -> dict[str, Any]:
-    """Return the fields of a ConfigKey."""
+    """Return the fields of the ConfigKey that `match` describes."""
     return {
         "experts": int(match["experts"]),
         "intermediate": int(match["intermediate"]),
@@ -156,9 +162,9 @@ def file_names_for(
     """Return the file names to look up for `problem`, best first.
 
     With prepared weights there is only our own name, because no other library writes such files.
-    Otherwise: our own name; vLLM's, without a space in the block shape, groups or
-    per_channel_quant; and, for 4-bit weights, SGLang's, whose N counts bytes of a packed row,
-    N = I / 2.
+    Otherwise the names are our own, then vLLM's, which may lack the space in the block shape, the
+    groups or per_channel_quant. For 4-bit weights, SGLang's follow, whose N counts bytes of a
+    packed row, N = I / 2.
     """
     key = ConfigKey.of(problem, device_name, prepared=prepared)
     if prepared:
@@ -183,7 +189,7 @@ MAX_FILE_BYTES = 1 << 20
 _TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _HEADER_KEYS = ("format", "triton_version", "tuned_for")
 _MAX_INT = 1 << 31
-_MAX_MICROSECONDS = 1e12  # microseconds; longer times are discarded
+_MAX_MICROSECONDS = 1e12  # longer times are discarded
 # JSON keys of launch fields that differ from the field names; these are vLLM's.
 _KEYS = {
     "block_m": "BLOCK_SIZE_M",
@@ -196,7 +202,10 @@ _DEFAULTS = {"num_warps": 4, "num_stages": 3}  # Triton's defaults
 
 @dataclass(frozen=True)
 class TunedFor:
-    """The layer that a file in our format was tuned on, in addition to its ConfigKey."""
+    """The part and the layer for which a file in our format was tuned.
+
+    Sizes that the file's name contains are left out.
+    """
 
     experts_part: str
     hidden: int
@@ -205,7 +214,7 @@ class TunedFor:
 
 @dataclass(frozen=True)
 class Times:
-    """Layer times in microseconds; untuned_us is None if it was not measured."""
+    """Times of the layer in microseconds; untuned_us is None if it was not measured."""
 
     us: float
     untuned_us: float | None
@@ -215,9 +224,14 @@ class Times:
 class TunedConfigs:
     """The contents of a config file: launches by number of tokens, not yet fitted to a problem.
 
-    gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
-    columns together. strict: a launch that does not fit is an error; otherwise it is clamped.
-    paths: (tokens, path name); BASE for missing numbers of tokens.
+    origin: the file, for messages.
+    gemm1, gemm2: (tokens, launch), ascending.
+    fused_columns: block_n of GEMM 1 counts gate and up columns together.
+    strict: a launch that does not fit the problem is an error; otherwise it is clamped.
+    triton: the version of Triton that the file was tuned with, if known.
+    tuned_for: of files in our format that have it.
+    paths: (tokens, path name); numbers of tokens that are missing here use BASE.
+    times: by number of tokens, where known.
     """
 
     origin: str
@@ -231,7 +245,7 @@ class TunedConfigs:
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
     def configs(self) -> dict[int, MoEConfig]:
-        """Return the configurations by tokens; both GEMMs must have the same token counts."""
+        """Return the configurations by number of tokens, which must be the same for both GEMMs."""
         paths = dict(self.paths)
         return {
             tokens: MoEConfig(gemm1, gemm2, paths.get(tokens, BASE.name))
@@ -240,7 +254,7 @@ class TunedConfigs:
 
 
 def read_config_file(path: Path) -> TunedConfigs:
-    """Read a config file; raise ConfigurationError, naming the file, if it is malformed."""
+    """Read a config file. Raise ConfigurationError, naming the file, if it is malformed."""
     return parse_config_file(_content(path), str(path))
 
 
@@ -258,7 +272,7 @@ def _content(path: Path) -> bytes:
 
 
 def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
-    """Parse the text of a config file; origin: the file name in error messages."""
+    """Parse the text of a config file, which error messages call `origin`."""
     what = f"config file {origin}"
     try:
         value = json_files.parse(text)
@@ -269,11 +283,12 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
 
 
 def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
-    """Build a strict recipe from a configuration, the contents of a file, or one entry of it.
+    """Convert the argument of `override_config`: a configuration, a file's contents, or one entry.
 
     A mapping follows the rules of files, except that token counts may be integers. A single entry
     applies to every call: {"gemm1": .., "gemm2": ..} is in our format, {"BLOCK_SIZE_M": ..} in
-    vLLM's, which counts fused columns. Raise ConfigurationError for anything else.
+    vLLM's, which counts gate and up columns together. The result is strict. Raise
+    ConfigurationError for anything else.
     """
     what = "override_config"
     if isinstance(value, MoEConfig):
@@ -366,9 +381,10 @@ def _parse_foreign_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
 
 
 def _launch(values: Mapping[str, object], what: str, launch_type: type[Any]) -> Launch:
-    """Build a launch of type `launch_type`; its validity for a problem is not checked here.
+    """Build a launch of type `launch_type` from the JSON values of its fields.
 
-    Every field is an integer and at least 1, or at least 0 if its default is 0.
+    A field must be an integer of at least 1, or of at least 0 if its default is 0. Whether a
+    problem allows the launch is not checked here.
     """
     values_by_field = {}
     for launch_field in fields(launch_type):
@@ -431,7 +447,7 @@ def config_to_json(config: MoEConfig) -> dict[str, object]:
 
 
 def dump_config_file(recipe: TunedConfigs) -> str:
-    """Serialize `recipe` in our format."""
+    """Return the text of a config file in our format."""
     contents: dict[str, object] = {"format": FORMAT}
     if recipe.triton is not None:
         contents["triton_version"] = recipe.triton

@@ -1,4 +1,4 @@
-"""Launch configurations as a step function of the token count, and the untuned defaults."""
+"""The default launch configurations, as a step function of the number of tokens."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,8 +15,8 @@ from modular_kernel.spec.problem import Problem
 class ConfigSteps:
     """Configurations as a step function of the number of tokens.
 
-    configs[i] applies to calls of lasts[i - 1] + 1 to lasts[i] tokens. lasts ascends and ends with
-    UNBOUNDED_TOKENS.
+    Step i has configs[i] and applies to calls of lasts[i - 1] + 1 to lasts[i] tokens. lasts ascends
+    and ends with UNBOUNDED_TOKENS.
     """
 
     lasts: tuple[int, ...]
@@ -29,7 +29,7 @@ class ConfigSteps:
         return self.configs[self.index(tokens)]
 
     def max_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
-        """Return, by (path, block_m), the largest call that uses it, up to `tokens` tokens."""
+        """Return, by (path, block_m), the largest call of at most `tokens` tokens that uses it."""
         result: dict[tuple[str, int], int] = {}
         for last in self.lasts:
             limit = min(tokens, last)
@@ -39,7 +39,7 @@ class ConfigSteps:
         return result
 
     def within(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
-        """Return these steps, with those of `other` where the path is not in `paths`."""
+        """Return these steps, with the configurations of `other` where a path is not in `paths`."""
         return self.changed(
             other.lasts, lambda last, c: c if c.path in paths else other.choose(last)
         )
@@ -49,8 +49,8 @@ class ConfigSteps:
     ) -> "ConfigSteps":
         """Split the steps after `ends` as well, apply `change` to each, and merge equal neighbors.
 
-        change(last, config): `last` is the last token count of a step; the result must hold for
-        every token count of that step.
+        change(last, config) gets the last token count of a step and its configuration. It returns a
+        configuration that must hold for every token count of that step.
         """
         boundaries = sorted({*self.lasts, *(end for end in ends if 0 <= end < UNBOUNDED_TOKENS)})
         configs = [change(last, self.choose(last)) for last in boundaries]
@@ -65,7 +65,7 @@ class ConfigSteps:
 def config_violations(
     config: MoEConfig, problem: Problem, device: Device
 ) -> Iterator[tuple[str, Violation]]:
-    """Yield (GEMM name or "", violation) for every reason why `config` cannot be launched."""
+    """Yield (GEMM or "", violation) for every reason why `config` cannot be launched."""
     path = BY_NAME[config.path]
     if not path.serves(problem, device):
         yield "", Violation("path", config.path, f"one that serves {problem.quant}")
@@ -85,7 +85,7 @@ def is_launchable(config: MoEConfig, problem: Problem, device: Device) -> bool:
 
 
 def require_config(config: MoEConfig, problem: Problem, device: Device, origin: str) -> None:
-    """Raise ConfigurationError with origin, got and need if `config` cannot be launched."""
+    """Raise ConfigurationError, naming `origin`, if `config` cannot be launched."""
     for gemm, violation in config_violations(config, problem, device):
         what = f"{origin}: {gemm} {violation.what}" if gemm else f"{origin}: {violation.what}"
         raise ConfigurationError(what, got=violation.got, need=violation.need)
@@ -96,8 +96,8 @@ def heuristics(
 ) -> ConfigSteps:
     """Return the default configurations of `problem` on `device`, using only `paths` and BASE.
 
-    prepared: for calls with prepared weights. Raise ConfigurationError if the groups of the scheme
-    allow no launch.
+    If `prepared`, they are for calls with prepared weights. Raise ConfigurationError if the scale
+    groups of the scheme allow no launch.
     """
     steps = ConfigSteps(
         (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
@@ -111,7 +111,7 @@ def heuristics(
 def with_prepared(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Overlay `steps` with the configurations that `paths` use for prepared weights."""
+    """Return `steps`, with the configurations for prepared weights where `paths` have any."""
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
@@ -136,7 +136,7 @@ def with_prepared(
 def replace_foreign_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Replace launches from a file of vLLM or SGLang where one of `paths` is faster."""
+    """Replace configurations from a file of vLLM or SGLang where one of `paths` is faster."""
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
@@ -153,7 +153,7 @@ def replace_foreign_configs(
 def overlay_path(
     steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
 ) -> ConfigSteps:
-    """Overlay `steps` with the defaults of `path` over its range of token counts."""
+    """Return `steps`, with the defaults of `path` in its range of token counts."""
     min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
     if max_tokens == 0:
         return steps

@@ -1,18 +1,23 @@
 """Lookup of the tuned file for a problem, and its conversion to configurations by token count.
 
-Precedence: an active override > the user's folder (MK_CONFIG_DIR) > the packaged files in data/ >
-the nearest layers with a packaged file (`nearest`) > `heuristics`, if no file exists for this
-device and number format.
+The first of these that exists is used:
+
+- an active override;
+- a file in the user's folder (MK_CONFIG_DIR);
+- a packaged file, in data/;
+- the nearest layers with a packaged file (`nearest`);
+- `heuristics`, if no packaged file is for this device and number format.
 
 A folder may keep files in triton_X_Y_Z/, as SGLang does, or at its top level, as vLLM does. The
 subfolder of the installed Triton is searched first, then the top level, then other versions, newest
-first. Every place is searched for one file name before the next name is tried (see
+first. All of them are searched for one file name before the next name is tried (see
 `files.file_names_for`).
 
-A file has launches for some token counts. A call uses the nearest one; ties go to the smaller.
+A file has launches for some token counts. A call uses that of the nearest count; ties go to the
+smaller.
 
 Calls with prepared weights have separate files. Without one they use the ordinary configurations,
-overlaid with those of the paths that prepare weights.
+except where a path that prepares weights has its own for them.
 """
 
 import logging
@@ -68,9 +73,9 @@ _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
 PACKAGED = "packaged"  # title of the folder that ships with the package
 NEAREST = "nearest"  # a value of Source.origin
-FIXED = "one configuration for every number of tokens: batch_invariant"  # another
+FIXED = "one configuration for every number of tokens: batch_invariant"  # also of Source.origin
 _MIN_BLOCK_N = 16
-# Violations that are clamped in files of vLLM and SGLang; all others are errors.
+# Limits to which launches of vLLM and SGLang are clamped; other violations are errors.
 _CLAMPED_VIOLATIONS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
 
 
@@ -78,10 +83,14 @@ _CLAMPED_VIOLATIONS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
 class Source:
     """The configurations of a problem and their origin.
 
-    origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: token counts in the
-    file. lenders: the layer from which each step is borrowed. notes: remarks for `explain`.
-    looked_in: locations without a usable file, in order of search. foreign: whether the file is
-    from vLLM or SGLang. prepared: whether the steps are for calls with prepared weights.
+    steps: the configurations.
+    origin: "override_config", a file, NEAREST, "heuristics" or FIXED.
+    keys: the token counts in the file.
+    lenders: for each step, the tuned layer that its configuration is from, if origin is NEAREST.
+    notes: remarks for `explain`.
+    looked_in: locations without a usable file, in order of search.
+    foreign: the file is from vLLM or SGLang.
+    prepared: the steps are for calls with prepared weights.
     """
 
     steps: ConfigSteps
@@ -96,9 +105,9 @@ class Source:
     def launched(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
     ) -> ConfigSteps:
-        """Return the steps launched from this source by a caller that supports `paths`.
+        """Return the configurations with which a caller that supports `paths` launches its calls.
 
-        prepared: for calls with prepared weights.
+        If `prepared`, the calls have prepared weights.
         """
         steps = self.steps
         if self.foreign:
@@ -110,7 +119,7 @@ class Source:
             own = [name for name in BUILT_IN_NAMES if name in paths]
             steps = split_at_breakpoints(steps, problem, device)
             steps = prefer_heuristics_by_rows(steps, heuristics(problem, device, own), problem)
-            # No file tuned them, so they come before borrowed launches as before heuristics.
+            # Paths of other packages have no tuned files, so they replace borrowed launches, too.
             for path in PATHS[len(BUILT_IN) :]:
                 if path.name in paths and path.serves(problem, device):
                     steps = overlay_path(steps, path, problem, device)
@@ -121,9 +130,10 @@ class Source:
 
 @dataclass(frozen=True)
 class ConfigLookup:
-    """Folders of tuned files for one device.
+    """The folders of tuned files, and the device to look them up for.
 
-    folders: (title, path), best first. triton: the installed version, if known.
+    folders: (title, path), best first.
+    triton: the installed version, if known.
     """
 
     folders: tuple[tuple[str, Path], ...]
@@ -133,12 +143,12 @@ class ConfigLookup:
     def source(self, problem: Problem, *, prepared: bool = False) -> Source:
         """Return the configurations from the best file, the nearest layers or the heuristics.
 
-        prepared: for calls with prepared weights; falls back to the ordinary source if they have
-        no file. Raise ConfigurationError, naming the file, if it cannot be read, is malformed or,
-        in our format, does not fit. Warn once per file that was tuned with another Triton or is
-        clamped.
+        If `prepared`, they are for calls with prepared weights; if those have no file, the result
+        is that for other calls. Warn once per file that was tuned with another version of Triton or
+        is clamped. Raise ConfigurationError, naming the file, if it cannot be read, is malformed
+        or, in our format, does not fit.
         """
-        if problem.batch_invariant:  # files depend on the number of tokens
+        if problem.batch_invariant:  # the launches in a file depend on the number of tokens
             return Source(heuristics(problem, self.device), FIXED)
         looked_in: list[str] = []
         names = file_names_for(problem, self.device.name, prepared=prepared)
@@ -181,8 +191,8 @@ class ConfigLookup:
     def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
         """Return the packaged layers for this device and number format.
 
-        The list is empty for a problem whose rows do not start at multiples of 16 elements,
-        because those of all packaged layers do.
+        There are none for a problem whose rows are not aligned to 16 elements, because those of all
+        packaged layers are.
         """
         if not self.device.name or not rows_aligned_to_16(problem):
             return []
@@ -224,7 +234,7 @@ class ConfigLookup:
 
 
 def triton_subfolder(triton: str | None) -> str:
-    """Return the subfolder for a Triton version, such as "triton_3_6_0"; "" if unknown."""
+    """Return the subfolder for a Triton version, such as "triton_3_6_0"; "" if it is not known."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", triton or "", re.ASCII)
     return f"triton_{'_'.join(match.groups())}" if match else ""
 
@@ -249,7 +259,10 @@ def _read_with_down(path: Path) -> TunedConfigs:
 
 
 def _has_same_alignment(recipe: TunedConfigs, problem: Problem) -> bool:
-    """Return whether rows have the same alignment as in tuning, on which large tiles depend."""
+    """Return whether rows have the alignment of the tuned layer.
+
+    Large tiles are slow for rows without it.
+    """
     if rows_aligned_to_16(problem):
         return True
     return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
@@ -271,9 +284,10 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
 def fit_to_problem(
     recipe: TunedConfigs, problem: Problem, device: Device, *, prepared: bool = False
 ) -> Source:
-    """Convert `recipe` to configurations for `problem` on `device`.
+    """Convert the contents of a file to configurations for `problem` on `device`.
 
-    prepared: for calls with prepared weights. Raise ConfigurationError if one cannot be launched.
+    If `prepared`, they are for calls with prepared weights. Raise ConfigurationError if a launch of
+    a supported path cannot be launched.
     """
     max_tokens_by_key = {
         t: _max_tokens_for(path, t, recipe, problem, device, prepared) for t, path in recipe.paths
@@ -321,10 +335,11 @@ def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tupl
 def _max_tokens_for(
     name: str, tokens: int, recipe: TunedConfigs, problem: Problem, device: Device, prepared: bool
 ) -> int:
-    """Return the largest call for which a configuration tuned for `tokens` on this path applies.
+    """Return the largest call that may use a configuration tuned for `tokens` on path `name`.
 
-    Small-M paths read weights once per pair, so their launches are not extended beyond
-    `max_tokens`. With prepared weights there is no limit.
+    Paths for few tokens read weights once per pair, so their launches are not used beyond
+    `Path.max_tokens` (or beyond `tokens`, if that is larger). With prepared weights there is no
+    limit.
     """
     path = BY_NAME[name]
     if prepared and path.prepared_configs(problem):
@@ -352,7 +367,7 @@ def _clamp_foreign_launches(
     device: Device,
     labels: tuple[str, ...],
 ) -> tuple[LaunchConfig, LaunchConfig, list[str]]:
-    """Clamp launches of vLLM or SGLang to this device; return them and a note for each change."""
+    """Clamp launches of vLLM or SGLang to this device; return them, and a note for each change."""
     results: list[LaunchConfig] = []
     clamps = []
     for tile, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
@@ -372,10 +387,10 @@ def _clamp_foreign_launches(
 def _token_ranges(
     launches: Sequence[tuple[int, Launch]], max_tokens_by_key: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Launch]]]:
-    """Return (largest token count for which this launch is nearest, launch), ascending.
+    """Return, for each launch, (last token count that uses it, launch), ascending.
 
-    max_tokens_by_key: upper limits of those counts, by the tokens of a launch. The last launch has
-    no limit.
+    A token count uses the nearest launch, unless max_tokens_by_key limits that launch to fewer
+    tokens. The last launch has no limit.
     """
     tokens = [t for t, _ in launches]
     ends = [
@@ -397,7 +412,7 @@ def _clamp_tile(
 
 
 def _summarize_notes(notes: list[str]) -> tuple[str, ...]:
-    """Return the first note and the number of further ones."""
+    """Return the first note, with the number of the others."""
     if len(notes) <= 1:
         return tuple(notes)
     return (f"{notes[0]}, and {len(notes) - 1} more like it",)

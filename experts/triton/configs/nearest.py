@@ -1,8 +1,8 @@
 """Configurations for layers without a tuned file, borrowed from the nearest tuned layers.
 
-The cost of a launch depends mainly on the GEMM sizes, the number of active experts (experts with
-rows) and the rows per active expert. Each entry of a tuned file is a point in these coordinates; a
-call uses the entry of the nearest point, whichever layer it was tuned for.
+The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts (those
+with rows) and the rows per active expert. In these coordinates, each entry of a tuned file is a
+point. A call uses the configuration of the nearest point, of whichever layer.
 """
 
 import math
@@ -20,17 +20,19 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
 
 _TOKENS = tuple(1 << power for power in range(15))
-MIN_COMPUTE_BOUND_ROWS = 24  # mean rows per expert up to which loading weights dominates
-MAX_DISTANCE = 1.0  # max distance at which a borrowed configuration beats the heuristics
+MIN_COMPUTE_BOUND_ROWS = 24  # mean rows per expert up to which loading weights takes most time
+MAX_DISTANCE = 1.0  # with a larger distance, the heuristics are used
 # Distance per factor of two in each field of Point, in order.
 _WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A tuned entry in log2 coordinates.
+    """A call of a layer in log2 coordinates, for comparing calls of different layers.
 
-    rows: rows per active expert. active_experts: number of active experts.
+    rows: rows per active expert.
+    active_experts: expected number of experts with rows.
+    hidden, intermediate: sizes of the layer.
     """
 
     rows: float
@@ -40,7 +42,7 @@ class Point:
 
     @classmethod
     def of(cls, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> "Point":
-        """Compute the point of a layer and token count under uniform routing."""
+        """Compute the point of a call of `tokens` tokens under uniform routing."""
         active_experts = experts * (1 - (1 - min(top_k / experts, 1)) ** tokens)
         values = tokens * top_k / active_experts, active_experts, hidden, intermediate
         return cls(*map(math.log2, values))
@@ -60,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """A layer and its tuned launches. tuned_configs: the content of its config file."""
+    """The sizes of a tuned layer and the contents of its config file."""
 
     experts: int
     top_k: int
@@ -70,7 +72,7 @@ class TunedLayer:
 
     @classmethod
     def of(cls, key: ConfigKey, tuned_configs: TunedConfigs) -> "TunedLayer":
-        """Build from a file in our format; raise ConfigurationError if it has no "tuned_for"."""
+        """Build from a file in our format. Raise ConfigurationError if it has no "tuned_for"."""
         if tuned_configs.tuned_for is None:
             raise ConfigurationError(
                 f"config file {tuned_configs.origin}", got="none", need="tuned_for"
@@ -103,10 +105,10 @@ def borrow_configs(
     fallback: ConfigSteps,
     tokens: Sequence[int] = _TOKENS,
 ) -> list[BorrowedConfig]:
-    """Return, for each token count, the configuration of the nearest point.
+    """Return, for each of `tokens`, the configuration of the nearest point.
 
-    Points whose configuration cannot be launched for `problem` are skipped. `fallback` is used
-    if no point is within MAX_DISTANCE.
+    Points whose configuration cannot be launched for `problem` are skipped. If no point is within
+    MAX_DISTANCE, the configuration is that of `fallback`.
     """
     points = [
         (
@@ -145,19 +147,20 @@ def borrow_configs(
 
 
 def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
-    """Return the largest token count for which a configuration tuned for `tokens` may be used.
+    """Return the largest call that may use a configuration that was tuned for `tokens`.
 
-    Only paths for small M have a limit.
+    Only paths for few tokens have a limit.
     """
     max_tokens = BY_NAME[config.path].max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
 
 
 def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
-    """Adapt a borrowed configuration: for paths with `transferable` False, only the path is kept.
+    """Adapt a borrowed configuration to `problem`.
 
-    The other values do not transfer: the ring length can depend on K, and the best launch for 4-bit
-    weights depends on the number of programs.
+    If the path's launches do not transfer (`Path.transferable`), only the path is borrowed: the
+    number of ring stages can depend on K, and the best launch for 4-bit weights on the number of
+    programs.
     """
     path = BY_NAME[config.path]
     if path.transferable or not path.serves(problem, device):
@@ -168,12 +171,14 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
 def prefer_heuristics_by_rows(
     steps: ConfigSteps, defaults: ConfigSteps, problem: Problem
 ) -> ConfigSteps:
-    """Replace borrowed steps by `defaults` heuristics where those fit the rows per expert better.
+    """Replace borrowed configurations by `defaults` where those fit the rows per expert better.
 
     With more than MIN_COMPUTE_BOUND_ROWS rows per expert, a borrowed configuration is replaced if
-    its path or block_m differs from the default's, or if its block_n is smaller (not checked for
-    BASE). The best path and block_m follow from the rows per expert, and the nearest entry may have
-    been tuned for fewer: files have entries for powers of two, 1.4 to 2 x apart in rows.
+    its path or block_m differs from the default's. On other paths than BASE, it is also replaced if
+    its block_n is smaller. The best path and block_m follow from the rows per expert, and the
+    nearest entry may have been tuned for fewer: files have entries for powers of two, 1.4 to 2 x
+    apart in rows.
+
     Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): with 32 to 128 rows per expert,
     the replacement takes 0.78 to 0.99 x the time.
     """
@@ -196,15 +201,15 @@ def prefer_heuristics_by_rows(
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
-    """Build a step function that picks the nearest token count."""
+    """Build a step function that uses the configuration of the nearest token count."""
     midpoints = [(low.tokens + high.tokens) // 2 for low, high in pairwise(borrowed)]
     return ConfigSteps((*midpoints, UNBOUNDED_TOKENS), tuple(b.config for b in borrowed))
 
 
 def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:
-    """Split the borrowed steps of each path with `transferable` False at its breakpoints.
+    """Split the borrowed steps of paths whose launches do not transfer at their breakpoints.
 
-    These paths use their own default_config, which changes there.
+    These paths use their own `default_config`, which changes there.
     """
     for path in PATHS:
         if path.transferable or not path.serves(problem, device):

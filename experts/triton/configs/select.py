@@ -1,8 +1,8 @@
-"""Chooses, explains and overrides the launch configuration of a call.
+"""Selection, explanation and overriding of the launch configuration of a call.
 
-config = choose_config(problem, tokens)          # from a tuned file or a fallback, configs.lookup
-print(explain(problem, tokens))                  # the configuration, its origin and the reason
-with override_config(MoEConfig(...)):            # in this thread, inside the block
+config = choose_config(problem, tokens)    # from an override, a tuned file or the heuristics
+print(explain(problem, tokens))            # the configuration, its origin and the reason
+with override_config(MoEConfig(...)):      # in this thread, inside the block
     ...
 """
 
@@ -47,12 +47,14 @@ def choose_config(
 ) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens.
 
-    tokens: tokens on this rank; in the batched format, the capacity C. paths: the paths that the
-    caller supports; if a file names another one, the heuristics are used. prepared: whether the
-    call uses prepared weights. A gated GEMM 1 computes block_n gate columns and block_n up columns.
+    tokens: tokens on this rank; in the batched format, the capacity C.
+    paths: the paths that the caller supports. Where a file names another path, the heuristics are
+        used.
+    prepared: whether the call uses prepared weights.
 
-    Files are read in the first call; a repeated call takes about a microsecond. Raises
-    ConfigurationError if a file or an override is malformed or cannot be launched for the problem.
+    A gated GEMM 1 computes block_n gate columns and block_n up columns. Files are read in the first
+    call; a repeated call takes about a microsecond. Raise ConfigurationError if a file or an
+    override is malformed or cannot be launched for the problem.
     """
     return _cached_config(
         problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
@@ -66,9 +68,10 @@ def buffer_kinds_up_to(
     *,
     prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
-    """Return (max tokens, path, block_m) for each path and block_m used by calls up to `tokens`.
+    """Return the paths and block_m that calls of up to `tokens` tokens use.
 
-    prepared: for calls with prepared weights.
+    Each is given as (largest such call in tokens, path, block_m). If `prepared`, the calls have
+    prepared weights.
     """
     return list(
         _cached_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
@@ -79,10 +82,11 @@ def buffer_kinds_up_to(
 def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator[None]:
     """Use `config` instead of any file inside the block; None restores the lookup of files.
 
-    config: a configuration, a mapping as in a file (see configs.files), or one entry of it for
-    every token count. Blocks nest, and the previous state is restored on exit, also after an
-    exception. The override applies to the current context only, not to other threads. Workspace
-    sizes depend on it: build kernels and plans inside the same block in which they are called.
+    `config` is a configuration, a mapping with the contents of a file (see `configs.files`), or one
+    entry of it, which then applies to every token count. Blocks nest, and the previous state is
+    restored on exit, also after an exception. The override applies to the current context only, not
+    to other threads. Workspace sizes depend on it: build kernels and plans inside the same block in
+    which they are called.
     """
     token = _override.set(None if config is None else configs_from_override(config))
     try:
@@ -111,9 +115,11 @@ def explain(
 ) -> str:
     """Describe what a call of `tokens` tokens launches, its origin and the reason, in text lines.
 
-    device_name: the GPU to choose for; None means this machine's. paths: the paths that the caller
-    supports there. prepared: whether weights are prepared. Weights and tokens are assumed to have
-    the strides that the checkpoint readers produce.
+    device_name: the GPU to choose for; None means this machine's.
+    paths: the paths that the caller supports on that GPU.
+    prepared: whether the call uses prepared weights.
+
+    Weights and tokens are assumed to have the strides that the checkpoint readers produce.
     """
     store = current_lookup()
     recipe = _override.get()
@@ -163,9 +169,9 @@ def explain(
 
 
 def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) -> Iterator[str]:
-    """Yield a line for each path of another package that serves `problem`, and for each broken one.
+    """Yield a line for each path of another package: usable for `problem`, not for it, or broken.
 
-    paths: those that the caller supports; nothing for a part with the base path only.
+    Yield none if `paths`, which the caller supports, has only the base path.
     """
     if paths == (BASE.name,):
         return
@@ -181,7 +187,7 @@ def _external_lines(problem: Problem, device: Device, paths: tuple[str, ...]) ->
 
 
 def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
-    """Yield a note naming the paths that are available only to calls without adapters."""
+    """Yield a note that names the paths that only calls without adapters can take."""
     if problem.adapters is None:
         return
     without_lora = replace(problem, lora="none")
@@ -216,7 +222,10 @@ def _reason(source: Source, problem: Problem, tokens: int, launched: MoEConfig) 
 
 
 def clear_caches() -> None:
-    """Clear all cached choices, files and machine properties; `mk tune` calls this."""
+    """Clear all cached choices, files and machine properties.
+
+    `mk tune` calls this after it has written a file.
+    """
     for function in (_cached_config, _cached_kinds, _steps, _machine_lookup):
         function.cache_clear()
 
@@ -227,19 +236,19 @@ def is_overridden() -> bool:
 
 
 def is_context_active() -> bool:
-    """Return whether an `override_config` or `on_device` is active."""
+    """Return whether an `override_config` or an `on_device` is active."""
     return _override.get() is not None or _device.get() is not None
 
 
 def current_lookup() -> ConfigLookup:
-    """Return the lookup for this machine, with the GPU of `on_device` if one is active."""
+    """Return the lookup for this machine, or for the GPU of an active `on_device`."""
     store, device = _machine_lookup(), _device.get()
     return store if device is None else replace(store, device=device)
 
 
 @cache
 def _machine_lookup() -> ConfigLookup:
-    """Build the lookup for this machine, assuming that all its GPUs equal the first."""
+    """Build the lookup for this machine, assuming that all its GPUs are like the first."""
     user_folder = read_settings().config_dir
     folders = (
         ((PACKAGED, _PACKAGED),)
@@ -265,7 +274,10 @@ class _Context(NamedTuple):
 
 @lru_cache(maxsize=1 << 10)
 def _steps(problem: Problem, context: _Context) -> ConfigSteps:
-    """Return the steps for `problem`, which must have tokens = 0 to be a good cache key."""
+    """Return the configurations for `problem`.
+
+    Its `tokens` must be 0, so that all calls of a layer share a cache entry.
+    """
     store, prepared = current_lookup(), context.prepared
     source = _source(store, context.recipe, problem, prepared)
     return source.launched(problem, store.device, context.paths, prepared=prepared)

@@ -1,6 +1,6 @@
 """Supported problems, limits, chunk size and launches of the dequantized path.
 
-Its GEMMs are those of the grouped_tma path, on weights that a preceding launch converts to bf16.
+Its GEMMs are those of the grouped_tma path, on weights that a launch before them converts to bf16.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from modular_kernel.spec.problem import Problem
 NAME = "dequantized"
 
 _CANDIDATE_ROWS: RowRange = {128: (32, 1 << 62)}
-# Min mean rows per expert for the path to pay off, which depends on the cost of unpacking in the
-# aligned path. Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8,
-# Qwen3-30B and gpt-oss. fp8 and NVFP4 were not measured: they use the numbers of the most similar
+# Mean rows per expert from which the path is faster than the aligned path, which dequantizes in its
+# GEMMs. Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8,
+# Qwen3-30B and gpt-oss. fp8 and NVFP4 were not measured: they use the limits of the most similar
 # schemes, int8 with channel scales and mxfp4.
 _MIN_ROWS = {
     "int4_w4a16_group": 96,
@@ -34,7 +34,7 @@ _MIN_ROWS = {
     "fp8_w8a16_channel": 128,
     "fp8_w8a16_block": 128,
 }
-_MAX_BYTES = 1 << 30  # max size of the dequantized weights, unless one expert is larger
+_MAX_BYTES = 1 << 30  # maximum size of the dequantized weights, unless one expert is larger
 
 
 @lru_cache(maxsize=1 << 10)
@@ -46,8 +46,8 @@ def without_quant(problem: Problem) -> Problem:
 def serves(problem: Problem, device: Device) -> bool:
     """Return whether the kernels of this path support `problem` on `device`.
 
-    Only weights may be quantized, without act order. The exponent range of fp16 is too small for
-    scaled weights, so activations must be bf16.
+    Weights must be quantized, without act order, and activations must not be. Activations must be
+    bf16, because the exponent range of fp16 is too small for dequantized weights.
     """
     scheme = problem.scheme
     weight_only = scheme.quantized and not scheme.quantizes_activations
@@ -68,34 +68,34 @@ def violations(
 
 
 def min_rows(problem: Problem) -> int:
-    """Return the min mean rows per expert for this path to be chosen without a tuned file."""
+    """Return the mean rows per expert from which this path is used without a tuned file."""
     scheme = problem.scheme
     option = ":zero_points" if scheme.zero_points else ":repacked" if scheme.repacked else ""
     return _MIN_ROWS.get(scheme.name + option, _MIN_ROWS[scheme.name])
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the minimum number of tokens for this path to be chosen without a tuned file."""
+    """Return the smallest call for which this path is used without a tuned file, in tokens."""
     return min_rows(problem) * problem.experts // problem.top_k
 
 
 def experts_at_once(problem: Problem) -> int:
-    """Return the number of experts that are dequantized and multiplied at a time."""
+    """Return the number of experts whose weights are dequantized and multiplied at a time."""
     largest = max(problem.w1_rows, problem.intermediate) * problem.hidden * problem.dtype.itemsize
     groups = -(-problem.e // max(1, _MAX_BYTES // largest))
     return -(-problem.e // groups)
 
 
 def values_at_once(problem: Problem) -> int:
-    """Return the elements of the buffer for the weights of `experts_at_once` experts, w1 or w2."""
+    """Return the number of elements of a buffer for w1 or w2 of `experts_at_once` experts."""
     return experts_at_once(problem) * max(problem.w1_rows, problem.intermediate) * problem.hidden
 
 
 def default(problem: Problem) -> MoEConfig:
-    """Return the launches without a tuned file, the same as for unquantized weights."""
+    """Return the launches without a tuned file, those of unquantized weights."""
     return replace(grouped.default_config(without_quant(problem)), path=NAME)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens."""
+    """Return the launches to time for `tokens` tokens."""
     return plain_candidates(without_quant(problem), tokens, _CANDIDATE_ROWS)

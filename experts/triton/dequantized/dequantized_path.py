@@ -1,7 +1,7 @@
 """The dequantized path: 4- or 8-bit weights are converted to bf16 before the grouped GEMMs.
 
-For many rows per expert. A few experts are processed at a time, which limits the buffer of
-dequantized weights (dequantized_config). Only experts with rows are dequantized.
+It is for many rows per expert. Experts are processed in chunks, which limits the buffer of
+dequantized weights (`dequantized_config.experts_at_once`). Only experts with rows are dequantized.
 """
 
 import math
@@ -27,33 +27,36 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Elements written per program, and warps per program: the fastest on an H200 of 4096 to 32768
-# elements, and of 4 and 8 warps.
+# Elements written by a program, and its warps: the fastest of 4096 to 32768 elements and of 4 and 8
+# warps on an H200.
 _BLOCK, _WARPS = 8192, 4
-_MAX_K_PER_PROGRAM = 1024  # max K per program
-_MAX_STEP = 128  # max K per step, which has one scale
-_TILES_PER_PROGRAM = 64  # tiles copied per program
+_MAX_K_PER_PROGRAM = 1024
+_MAX_STEP = 128  # maximum K elements that share a scale in the kernel
+_TILES_PER_PROGRAM = 64  # tiles that a program of `tiles_of_experts_kernel` copies
 
 
 class DequantizedPath(GroupedTmaPath):
-    """The path for the problems of dequantized_config.serves."""
+    """The path for the problems of `dequantized_config.serves`."""
 
     name = dequantized_config.NAME
     roundings = Roundings(weights=True)
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see dequantized_config.serves."""
+        """Return whether the kernels support `problem`; see `dequantized_config.serves`."""
         return problem.adapters is None and dequantized_config.serves(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the minimum number of tokens; with fewer, experts have too few rows."""
+        """Return the smallest call for which the path is used without a tuned file, in tokens.
+
+        With fewer tokens, experts have too few rows to make up for dequantizing all their weights.
+        """
         return dequantized_config.min_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches for unquantized weights."""
+        """Return the launches of unquantized weights."""
         return dequantized_config.default(problem)
 
     @classmethod
@@ -84,11 +87,14 @@ class DequantizedPath(GroupedTmaPath):
         return specs
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
-        """Return the buffer of the dequantized weights of one chunk of experts."""
+        """Return the buffer of the dequantized w1 or w2 of one chunk of experts."""
         return {"dequantized": BufferSpec((self._chunk_numel,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether scales and zero points are contiguous and tensors suit the TMA kernels."""
+        """Return whether the kernels can read the tensors.
+
+        Scales and zero points must be contiguous, and weights must be readable by TMA.
+        """
         scale_tensors = (getattr(weights, name) for name in SCALE_FIELDS)
         contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
         return contiguous and super().takes(weights, x_TH)
@@ -123,10 +129,10 @@ class DequantizedPath(GroupedTmaPath):
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from `first_expert` on, with dequantized weights.
+        """Return the operands of `count` experts from first_expert on, with dequantized weights.
 
-        product.bias must already be sliced to these experts. Weights of experts without rows are
-        undefined.
+        product.bias must already be sliced to these experts. The weights of experts without rows
+        are undefined.
         """
         w_eNK = self._dequantize(product, first_expert, count, order, workspace)
         return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
@@ -139,7 +145,10 @@ class DequantizedPath(GroupedTmaPath):
         order: SortedPairs,
         workspace: Workspace,
     ) -> torch.Tensor:
-        """Dequantize experts to bf16 (count, N, K); undefined for experts without rows."""
+        """Dequantize the weights of `count` experts to bf16 (count, N, K).
+
+        Those of experts without rows are undefined.
+        """
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
         rows, depth = product.w.shape[1], product.depth
@@ -185,9 +194,9 @@ class DequantizedPath(GroupedTmaPath):
     def _select_tiles(
         self, first_expert: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
     ) -> SortedPairs:
-        """Return `order` with only the tiles of `count` experts from `first_expert` on.
+        """Return `order` with the tiles of only `count` experts, numbered from 0.
 
-        The experts are renumbered from 0.
+        These are the experts from first_expert on.
         """
         from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
 

@@ -1,1 +1,1 @@
-"""The gemv path: matrix-vector products for a few tokens, in two launches without alignment."""
+"""The gemv path: matrix-vector products for a few tokens, in two launches without sorting pairs."""

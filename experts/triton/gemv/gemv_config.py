@@ -1,8 +1,12 @@
 """Supported problems, token limit, launches and tuning candidates of the gemv path.
 
-block_n counts the weight rows that a program holds at once (of gate, and as many of up). In GEMM 2
-they are divided among group_m pairs of a token. block_k may span several scale groups. block_m is
-ignored.
+Its launches are LaunchConfig with these meanings:
+
+block_n: weight rows that a program holds at once. In GEMM 1 these are gate rows, and as many up
+    rows are held. In GEMM 2 they are those of all pairs that are processed at once.
+block_k: may span several scale groups.
+group_m: in GEMM 2, the maximum number of pairs of a token that are processed at once.
+block_m: ignored.
 """
 
 import torch
@@ -20,8 +24,9 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "gemv"
 
-# (max K, (block_n, block_k, warps, pairs per program)) of GEMM 2. Measured on
-# one H200 (triton 3.6.0) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss with one token.
+# (max K, (block_n, block_k, warps, pairs at once)) of GEMM 2, for 16-bit and for 8-bit weights.
+# Measured on one H200 (triton 3.6.0) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss with one
+# token.
 _Row = tuple[int, tuple[int, int, int, int]]
 _DEEP = 1 << 62
 _HALF: tuple[_Row, ...] = (
@@ -35,13 +40,15 @@ _BYTES: tuple[_Row, ...] = (
     (4096, (32, 512, 8, 8)),
     (_DEEP, (32, 1024, 8, 8)),
 )
-_WIDE = 4096  # hidden size above which GEMM 1 uses larger blocks: fewer programs repeat the amax
+# Hidden size above which GEMM 1 uses larger blocks: every program computes the amax of its token,
+# so fewer programs repeat it.
+_WIDE = 4096
 
 
 def serves(problem: Problem) -> bool:
     """Return whether the kernels of this path support `problem`.
 
-    Activation groups must be powers of two, because the kernels reshape vectors by them.
+    Groups of activations must be powers of two, because the kernels reshape vectors by them.
     """
     scheme = problem.scheme
     if scheme.packed or scheme.act_order or problem.batch_invariant:
@@ -51,10 +58,10 @@ def serves(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the maximum tokens of an untuned call on this path.
+    """Return the largest call for which this path is used without a tuned file, in tokens.
 
-    Each token reads the weights of its experts separately, so the path is faster only while few
-    tokens share an expert. With quantized weights, the aligned path overtakes it earlier.
+    Each token reads the weights of its experts separately, so the path is faster only while tokens
+    rarely share an expert. With quantized weights, the aligned path becomes faster earlier.
     """
     limit, share = (4, 4) if problem.scheme.quantized else (8, 2)
     return min(limit, max(1, problem.experts // (share * problem.top_k)))
@@ -73,7 +80,7 @@ def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
         gate_up = (16, 512, 2 if problem.hidden % 512 else 4)
     if problem.scheme.activation_granularity == "group" and problem.intermediate <= 2048:
         down = (64, 256, 8, 8)
-    # Float32 weights: half as many values for the same bytes per thread.
+    # With float32 weights, half as many values are the same number of bytes per thread.
     halve = 2 if problem.dtype is torch.float32 and not quantized else 1
     return MoEConfig(
         LaunchConfig(16, gate_up[0], gate_up[1] // halve, 1, gate_up[2], 1),
@@ -83,7 +90,7 @@ def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
 
 
 _ROWS: RowRange = {16: (0, 4)}
-# One stage. The fifth number of GEMM 2 entries is the pairs of a token per program.
+# One stage. The fifth number of the entries of GEMM 2 is the number of pairs at once.
 _ENTRIES: tuple[ByBlock, ByBlock] = (
     {
         16: (
@@ -102,7 +109,7 @@ _ENTRIES: tuple[ByBlock, ByBlock] = (
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens."""
+    """Return the launches to time for `tokens` tokens."""
     if tokens > SMALL_M_MARGIN * max_tokens(problem):
         return {}
     return launches_by_block(blocks_worth_timing(_ROWS, problem, tokens), _ENTRIES, problem)

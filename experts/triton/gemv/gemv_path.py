@@ -1,10 +1,9 @@
-"""The gemv path: a few tokens, in two launches without alignment.
+"""The gemv path: a few tokens, in two launches, without sorting pairs.
 
-A program of GEMM 1 computes one routed pair; a program of GEMM 2 computes one token and sums its
-weighted pairs. Neither uses tensor cores, because reading the weights takes all the time.
-Activations are quantized inside the GEMM kernels.
-
-See gemv_config for the meaning of the launch fields.
+A program of GEMM 1 computes some columns of one routed pair. A program of GEMM 2 computes some
+columns of one token and sums its weighted pairs. Neither uses tensor cores, because reading the
+weights takes all the time. Activations are quantized inside the GEMM kernels. See `gemv_config` for
+the meaning of the launch fields.
 """
 
 from collections.abc import Iterator
@@ -46,15 +45,15 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_MIN_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
+_MIN_BLOCK_N = 16  # limits the number of blocks, each of which has an amax value
 _VECTOR = 16  # bytes per vector load of a thread
-_MAX_AMAX_BLOCK = 8192  # columns of x per step of the amax
-_MAX_IDS = 1024
-_MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas itself chooses the registers
+_MAX_AMAX_BLOCK = 8192  # maximum columns of x per step of computing its amax
+_MAX_IDS = 1024  # maximum ids per step of counting invalid ids
+_MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas chooses the number of registers
 
 
 class GemvPath(Path):
-    """The gemv path, for the problems of gemv_config.serves. Row p of h is pair p."""
+    """The gemv path, for the problems of `gemv_config.serves`. Row p of h belongs to pair p."""
 
     name = gemv_config.NAME
     refuses = False
@@ -62,30 +61,32 @@ class GemvPath(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see gemv_config.serves."""
+        """Return whether the kernels support `problem`; see `gemv_config.serves`."""
         return gemv_config.serves(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the token count up to which tokens rarely share an expert."""
+        """Return the largest call in which tokens rarely share an expert, in tokens."""
         return gemv_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches for the K of both GEMMs."""
+        """Return the default launches, which depend on the K of the GEMMs."""
         return gemv_config.default_config(problem, tokens)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of any tiled launch, except those of the scale groups."""
+        """Yield the violations of a tiled launch.
+
+        Those of scale groups are left out, because block_k may span several groups.
+        """
         assert isinstance(config, LaunchConfig)
         return violations(config, replace(gemm, group_k=0), device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the candidates of gemv_config."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -108,7 +109,7 @@ class GemvPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: any strides are supported; contiguous rows are the fastest."""
+        """Return True: all strides are supported. Contiguous rows are the fastest."""
         return True
 
     def run(self, call: PathCall) -> None:
@@ -123,7 +124,7 @@ class GemvPath(Path):
         )
         if stores_amax:
             amax = workspace.take("gemv_amax", (pairs * blocks,))
-        use_triton(h_PI)  # patches the numerics of the interpreter at the first call
+        use_triton(h_PI)  # the first call makes Triton's interpreter compute like a GPU
         ids = {**id_arguments(routing, problem.e), **pdl_arguments()}
         with stages.stage(self._first_stage(call)):
             up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
@@ -163,7 +164,10 @@ class GemvPath(Path):
             )
 
     def _adapters(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
-        """Launch the shrink of one GEMM and return the LoRA arguments of its kernel."""
+        """Launch the shrink of one GEMM; return the LoRA arguments of the GEMM's kernel.
+
+        They are {} without adapters.
+        """
         if call.tokens.routing.adapters_T is None:
             return {}
         assert rows is not None
@@ -179,13 +183,19 @@ class GemvPath(Path):
         return _adapter_arguments(shrunk, None if is_gemm1 else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the stages of the GEMM 1 launch, which quantizes x that is not quantized yet."""
+        """Return the stages that the GEMM 1 launch comprises.
+
+        The launch quantizes x that is not quantized yet.
+        """
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
         return stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
     def _second_stage(self) -> str:
-        """Return the stages of the GEMM 2 launch, which also quantizes h and sums over top-k."""
+        """Return the stages that the GEMM 2 launch comprises.
+
+        The launch also quantizes h and sums over top-k.
+        """
         before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
         return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
 
@@ -230,17 +240,18 @@ class GemvPath(Path):
         }
 
     def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
-        """Return the pairs per output row, and how many a program of GEMM 2 processes at once."""
+        """Return the pairs per output row, and how many of them GEMM 2 processes at once."""
         slots = self.problem.top_k if self._sums_topk else 1
         max_pairs_per_step = min(next_power_of_2(slots), tile.block_n)
         pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
         return slots, pairs_per_step
 
     def _down_registers(self, tile: LaunchConfig) -> dict[str, object]:
-        """Return maxnreg of GEMM 2 if K is large: what four programs of four warps per SM can use.
+        """Return maxnreg for GEMM 2 if K, the number of experts per token, is large; else nothing.
 
-        ptxas would otherwise spill to fit a fifth program. Compiled with triton 3.6.0 for sm_90: 8
-        bytes from K = 17 on, with fp8 weights and biases, and none with this limit.
+        The limit is what four programs of four warps per SM can use. Without it, ptxas spills to
+        fit a fifth program: 8 bytes from K = 17 on, with fp8 weights and biases (triton 3.6.0,
+        sm_90). With it, nothing spills.
         """
         slots, _ = self._slots(tile)
         is_large = slots > _MAX_UNLIMITED_SLOTS and tile.num_warps == 4
@@ -253,7 +264,7 @@ class GemvPath(Path):
 
 
 def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[str, object]:
-    """Return the weight, scale and bias arguments of both kernels; columns: BLOCK_N."""
+    """Return the weight, scale and bias arguments of both kernels, where `columns` is BLOCK_N."""
     scheme, w = product.scheme, product.w
     scale = w if product.scale is None else product.scale
     zero = w if product.zero_point is None else product.zero_point
@@ -295,7 +306,7 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
 
 
 def _adapter_arguments(shrunk: ShrinkOutput, top_k: int | None) -> dict[str, object]:
-    """Return the LoRA arguments of the GEMM 1 kernel, or of the GEMM 2 kernel if top_k is given."""
+    """Return the LoRA arguments of the GEMM 1 kernel or, given top_k, of the GEMM 2 kernel."""
     arguments = shrunk.arguments()
     arguments["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
     del arguments["BLOCK_R"]

@@ -1,1 +1,1 @@
-"""The TMA-pipelined gemv path: a few tokens and fp8 weights, in two launches (sm_90)."""
+"""The gemv_tma path: a few tokens and fp8 weights, in two launches that use TMA (sm_90)."""

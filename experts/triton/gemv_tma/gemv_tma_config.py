@@ -1,8 +1,8 @@
-"""Supported problems, limits, launches and tuning candidates of the TMA-pipelined gemv path.
+"""Supported problems, limits, launches and tuning candidates of the gemv_tma path.
 
-block_n is fixed: a tile has 64 weight rows, half of them up rows in a gated GEMM. block_k is the K
-extent of one stage of the shared-memory ring, num_stages the number of stages. block_m and group_m
-are ignored.
+Its launches are LaunchConfig with these meanings: block_k is the K extent of one stage of the ring
+in shared memory, and num_stages the number of stages. block_n is fixed: a tile has 64 weight rows,
+half of them up rows in a gated GEMM. block_m and group_m are ignored.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ NAME = "gemv_tma"
 
 ROWS = 64  # weight rows per tile
 PANEL = 128  # fp8 values (bytes) along K per TMA box
-PIECE = 1024  # values of a vector written at once
-VECTORS = 8  # N of the MMA: tokens, or the pairs of one token
+PIECE = 1024  # values of a vector (a row of x or h) that are written to shared memory at once
+VECTORS = 8  # N of the MMA: vectors in shared memory, of tokens or of the pairs of one token
 COLUMNS = 32  # output columns of a GEMM 1 tile, which has as many gate as up rows
 _SCHEMES = ("fp8_w8a8_channel", "fp8_w8a8_block")
 _BLOCK = (128, 128)
 _DEPTHS = (128, 256, 512)  # possible block_k
-_ALIGNED = 16  # row pitch alignment in bytes, for TMA
-_MIN_STAGES = 4  # min number of stages for a block_k to be chosen
-_STAGING = 1 << 12  # bytes reserved for cross-warp reductions, barriers and padding
+_ALIGNED = 16  # alignment of rows in bytes, for TMA
+_MIN_STAGES = 4  # minimum number of stages with which a block_k is used by default
+_STAGING = 1 << 12  # bytes of shared memory for reductions across warps, barriers and padding
 
 
 def serves(problem: Problem, device: Device) -> bool:
@@ -53,13 +53,13 @@ def _halves_share_scales(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the maximum tokens of an untuned call on this path; 0 if it is never faster.
+    """Return the largest call for which this path is used without a tuned file, in tokens; 0: none.
 
-    Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22,
-    triton 3.6.0) with 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: the path is
-    faster than the aligned path while pairs <= experts / 2, with block scales while pairs <=
-    experts / 4. With 1 and 2 tokens on the layers of all tuned files, block scales have a cost that
-    pays off for vectors of 1408 values, but not of 768.
+    Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22, triton
+    3.6.0) with 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: the path is faster
+    than the aligned path while pairs <= experts / 2, with block scales while pairs <= experts / 4.
+    Block scales add a cost per vector: with 1 and 2 tokens on the layers of all tuned files, the
+    path was faster with an intermediate size of 1408, but not with 768.
     """
     block = problem.scheme.granularity == "block"
     if block and problem.intermediate < PIECE:
@@ -88,13 +88,16 @@ def pieces(depth: int) -> int:
 
 
 def _ring_slots(block_k: int, gemm: Gemm, device: Device) -> int:
-    """Return the ring stages that fit in shared memory with the vectors and their scales."""
+    """Return the ring stages that fit in shared memory beside the vectors and their scales."""
     vectors = pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
 
 
 def default(problem: Problem, device: Device) -> MoEConfig:
-    """Return the launches without a tuned file: the largest block_k with _MIN_STAGES or more."""
+    """Return the launches without a tuned file.
+
+    They use the largest block_k that allows _MIN_STAGES stages.
+    """
     launch1, launch2 = (_tile(gemm, device) for gemm in gemms(problem))
     return MoEConfig(launch1, launch2, NAME)
 
@@ -110,7 +113,7 @@ def _tile(gemm: Gemm, device: Device) -> LaunchConfig:
 
 
 _ROWS: RowRange = {16: (0, 4)}
-# Ring stages: as many as fit, and fewer.
+# For each block_k, as many stages as can fit, and fewer.
 _ENTRIES: ByBlock = {
     16: tuple(
         (64, block_k, 4, places)
@@ -121,7 +124,7 @@ _ENTRIES: ByBlock = {
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens."""
+    """Return the launches to time for `tokens` tokens."""
     if tokens > SMALL_M_MARGIN * max_tokens(problem):
         return {}
     return launches_by_block(

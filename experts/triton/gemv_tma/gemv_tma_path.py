@@ -1,8 +1,8 @@
-"""The TMA-pipelined gemv path: a few tokens and fp8 weights on sm_90, in two launches.
+"""The gemv_tma path: a few tokens and fp8 weights on sm_90, in two launches.
 
-It works like the gemv path, but a producer warp loads weights into shared memory by TMA, so memory
-bandwidth is not limited by stalls of the MMA warps. See gemv_tma_config for the meaning of the
-launch fields.
+It works like the gemv path, but a producer warp loads weights into shared memory by TMA, so that
+stalls of the MMA warps do not reduce the memory bandwidth. See `gemv_tma_config` for the meaning of
+the launch fields.
 """
 
 from collections.abc import Iterator
@@ -39,12 +39,12 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Registers per thread in GEMM 1 and GEMM 2; the producer warp releases most of its registers.
+# Registers per thread in GEMM 1 and GEMM 2; the producer warp gives back most of its own.
 _REGISTERS = (128, 144)
 
 
 class GemvTmaPath(Path):
-    """The path for the problems of gemv_tma_config.serves. Row p of h is pair p."""
+    """The path for the problems of `gemv_tma_config.serves`. Row p of h belongs to pair p."""
 
     name = gemv_tma_config.NAME
     quantizes_input = True
@@ -52,12 +52,12 @@ class GemvTmaPath(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see gemv_tma_config.serves."""
+        """Return whether the kernels support `problem`; see `gemv_tma_config.serves`."""
         return problem.adapters is None and gemv_tma_config.serves(problem, device)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the token count up to which tokens rarely share an expert."""
+        """Return the largest call in which tokens rarely share an expert, in tokens."""
         return gemv_tma_config.max_tokens(problem)
 
     @classmethod
@@ -69,7 +69,7 @@ class GemvTmaPath(Path):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield violations of the fixed tile sizes and of the ring in shared memory."""
+        """Yield violations of the fixed tile sizes and of the shared memory for the ring."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
@@ -98,7 +98,7 @@ class GemvTmaPath(Path):
         return -(-self.problem.intermediate // COLUMNS)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether weights, biases and scales are contiguous and weights aligned for TMA."""
+        """Return whether weights, biases and scales are contiguous, and weights aligned for TMA."""
         optional = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in optional if t is not None))
         return all(t.is_contiguous() for t in tensors) and all(
@@ -152,7 +152,10 @@ class GemvTmaPath(Path):
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the stages of the GEMM 1 launch, which quantizes x that is not quantized yet."""
+        """Return the stages that the GEMM 1 launch comprises.
+
+        The launch quantizes x that is not quantized yet.
+        """
         is_quantized = call.tokens.scale is not None
         return stages.GEMM1 if is_quantized else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
 
@@ -164,7 +167,7 @@ class GemvTmaPath(Path):
         problem, x_TH = self.problem, call.tokens.x_TH
         product = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
-        # The kernel treats one group over all of K as a group.
+        # With block scales, the kernel handles a group that covers all of K like other groups.
         quant = "group" if self._grouped and quant == "token" else quant
         constants = {k: v for k, v in product.constants.items() if k != "GATED"}
         return {

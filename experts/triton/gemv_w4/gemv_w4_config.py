@@ -1,4 +1,4 @@
-"""Supported problems, limits, launches and tuning candidates of the gemv path for 4-bit weights."""
+"""Supported problems, limits, launches and tuning candidates of the gemv_w4 path."""
 
 import math
 from collections.abc import Iterator
@@ -13,23 +13,24 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "gemv_w4"
 
-CHUNK = 128  # weights of a row loaded by four lanes, 16 bytes each
+CHUNK = 128  # weights of a row that four lanes load, 16 bytes each
 ROWS = 16  # M of an MMA: weight rows
-SLOTS = 8  # N of an MMA: sums with separate scales
-_MAX_STAGED_WEIGHTS = 512  # weights of a row over all stages, up to which 80 registers suffice
+SLOTS = 8  # N of an MMA: sums of a row with separate scales
+_MAX_STAGED_WEIGHTS = 512  # weights of a row in all stages, up to which 80 registers suffice
 _REGISTERS = 65536  # per SM
 _MAX_THREAD_REGISTERS = 255
 _MAX_PAIRS = 64  # per token
-_MAX_TOKENS = 8  # of an untuned call: 16 tokens were slightly slower
+_MAX_TOKENS = 8  # without a tuned file: with 16 tokens, the path was slightly slower
 
 
 @dataclass(frozen=True)
 class GemvW4Config:
-    """Launch of one GEMM. A program computes block_n columns of one row (and as many up columns).
+    """The launch of one GEMM. A program computes block_n columns of one row.
 
-    The num_warps warps split K, and in GEMM 2 also the pairs of a token, in blocks of block_k. Each
-    warp has num_stages blocks in registers or being loaded. In GEMM 2, block_n may be 8. The 16
-    rows of an MMA are then 8 weight rows, each with both halves of a block.
+    If the activation is gated, it also computes as many up columns. The num_warps warps of a
+    program split K, and in GEMM 2 also the pairs of a token, in blocks of block_k. Each warp has
+    num_stages blocks in registers or being loaded. An MMA has 16 weight rows. In GEMM 2, block_n
+    may be 8: an MMA then has the same 8 weight rows twice, once for each half of a block along K.
     """
 
     block_n: int
@@ -52,38 +53,42 @@ def serves(problem: Problem) -> bool:
 def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:
     """Yield every reason why `config` cannot be launched.
 
-    The limits are those of a tile of 16 rows, with a smaller minimum block_n and without those of
-    the scale groups.
+    The limits are those of a tile of 16 rows, with a smaller minimum block_n. Scale groups do not
+    limit block_k.
     """
     tile = LaunchConfig(16, config.block_n, config.block_k, 1, config.num_warps, config.num_stages)
     return bounds(tile, replace(gemm, group_k=0, min_block_n=min_block_n(gemm)), device)
 
 
 def chunks(tile: GemvW4Config, group: int) -> int:
-    """Return the chunks per block, limited by the SLOTS columns for scale groups of `group`."""
+    """Return the chunks per block, which have at most SLOTS scale groups of `group` weights."""
     slots = CHUNK // math.gcd(group, CHUNK)
     return max(1, min(tile.block_k // CHUNK, SLOTS // slots))
 
 
 def min_block_n(gemm: Gemm) -> int:
-    """Return the minimum block_n: an MMA has 16 rows, of gate and up, or 8 rows twice."""
+    """Return the minimum block_n of a GEMM.
+
+    The 16 rows of an MMA are 8 weight rows for each half of a block in GEMM 2, and gate and up
+    rows, 8 each, in a gated GEMM 1.
+    """
     return ROWS // 2 if gemm.index == 2 else ROWS // gemm.sides
 
 
 def halves(tile: GemvW4Config) -> int:
-    """Return the parts of a block with separate MMA rows in GEMM 2: 2 for block_n = 8, else 1."""
+    """Return the parts of a block with separate MMA rows in GEMM 2: 2 if block_n is 8, else 1."""
     return max(1, ROWS // tile.block_n)
 
 
 def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
-    """Return maxnreg of GEMM 1 or 2.
+    """Return maxnreg, the registers per thread, of GEMM 1 or 2.
 
-    128 registers allow 16 warps per SM, 80 allow 24 and 64 allow 32. Tiles of 8 columns get fewer
-    registers, because more programs must be resident at once.
+    128 registers allow 16 warps per SM, 80 allow 24 and 64 allow 32. Tiles of 8 columns get fewer,
+    because more programs must be resident at once.
 
-    in_lanes: triton_versions.WORDS_STAY_IN_LANES. If False, all of these limits would spill, so the
-    limit is what one program per SM can use. It is passed explicitly because ptxas would otherwise
-    spill to fit a second program.
+    in_lanes: `triton_versions.WORDS_STAY_IN_LANES`. If it is False, kernels would spill with all of
+        these numbers; the result is then the most that one program per SM can use. Without a limit,
+        ptxas would spill to fit a second program.
     """
     if not in_lanes:
         return min(_MAX_THREAD_REGISTERS, _REGISTERS // (32 * tile.num_warps))
@@ -95,24 +100,24 @@ def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the maximum tokens of an untuned call on this path.
+    """Return the largest call for which this path is used without a tuned file, in tokens.
 
-    Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22,
-    triton 3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): faster than the
-    aligned path while pairs <= experts / 2.
+    Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22, triton
+    3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): the path is faster than
+    the aligned path while pairs <= experts / 2.
     """
     return max(1, min(_MAX_TOKENS, problem.experts // (2 * problem.top_k)))
 
 
 _Launch = tuple[int, int, int, int]  # block_n, block_k, warps, stages
-_NUM_SMS = 132  # one per SM
+_NUM_SMS = 132  # of an H100 or H200
 
 
 def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the launches of a call of `tokens` tokens without a tuned file.
 
-    Measured as in `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B: within 4 % of the
-    fastest, and none spills 16 bytes or more.
+    In the measurements of `max_tokens`, and on the shapes of Qwen3-235B and Qwen2-57B, they are
+    within 4 % of the fastest. None of them spills 16 bytes or more.
     """
     launch1, launch2 = _first(problem, tokens), _second(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
@@ -121,8 +126,9 @@ def default(problem: Problem, tokens: int = 1) -> MoEConfig:
 def _first(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
-    Narrow tiles with half the registers are used if all programs are resident at once and eight
-    warps cover K: there is no second wave, and one warp loads while another multiplies.
+    Tiles of 8 columns with half the registers are used if all programs are resident at once and the
+    eight warps of a program cover K in one step: then one warp loads while another multiplies, and
+    there is no second wave of programs.
     """
     programs = tokens * problem.top_k * -(-problem.intermediate // ROWS)
     if problem.act.gated and problem.hidden <= 2048 and programs <= 4 * _NUM_SMS:
@@ -131,9 +137,9 @@ def _first(problem: Problem, tokens: int) -> _Launch:
 
 
 def _second(problem: Problem, tokens: int) -> _Launch:
-    """Return the launch of GEMM 2: the fewer programs, the more warps per program.
+    """Return the launch of GEMM 2: the fewer programs there are, the more warps each has.
 
-    8 columns are used where 16 would leave some SMs with one program and others with two.
+    Tiles of 8 columns are used where 16 would leave some SMs with one program and others with two.
     """
     narrow = _narrow_gemm2(problem, tokens)
     if narrow is not None:
@@ -146,13 +152,13 @@ def _second(problem: Problem, tokens: int) -> _Launch:
 
 
 def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
-    """Return a launch of GEMM 2 with 8 columns, or None if it does not pay.
+    """Return a launch of GEMM 2 with 8 columns, or None if it is not faster than 16.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1
-    ends, or three. Blocks of more than 256 need integers with groups of 128, because smaller groups
-    leave no MMA columns for them.
+    ends, otherwise three. A block_k of more than 256 is used only for integers with groups of 128.
+    With smaller groups, a block would have more groups than an MMA has columns for them.
 
-    Measured on one H200 (2026-11-23, triton 3.6.0): faster at one token on Qwen3-30B, OLMoE,
+    Measured on one H200 (2026-11-23, triton 3.6.0): faster with one token on Qwen3-30B, OLMoE,
     Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536; elsewhere at most 2 % faster, or slower.
     """
     integers = problem.scheme.weight == "uint4"
@@ -168,7 +174,8 @@ def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
 
 
 _ROWS: RowRange = {GemvW4Config.block_m: (0, 4)}
-# (columns of gate and up together, block_k, warps, stages); block_k is a multiple of 128.
+# (gate and up columns together, block_k, warps, stages) of GEMM 1 and of GEMM 2; block_k is a
+# multiple of 128.
 _ENTRIES: tuple[tuple[Entry, ...], ...] = (
     (
             (32, 256, 8, 1), (32, 256, 4, 1), (32, 512, 8, 1), (32, 512, 4, 1), (32, 256, 16, 1),
@@ -185,7 +192,7 @@ _ENTRIES: tuple[tuple[Entry, ...], ...] = (
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens."""
+    """Return the launches to time for `tokens` tokens."""
     if tokens > SMALL_M_MARGIN * max_tokens(problem) or not blocks_worth_timing(
         _ROWS, problem, tokens
     ):

@@ -1,7 +1,7 @@
-"""The gemv path for 4-bit weights: a few tokens, in two launches without alignment.
+"""The gemv_w4 path: a few tokens and 4-bit weights, in two launches, without sorting pairs.
 
 It works like the gemv path, but with tensor cores. Words of eight 4-bit weights are unpacked in
-registers. GEMM 1 writes h in the order and with the factors that the MMAs of GEMM 2 need.
+registers. GEMM 1 writes h in the order, and with the factors, that the MMAs of GEMM 2 need.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,11 +25,11 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_MAX_IDS = 128  # ids checked per step; fixed, so that one kernel serves all token counts
+_MAX_IDS = 128  # ids per step of counting invalid ids; fixed, so that calls share one kernel
 
 
 class GemvW4Path(Path):
-    """The path for the problems of gemv_w4_config.serves. Row p of h is pair p."""
+    """The path for the problems of `gemv_w4_config.serves`. Row p of h belongs to pair p."""
 
     name = gemv_w4_config.NAME
     launch = GemvW4Config
@@ -37,39 +37,43 @@ class GemvW4Path(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see gemv_w4_config.serves."""
+        """Return whether the kernels support `problem`; see `gemv_w4_config.serves`."""
         return problem.adapters is None and gemv_w4_config.serves(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the token count up to which tokens rarely share an expert."""
+        """Return the largest call in which tokens rarely share an expert, in tokens."""
         return gemv_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches for the number of programs."""
+        """Return the default launches, which depend on the number of programs."""
         return gemv_w4_config.default(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return every token count for which this path is chosen untuned."""
+        """Return every token count for which this path is used by default.
+
+        The launches may change at each of them.
+        """
         return range(1, gemv_w4_config.max_tokens(problem) + 1)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of any tiled launch, except those of the scale groups."""
+        """Yield the violations of a tiled launch.
+
+        Those of scale groups are left out, because block_k may span several groups.
+        """
         assert isinstance(config, GemvW4Config)
         return violations(config, gemm, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the candidates of gemv_w4_config."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernels."""
         from experts.triton.gemv_w4.kernels.down import gemv_w4_down_kernel
         from experts.triton.gemv_w4.kernels.gate_up import gemv_w4_gate_up_kernel
         from modular_kernel.replay.launch.triton_versions import WORDS_STAY_IN_LANES
@@ -91,13 +95,13 @@ class GemvW4Path(Path):
         return {"workspace13": BufferSpec(shape, problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the weights can be read as words, 16 bytes at once."""
+        """Return whether the weights can be read as words, in 16-byte loads."""
         return allows_vector_loads(weights)
 
     def run(self, call: PathCall) -> None:
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
-        use_triton(h_PI)  # patches the numerics of the interpreter at the first call
+        use_triton(h_PI)  # the first call makes Triton's interpreter compute like a GPU
         ids = {**id_arguments(call.tokens.routing, self.problem.e), **pdl_arguments()}
         with stages.stage(stages.GEMM1):
             self._multiply_x(call, h_PI, ids)
@@ -162,7 +166,7 @@ def _arguments(
 ) -> dict[str, object]:
     """Return the arguments of both kernels that depend on the weights and the launch.
 
-    slots: pairs per program. halves: see gemv_w4_config.halves.
+    `slots` is the number of pairs per program; see `gemv_w4_config.halves` for `halves`.
     """
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
@@ -188,14 +192,14 @@ def _arguments(
 
 
 def _warps_per_pair(tile: GemvW4Config, slots: int) -> int:
-    """Return the warps per pair of a program; 0 if they cannot be divided evenly."""
+    """Return the warps of a program that work on one pair; 0 if they cannot be divided evenly."""
     return 0 if tile.num_warps % slots else tile.num_warps // slots
 
 
 def _has_paired_scales(product: GemmOperands, group: int, chunks: int) -> bool:
-    """Return whether scales can be loaded in pairs.
+    """Return whether the scales of a row can be loaded two at a time.
 
-    The scales of a row are contiguous; a block and a row must have an even number of whole groups.
+    They are contiguous. Both a block and a row must have an even number of whole groups.
     """
     slots = max(1, gemv_w4_config.CHUNK // group)
     assert product.scale is not None

@@ -1,6 +1,7 @@
-"""The steps shared by all layers with two grouped GEMMs over expert-sorted rows.
+"""The steps of a layer that runs two grouped GEMMs over expert-sorted rows.
 
-Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantize]; GEMM 2; sum.
+The launches are: count, scan and place pairs; [permute]; GEMM 1 with activation; [quantize]; GEMM
+2; unpermute and sum. Those in brackets are not always needed.
 """
 
 from abc import ABC, abstractmethod
@@ -29,12 +30,14 @@ from modular_kernel.workspace import BufferSpec
 
 
 class GemmRows(NamedTuple):
-    """The left operand of a GEMM: values (P, K), of which only the leading rows may be used.
+    """The left operand of a GEMM. P is the number of pairs; only the leading rows may be in use.
 
-    scale: of quantized values, (1,) or one row of scales per row of values. weights: router weights
-    (P, 1) applied before the bias, or None. tokens: (P,) int32, the index of sorted row r in values
-    and scale, which then have one row per token; None for the identity. shrunk: the shrink output
-    of adapters, or None.
+    values: (P, K), or (T, K) if there are `tokens`.
+    scale: of quantized values: (1,), or one row of scales per row of values.
+    weights: router weights (P, 1), which multiply the product before the bias, or None.
+    tokens: (P,) int32, the row of values and scale that each sorted row uses; None if both have a
+        row per sorted row.
+    shrunk: the shrink output of adapters, or None.
     """
 
     values: torch.Tensor
@@ -45,14 +48,15 @@ class GemmRows(NamedTuple):
 
 
 class ExpertSortedGemms(ABC):
-    """Two grouped GEMMs whose input and output rows are in the order of ops.sort.
+    """Two grouped GEMMs whose input and output rows are sorted by expert (`ops.sort`).
 
-    Buffers have a row for every pair; only as many rows as there are pairs of local experts are
+    Buffers have a row for every pair. Only as many rows as there are pairs of local experts are
     used.
-    skips_unused: quantize only the used rows. Otherwise unused rows, with arbitrary contents, are
-    quantized too, which takes time and makes a scale shared by all rows wrong.
-    moves_tokens: a launch permutes tokens to sorted order; otherwise GEMM 1 gathers them.
-    adapters_class: computes the shrink output in the form that the GEMM kernel takes.
+
+    skips_unused: quantize only the used rows. Otherwise unused rows, whose contents are arbitrary,
+        are quantized too, which takes time and would make a scale shared by all rows wrong.
+    permutes_tokens: a launch permutes tokens to sorted order; otherwise GEMM 1 gathers them.
+    adapters_class: computes the shrink output in the layout that the GEMM kernel takes.
     """
 
     skips_unused = True
@@ -82,7 +86,7 @@ class ExpertSortedGemms(ABC):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """Run `multiply` for all experts; a subclass may process some experts at a time."""
+        """Run one GEMM for all experts; a subclass may process some experts at a time."""
         self.multiply(rows, product, tile, order, out)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -90,7 +94,7 @@ class ExpertSortedGemms(ABC):
         problem, pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
         dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
-        # The output of GEMM 2 overlays the input of GEMM 1, and its output once that is quantized.
+        # The output of GEMM 2 may overlay the input of GEMM 1 and, if it was quantized, its output.
         over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
         if scheme.quantizes_activations:
             over += ("workspace13",)
@@ -134,7 +138,7 @@ class ExpertSortedGemms(ABC):
     def hidden_rows(
         self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> GemmRows:
-        """Run GEMM 1 with its activation; return the rows of GEMM 2, quantized if the scheme is."""
+        """Run GEMM 1 with its activation; return the input of GEMM 2, quantized if necessary."""
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
         adapters = self._adapters(tile, order, call)
@@ -190,7 +194,7 @@ class ExpertSortedGemms(ABC):
         return weights_R1
 
     def _quantize(self, h_RI: torch.Tensor, order: SortedPairs, call: PathCall) -> GemmRows:
-        """Return the input rows of GEMM 2 with their scales; h_RI itself if not quantized."""
+        """Return the input rows of GEMM 2 with their scales, or h_RI if it is not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return GemmRows(h_RI)

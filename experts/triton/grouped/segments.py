@@ -1,4 +1,4 @@
-"""Grouped GEMM over segments of expert-sorted rows, in Triton, on any GPU."""
+"""Grouped GEMMs over expert-sorted rows in Triton, on any GPU."""
 
 import torch
 
@@ -11,7 +11,7 @@ from modular_kernel.replay.launch.launch import launch
 
 
 class MGroupedGemms(ExpertSortedGemms):
-    """One launch per GEMM; the rows of an expert form a segment."""
+    """Grouped GEMMs in one Triton launch each, with the rows of each expert as a segment."""
 
     def multiply(
         self,
@@ -34,10 +34,12 @@ def m_grouped_gemm(
     precision: str,
     tokens: torch.Tensor | None = None,
 ) -> None:
-    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles` (see ops.sort).
+    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles` (see `ops.sort`).
 
-    out: (R, columns). out and the values of `rows` are contiguous. precision: of float32 GEMMs.
-    tokens: (R,) the token of each row, needed with adapters.
+    rows: the left operand, with contiguous values.
+    out: (R, columns), contiguous.
+    precision: that of float32 products.
+    tokens: (R,) the token of each row; needed for adapters only.
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 

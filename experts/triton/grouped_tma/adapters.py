@@ -1,4 +1,4 @@
-"""LoRA for the TMA GEMMs: B u is computed as extra K steps, one group per slot of a tile."""
+"""LoRA for the TMA GEMMs: B u is computed in extra K steps, for each adapter slot of a tile."""
 
 import torch
 
@@ -14,7 +14,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec
 
-_BOX = 64  # 16-bit values in the 128 bytes of a TMA box
+_BOX = 64  # 16-bit values in a row of a TMA box, 128 bytes
 
 
 def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]:
@@ -38,7 +38,7 @@ def round_up_to_box(columns: int) -> int:
 
 
 class TileShrink(SegmentShrink):
-    """Shrink launches for the TMA GEMMs, with the u of all slots of a tile side by side."""
+    """The shrink launches for the TMA GEMMs, with u of all slots of a tile side by side."""
 
     def _shrunk(  # type: ignore[override]
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
@@ -52,7 +52,7 @@ class TileShrink(SegmentShrink):
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         tile_slots = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        launch_args["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, or one box of them
+        launch_args["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, at most those of one box
         launch(
             shrink_tiles_kernel,
             (order.max_tiles, width // _BOX, launch_args["PARTS"]),

@@ -15,26 +15,27 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "grouped_tma"
 
-BOX_BYTES = 128  # bytes along K per step: the widest swizzle of a TMA box
+BOX_BYTES = 128  # bytes along K per step, the widest swizzle of a TMA box
 BLOCK_M = 128  # two warpgroups of 64 rows
 # Quantization scheme -> MODE of the kernel.
 MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
 _BLOCK = (128, 128)
-# Weight rows of half a tile, by MODE. With block scales, partial sums need registers besides the
-# accumulators, so tiles have half the rows.
+# Possible weight rows of half a tile, by MODE. With block scales, partial sums take registers in
+# addition to the accumulators, so there are no wide tiles.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
-MAX_ADAPTERS = 8  # max slots; each slot in a tile adds K steps
-# Min mean rows per expert for the path to pay off, and max for narrow tiles. Measured on one H200
-# (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. Time
-# relative to the aligned path, bf16: 0.97 to 1.02 x with 48 rows, 0.87 to 0.91 with 64; fp8 with
-# block scales: 1.03 to 1.07 with 48, 1.01 to 1.05 with 52, 0.84 to 0.92 with 64. Narrow relative to
-# wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
+MAX_ADAPTERS = 8  # maximum adapter slots; each one in a tile adds K steps
+# Mean rows per expert from which the path is used by default, and up to which its tiles are narrow.
+# Measured on one H200 (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192,
+# I 1024 to 3584. Time relative to the aligned path: bf16 0.97 to 1.02 with 48 rows and 0.87 to 0.91
+# with 64; fp8 with block scales 1.03 to 1.07 with 48, 1.01 to 1.05 with 52 and 0.84 to 0.92 with
+# 64. Time of narrow tiles relative to wide ones: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96
+# and 1.03 to 1.16 with 128.
 _MIN_ROWS = {"plain": 48, "channel": 56, "block": 56}
 _MAX_NARROW_ROWS = 88
 _STAGING_BYTES_PER_COLUMN = (
     BLOCK_M * 2
-)  # bytes per column of staged results of half a tile, 16 bits each
-_MAX_STAGES = 6  # that fit in the shared memory of sm_90 with the narrowest tile
+)  # bytes of a column of results in the staging buffers, 16 bits each
+_MAX_STAGES = 6  # stages that fit in the shared memory of sm_90 with the narrowest tile
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -51,19 +52,19 @@ def supports(problem: Problem, device: Device) -> bool:
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the minimum number of tokens for this path to be chosen without a tuned file."""
+    """Return the smallest call for which this path is used without a tuned file, in tokens."""
     return _MIN_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
 
 
 def narrow_tokens(problem: Problem) -> int:
-    """Return the maximum number of tokens for narrow tiles without a tuned file."""
+    """Return the largest call that uses narrow tiles without a tuned file, in tokens."""
     return _MAX_NARROW_ROWS * problem.experts // problem.top_k
 
 
 def _supports_adapters(problem: Problem) -> bool:
     """Return whether B of every slot can be loaded by TMA, as extra K steps of 16-bit weights.
 
-    With interleaved gate and up rows a box has both, so they must share u.
+    With interleaved gate and up rows, a TMA box has rows of both, so both must use the same u.
     """
     spec = problem.adapters
     assert spec is not None
@@ -73,7 +74,7 @@ def _supports_adapters(problem: Problem) -> bool:
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
-    """Return whether every half of a tile is inside one scale block of the weights, if any."""
+    """Return whether each half of a tile lies in one scale block of the weights, if any."""
     if problem.scheme.granularity != "block":
         return True
     gate_then_up = problem.act.gated and not problem.act.interleaved
@@ -82,7 +83,7 @@ def _one_scale_a_half(problem: Problem) -> bool:
 
 
 def gathers_tokens(problem: Problem) -> bool:
-    """Return whether GEMM 1 gathers tokens itself, so that no permute launch is needed.
+    """Return whether GEMM 1 gathers tokens itself, so that no launch permutes them.
 
     Its copies run ahead into the next tile, but not past it, so a tile must have at least as many K
     steps as the copies are ahead.
@@ -95,7 +96,7 @@ def gathers_tokens(problem: Problem) -> bool:
 
 
 def half_rows(tile: LaunchConfig, sides: int) -> int:
-    """Return the weight rows of half a tile: the gate rows, or half the columns."""
+    """Return the weight rows of half a tile: its gate rows, or those of half its columns."""
     return tile.block_n if sides == 2 else tile.block_n // 2
 
 
@@ -104,9 +105,9 @@ def _ring_bytes(tile: LaunchConfig, half: int) -> int:
 
 
 def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
-    """Return the staging buffers (boxes of `columns` columns) per warpgroup: 1 or 2.
+    """Return the staging buffers (boxes of `columns` columns) per warpgroup: 2 if they fit, else 1.
 
-    Two if they fit in addition to the ring: a tile's second box then need not wait for the first.
+    With two, the second box of a tile need not wait until the first has been stored.
     """
     fit = _ring_bytes(tile, half) + 2 * _STAGING_BYTES_PER_COLUMN * columns <= Device().shared
     return 2 if fit else 1
@@ -135,7 +136,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
 
 
 def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
-    """Return the launches of a call of `tokens` tokens, untuned; None means many tokens."""
+    """Return the launches of a call without a tuned file; tokens = None means many."""
     mode = MODES[problem.scheme.name]
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
     if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):
@@ -149,7 +150,7 @@ def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
 
 
 _ROWS: RowRange = {128: (48, 1 << 62)}
-# Boxes have 128 bytes along K for every dtype.
+# Steps have 128 bytes along K for every dtype.
 _HALF: ByBlock = {
     128: (
         (256, 64, 4, 4, 8), (256, 64, 4, 4, 4), (256, 64, 4, 4, 16), (256, 64, 4, 4, 32),
@@ -163,7 +164,7 @@ _BLOCK_CANDIDATES: ByBlock = {
 
 
 def candidates(problem: Problem, tokens: int, rows: RowRange = _ROWS) -> Groups:
-    """Return launches worth timing for `tokens` tokens."""
+    """Return the launches to time for `tokens` tokens."""
     scheme, table = problem.scheme, _HALF
     if scheme.quantized:
         table = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8

@@ -1,8 +1,8 @@
 """The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90).
 
-For many rows per expert, because whole TMA boxes are loaded without masks. GEMM 1 gathers the
-tokens; where it cannot, a launch permutes them first. The launches other than the GEMMs are in
-experts.triton.grouped.base.
+It is for many rows per expert: it loads whole TMA boxes, also where a tile has fewer rows. GEMM 1
+gathers the tokens; where it cannot, a launch permutes them first. The launches other than the GEMMs
+are in `grouped.base`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,24 +38,27 @@ _BOX_ELEMENTS = BOX_BYTES // 2  # 16-bit elements per box row
 
 
 class GroupedTmaPath(ExpertSortedGemms, Path):
-    """Grouped GEMMs in Gluon, for the problems of grouped_tma_config.supports."""
+    """Grouped GEMMs in Gluon, for the problems of `grouped_tma_config.supports`."""
 
     name = grouped_tma_config.NAME
     roundings = Roundings()
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see grouped_tma_config.supports."""
+        """Return whether the kernels support `problem`; see `grouped_tma_config.supports`."""
         return grouped_tma_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the minimum number of tokens; with fewer, experts have too few rows."""
+        """Return the smallest call for which the path is used without a tuned file, in tokens.
+
+        With fewer tokens, tiles have too few rows.
+        """
         return grouped_tma_config.min_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches measured as fastest on one H200."""
+        """Return the launches that were the fastest on one H200."""
         return grouped_tma_config.default_config(problem, tokens)
 
     @classmethod
@@ -74,10 +77,10 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches with various swizzle groups, widths and stages."""
+        """Return launches with various values of group_m, widths and stages."""
         return candidates(problem, tokens)
 
-    skips_unused = False  # measured to be no faster if all rows are in use
+    skips_unused = False  # if all rows are in use, skipping none is as fast
     adapters_class = TileShrink
 
     def __init__(self, problem: Problem) -> None:
@@ -92,7 +95,10 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether tensors are contiguous and aligned for TMA and 16-byte copies."""
+        """Return whether the kernels can read the tensors.
+
+        They must be contiguous and aligned for TMA and, if gathered, for 16-byte copies.
+        """
         tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
         all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = [t for t in all_tensors if t is not None]
@@ -117,7 +123,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         box_rows = half_rows(tile, 2 if product.constants["GATED"] else 1)
-        # Interleaved gate and up rows give half as many columns.
+        # Interleaved gate and up rows make half as many columns.
         out_columns = box_rows // product.step
         b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), box_rows)
         unused = product.w
@@ -161,7 +167,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 def _adapter_arguments(
     shrunk: TileShrinkOutput | None, unused: object, box_rows: int, order: SortedPairs
 ) -> dict[str, object]:
-    """Return the LoRA arguments of the kernel. box_rows: weight rows per TMA box."""
+    """Return the LoRA arguments of the kernel, where a TMA box has box_rows weight rows."""
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrunk is None:

@@ -1,4 +1,4 @@
-"""Torch reference for tiling weights (see grouped_w4.layout) and for unpacking them.
+"""Bitwise reference, in torch, for tiling weights (`grouped_w4.layout`) and unpacking them.
 
 Tests compare the tiling kernel and the unpacking instructions with it, bit by bit.
 """
@@ -21,12 +21,13 @@ from modular_kernel.quant.scale_tiles import pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 
 _WORD = 0xFFFFFFFF
-# Added to mxfp4 exponents: codes read as their value times 2^-126; weights are lowered by 2^50.
+# Added to mxfp4 exponents. Codes are read as their values times 2^-126, and unpacked weights are
+# the true ones times 2^-50.
 _RAISED = 126 - 50
-_RAISED_INTEGERS = 133 - 50  # log2 factor of integer scales, whose codes read as q times 2^-133
-_INF_EXPONENT = 255  # exponent of infinity and NaN
-_NAN = 0x7FC00000  # float32 bits, of which the last four are free
-_SIXTEENTH = 16  # K per NVFP4 scale
+_RAISED_INTEGERS = 133 - 50  # log2 of the factor of integer scales: a code q is read as q * 2^-133
+_INF_EXPONENT = 255  # exponent field of infinity and NaN
+_NAN = 0x7FC00000  # bits of a float32 NaN whose last four bits are free for a zero point
+_SIXTEENTH = 16  # K elements per NVFP4 scale
 # Offset of an NVFP4 scale byte, which has five exponent and three significand bits.
 _NVFP4_SCALE_OFFSET = (127 - 10) << 3
 _BF16_LOST = 45  # significand bits of float64 beyond those of bf16
@@ -41,12 +42,16 @@ def tile_weights(
     group: int = GROUP,
     zero_point: torch.Tensor | None = None,
 ) -> Tiled:
-    """Convert weights to the tiled layout; rows: the result of `rows_of_tiles`.
+    """Convert weights to the tiled layout.
 
     w_eNK: uint8 (e, N, K / 2), two codes per byte, the low nibble first; K is a multiple of 32.
     scale_eNG: (e, N, G), one per `group` columns, 0 for all of K: uint8 E8M0 exponents for mxfp4,
-    e4m3 for NVFP4, any float dtype for integers. zero_point: uint8 (e, N / 2, G), two rows per
-    byte, if form.zero. Raise ShapeError or DtypeError for anything else.
+        e4m3 for NVFP4, any float dtype for integers.
+    rows: the result of `rows_of_tiles`.
+    form: the format to convert to.
+    zero_point: uint8 (e, N / 2, G), two rows per byte, if form.zero.
+
+    Raise ShapeError or DtypeError for anything else.
     """
     experts, depth = len(w_eNK), 2 * w_eNK.shape[2]
     for name, tensor, need in (("w", w_eNK, True), ("scale", scale_eNG, form.kind == "e2m1")):
@@ -67,14 +72,14 @@ def tile_weights(
         return torch.where(inside, expanded, torch.zeros_like(expanded))
 
     words, scales = [], []
-    for expert in range(experts):  # to copy only one expert at a time
+    for expert in range(experts):  # one at a time, to copy the weights of only one
         codes = w_eNK.new_zeros(len(tile_rows), steps * BLOCK // 2)
         codes[:, : depth // 2] = w_eNK[expert][tile_rows.clamp(min=0)] * (tile_rows >= 0)[:, None]
         scale = scale_eNG[expert]
         if form.kind == "e2m1":
             exponent = (of_groups(scale.int(), GROUP) + _RAISED).clamp(max=_INF_EXPONENT)
             exponent *= (of_groups(torch.ones_like(scale), GROUP)).int()
-            # 255 is NaN but would read as infinity; with zeroed codes the product is NaN.
+            # 255 means NaN but is read as infinity; the product with zeroed codes is NaN.
             is_number = of_groups((scale != _INF_EXPONENT).to(torch.uint8), GROUP)
             codes *= is_number.repeat_interleave(GROUP // 2, 1)
             split = exponent.to(torch.uint8).view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2)
@@ -96,7 +101,7 @@ def tile_weights(
             scale_words = _order_by_threads(
                 of_groups(bits, BLOCK // form.groups), tiles, steps, form
             )
-        # row: warp, half, row; byte: step, half of it, pair, lane
+        # (tile, block, warp, row half, row, step, half of the step, pair, lane)
         split = codes.view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2, 4, 4)
         bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
         word = _by_halves(bytes_) if form.kind == "integer" else repack(bytes_).view(torch.int32)
@@ -113,7 +118,7 @@ def _with_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
-    """Build words from four bytes: the nibbles of byte i go to bits 4 i of the two halves."""
+    """Build words of four bytes, the nibbles of byte i at bits 4 i of a word's two halves."""
     byte_values = bytes_.view(-1, 4).long()
     shifts = torch.arange(4, device=byte_values.device) * 4
     word = ((byte_values & 15) << shifts | (byte_values >> 4) << (16 + shifts)).sum(1)
@@ -123,8 +128,8 @@ def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
 def _order_by_threads(
     words: torch.Tensor, tiles: int, steps: int, form: PackedFormat
 ) -> torch.Tensor:
-    """Reorder words (rows of tiles, steps * groups) by the threads that share rows."""
-    # part, block, warp, half, row
+    """Reorder scale words (rows of tiles, steps * groups) by the threads that share rows."""
+    # (tile, warpgroup, block, warp, row half, row, step, group)
     split = words.reshape(tiles, 2, 2, 4, 2, 8, steps, form.groups)
     order = (0, 6, 1, 2, 3, 5, 4, 7) if form.groups > 1 else (0, 6, 1, 3, 5, 2, 4, 7)
     return split.permute(order).contiguous()
@@ -144,7 +149,10 @@ def _undo_order_by_threads(
 
 
 def untile_weights(tiled: Tiled, form: PackedFormat) -> torch.Tensor:
-    """Return float32 weights (e, tiles * 256, steps * 64) as unpacked by the kernel, times 2^n."""
+    """Return the weights as the kernel unpacks them, float32 (e, tiles * 256, steps * 64).
+
+    The power of two by which the kernel lowers them (`PackedFormat.scale_shift`) is undone.
+    """
     tiles, steps = tiled.tiles, tiled.steps
     experts = zip(tiled.words, tiled.scales, strict=True)
     return torch.stack([_values(*parts, tiles, steps, form) for parts in experts])
@@ -153,7 +161,7 @@ def untile_weights(tiled: Tiled, form: PackedFormat) -> torch.Tensor:
 def _values(
     words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, form: PackedFormat
 ) -> torch.Tensor:
-    """Return the values (tiles * 256, steps * 64) of one expert."""
+    """Return the unpacked weights (tiles * 256, steps * 64) of one expert."""
     wide = words.long() & _WORD
     if form.kind == "integer":
         halves = [((wide >> 4 * i & 15), wide >> 16 + 4 * i & 15) for i in range(4)]
@@ -192,7 +200,7 @@ def _values(
 
 
 def _rounded(value: torch.Tensor) -> torch.Tensor:
-    """Round float64 to bf16 directly; through float32 it could be rounded twice."""
+    """Round float64 to bf16 at once, because rounding through float32 could round twice."""
     bits = value.view(torch.int64)
     half = (1 << _BF16_LOST - 1) - 1
     even = bits + half + (bits >> _BF16_LOST & 1)

@@ -1,4 +1,4 @@
-"""Supported problems, limits, chunk size, launches and tuning candidates of grouped_w4."""
+"""Supported problems, limits, chunk size, launches and tuning candidates of the grouped_w4 path."""
 
 from collections.abc import Iterator
 
@@ -29,40 +29,43 @@ from modular_kernel.spec.problem import Problem, dtype_name
 
 NAME = "grouped_w4"
 
-# Possible block_m, and as many stages as fit for each. At 128, the float32 accumulators of two
-# blocks take half the registers of a thread.
+# Possible values of block_m, and as many stages as fit for each. With 128, the float32 accumulators
+# of two blocks take half the registers of a thread.
 _BLOCK_M_VALUES = (32, 64, 128)
 _STAGES = {32: 11, 64: 8, 128: 6}
-# Min and max mean rows per expert for the path to be chosen, and the limit below which tiles have
-# 64 rows. Measured on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B
-# and, for mxfp4, gpt-oss. Time relative to the previous launches: mxfp4, plain or repacked, 0.73 to
-# 0.83 x with 48 rows, 0.87 to 0.96 with 512, 0.90 to 1.04 with 768, 0.99 to 1.32 with 32. Integers:
-# 0.78 to 0.87 with 48; with 256 rows 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 for scales of
-# float32, float16 and bf16; 0.77 with 24 rows and zero points. NVFP4: 0.74 with 48, 0.90 to 1.04
-# with 128.
+# Mean rows per expert from which and up to which the path is used by default, and from which tiles
+# have 128 rows, not 64. Measured on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3
+# EP8, Qwen3-30B and, for mxfp4, gpt-oss. Time relative to the other paths, by rows per expert:
+#   mxfp4, plain or repacked: 0.99 to 1.32 with 32, 0.73 to 0.83 with 48, 0.87 to 0.96 with 512,
+#     0.90 to 1.04 with 768
+#   integers: 0.77 with 24 and zero points; 0.78 to 0.87 with 48; with 256, 0.84 to 0.98, 0.77 to
+#     0.91 and 0.69 to 0.84 for scales of float32, float16 and bf16
+#   NVFP4: 0.74 with 48, 0.90 to 1.04 with 128
 _MIN_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
 _MAX_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
-# Calls with prepared weights: min mean rows per expert for the path, for tiles of 64 rows and for
-# tiles of 128. Measured on one H200 (2026-11-28, triton 3.6.0) on layers of E 32 to 160, H 2048 to
-# 5120, I 1024 to 2880. Tiles of 32 rows take 0.91 to 0.95 x the time of unprepared mxfp4 with 6
-# rows and 0.61 to 0.63 x with 16; for int4 0.96 to 1.03 x with 10 rows. They take 0.74 to 0.77 x
-# the time of full tiles of 64 with 12.8 rows (int4: 0.84 to 0.85). Compared with tiles of 64 that
-# multiply up to 32 rows as half a tile, they take as long with 24 rows, and 1.15 to 1.31 x with 32.
+# For calls with prepared weights: mean rows per expert from which the path is used, and from which
+# tiles have 64 and 128 rows, not 32. Measured on one H200 (2026-11-28, triton 3.6.0) on layers of
+# E 32 to 160, H 2048 to 5120, I 1024 to 2880. Time of tiles of 32 rows, by rows per expert:
+#   relative to weights that are not prepared: mxfp4 0.91 to 0.95 with 6 and 0.61 to 0.63 with 16,
+#     int4 0.96 to 1.03 with 10
+#   relative to tiles of 64 rows, all multiplied: 0.74 to 0.77 with 12.8 (int4: 0.84 to 0.85)
+#   relative to tiles of 64 rows that multiply up to 32 rows as half a tile: 1 with 24, 1.15 to 1.31
+#     with 32
 _MIN_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
 _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128 = 22, 56
-# Max mean rows per expert for prepared weights to be used, by scale dtype. Relative times above the
-# limits: float32 scales 1.04 x with 640 rows; float16 0.94 with 640 and 0.97 to 1.09 with 1024;
-# bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096. mxfp4, and integers with bf16
-# scales and no zero points, are as fast and have no limit.
+# Mean rows per expert up to which prepared weights are used, by scale dtype. Time relative to
+# weights that are not prepared: float32 scales 1.04 with 640 rows; float16 0.94 with 640 and 0.97
+# to 1.09 with 1024; bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096. There is no
+# limit for mxfp4, or for integers with bf16 scales without zero points: they are as fast.
 _MAX_PREPARED = {"float32": 512, "float16": 768}
 _MAX_PREPARED_WITH_ZEROS = 2048
 _COLUMNS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
-_MAX_BYTES = 1 << 30  # max size of the tiled weights, unless one expert is larger
+_MAX_BYTES = 1 << 30  # maximum size of the tiled weights, unless one expert is larger
 _WORD = 4
 _SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
 _BF16_BYTES = 2  # bytes per element of tokens and results
 _PARTS = 2  # consumer warpgroups, each with its own staging buffers
-_BARRIERS = 1 << 10  # upper bound in bytes
+_BARRIERS = 1 << 10  # upper bound on the bytes of barriers
 
 _CANDIDATE_ROWS: RowRange = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
 _ENTRIES: ByBlock = {
@@ -73,7 +76,7 @@ _ENTRIES: ByBlock = {
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Return whether the kernels of this path support `problem`: 4-bit weights, bf16 rows."""
+    """Return whether the path supports `problem`: 4-bit weights and bf16 activations."""
     scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
     if scheme.name not in _SCHEMES or not dequantized.serves(problem, device):
         return False
@@ -82,12 +85,15 @@ def serves(problem: Problem, device: Device) -> bool:
 
 
 def forms(problem: Problem) -> tuple[PackedFormat, PackedFormat]:
-    """Return the forms of w1 and w2, assuming float32 scales; the sizes do not depend on that."""
+    """Return the formats of tiled w1 and w2 for float32 scales.
+
+    Those for other scales have the same sizes.
+    """
     return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
 
 
 def box_bytes(form: PackedFormat) -> int:
-    """Return the bytes of words and scales per K step of a tile."""
+    """Return the bytes of words and scales in a box: one K step of a tile."""
     return _WORD * (LINES * LINE + form.lines * SCALE_LINE)
 
 
@@ -122,7 +128,7 @@ def staging_slots(tile: LaunchConfig, form: PackedFormat, *, gated: bool) -> int
 
 
 def short_rows(tile: LaunchConfig) -> int:
-    """Return the number of rows up to which only half a tile is multiplied."""
+    """Return the number of rows up to which a tile is multiplied as half a tile."""
     return tile.block_m // 2
 
 
@@ -143,18 +149,21 @@ def chunk_size(problem: Problem) -> int:
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the minimum number of tokens for this path to be chosen without a tuned file."""
+    """Return the smallest call for which this path is used without a tuned file, in tokens."""
     rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _MIN_ROWS
     return -(-rows * problem.experts // problem.top_k)
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the maximum number of tokens for this path to be chosen without a tuned file."""
+    """Return the largest call for which this path is used without a tuned file, in tokens."""
     return _MAX_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
 def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
-    """Return the max tokens for prepared weights to be used, by scale dtype; None: no limit."""
+    """Return the largest call, in tokens, that uses prepared weights; None: any.
+
+    scale: dtype of the scales of the weights.
+    """
     scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
         max_rows = _MAX_PREPARED_WITH_ZEROS
@@ -164,14 +173,18 @@ def max_prepared_tokens(problem: Problem, scale: torch.dtype) -> int | None:
 
 
 def breakpoints(problem: Problem) -> tuple[int, ...]:
-    """Return the last token counts before the path, with tiles of 64 rows, and with the path."""
+    """Return the token counts after which the launches change.
+
+    They are the last one before the path, the last one with tiles of 64 rows, and the last one with
+    the path.
+    """
     last_short = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
     return min_tokens(problem) - 1, last_short, max_tokens(problem)
 
 
 def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
-    if problem.batch_invariant:  # all calls use the same tiles
+    if problem.batch_invariant:  # all calls must use the same tiles
         return ()
     min_tokens = _MIN_PREPARED[problem.scheme.name]
     breakpoints = zip(
@@ -197,7 +210,7 @@ def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing for `tokens` tokens."""
+    """Return the launches to time for `tokens` tokens."""
     bf16 = without_quant(problem)
     return launches_by_block(
         blocks_worth_timing(_CANDIDATE_ROWS, bf16, tokens), (_ENTRIES, _ENTRIES), bf16

@@ -1,7 +1,8 @@
 """The grouped_w4 path: 4-bit weights are tiled, then grouped GEMMs unpack them in registers.
 
-It works like the dequantized path, but the extra launch writes, and the GEMMs read, 4 bits per
-weight instead of 16.
+It works like the dequantized path, but the launch before each GEMM reorders weights (`layout`)
+instead of converting them: 4 bits per weight are written and read again, not 16. Prepared weights
+are already in that order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,23 +33,23 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 class GroupedW4Path(DequantizedPath):
-    """The path for the problems of grouped_w4_config.serves."""
+    """The path for the problems of `grouped_w4_config.serves`."""
 
     name = grouped_w4_config.NAME
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see grouped_w4_config.serves."""
+        """Return whether the kernels support `problem`; see `grouped_w4_config.serves`."""
         return problem.adapters is None and grouped_w4_config.serves(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the token count from which experts have enough rows."""
+        """Return the smallest call in which experts have enough rows, in tokens."""
         return grouped_w4_config.min_tokens(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the token count up to which repeated unpacking is cheap enough."""
+        """Return the largest call in which repeated unpacking is cheap enough, in tokens."""
         return grouped_w4_config.max_tokens(problem)
 
     @classmethod
@@ -58,7 +59,10 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token counts where tiles grow and where the path begins and ends."""
+        """Return the token counts after which the launches change.
+
+        See `grouped_w4_config.breakpoints`.
+        """
         return grouped_w4_config.breakpoints(problem)
 
     @classmethod
@@ -71,14 +75,13 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the candidates of grouped_w4_config."""
         return grouped_w4_config.candidates(problem, tokens)
 
     @classmethod
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default configuration wherever it is used without a tuned file."""
+        """Return the default configuration for calls that would use it without a tuned file."""
         max_tokens = cls.max_tokens(problem)
         above = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
         if above or tokens < cls.min_tokens(problem):
@@ -87,13 +90,16 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return launches for every block_m; with prepared weights the path pays off earlier."""
+        """Return launches for each block_m.
+
+        With prepared weights, the path is faster from fewer rows on.
+        """
         return grouped_w4_config.prepared_configs(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.permutes_tokens = True
-        # NVFP4 weights are exact in bf16 without the global scale, which is applied to the results.
+        # Unpacked NVFP4 weights are exact in bf16, because the global scale multiplies the results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.prepared_configs(problem))
         floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -125,13 +131,13 @@ class GroupedW4Path(DequantizedPath):
         return specs if self._prepares else {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether unpacking in every GEMM tile is cheaper than dequantizing to bf16 once."""
+        """Return whether unpacking in every GEMM tile is faster than dequantizing to bf16 once."""
         assert weights.w1_scale is not None
         max_tokens = self._max_prepared.get(weights.w1_scale.dtype)
         return max_tokens is None or tokens <= max_tokens
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return only the buffers of the grouped GEMMs, because all weights are tiled."""
+        """Return only the buffers of the grouped GEMMs; prepared weights are tiled already."""
         return super(DequantizedPath, self).specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
@@ -143,7 +149,7 @@ class GroupedW4Path(DequantizedPath):
             w, scale = product.w.contiguous(), product.scale.contiguous()
             if (
                 w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES
-            ):  # the kernel reads int32 words
+            ):  # the kernel reads aligned int32 words
                 w = w.clone()
             zero = product.zero_point
             zero = None if zero is None else zero.contiguous()
@@ -156,7 +162,7 @@ class GroupedW4Path(DequantizedPath):
                 tile_experts(product, starts, chunk, first_expert)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the layout of the tensors is supported; prepared weights always are."""
+        """Return whether the layout of the tensors is supported. Prepared weights always are."""
         if weights.w1_tiles is None:
             return super().takes(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
@@ -170,7 +176,7 @@ class GroupedW4Path(DequantizedPath):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """Run one GEMM: at once with prepared weights, else a chunk of experts at a time."""
+        """Run one GEMM: at once with prepared weights, otherwise a chunk of experts at a time."""
         if product.tiles is None:
             super().products(rows, product, tile, order, out, call)
         else:
@@ -184,7 +190,7 @@ class GroupedW4Path(DequantizedPath):
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of `count` experts from `first_expert` on, with tiled weights."""
+        """Return the operands of `count` experts from first_expert on, with tiled weights."""
         form = tile_form_of(product)
         gated = bool(product.constants["GATED"])
         shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)

@@ -1,4 +1,4 @@
-"""Launches of the grouped_w4 kernels: tiling weights, and the grouped GEMM on tiled weights."""
+"""Launches of the grouped_w4 kernels: tiling of weights, and the grouped GEMM on tiled weights."""
 
 import torch
 
@@ -18,11 +18,11 @@ from experts.triton.operands import GemmOperands, scale_group, word_format
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.replay.launch.launch import launch
 
-_STEPS = 4  # K steps tiled per program: 128 bytes of a row
+_STEPS = 4  # K steps that a program tiles: 128 bytes of a row
 
 
 def tile_form_of(product: GemmOperands) -> PackedFormat:
-    """Return the form of the tiled weights of `product`."""
+    """Return the format of the tiled weights of `product`."""
     assert product.scale is not None
     return form_of(product.scheme, product.depth, product.scale.dtype)
 
@@ -39,8 +39,8 @@ def tiled_gemm(
 ) -> None:
     """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
 
-    short: tiles with at most this many rows are multiplied as tiles of this size; 0 to disable.
-    Only the shapes and dtypes of the weights, scales and zero points of `product` are used.
+    Tiles with at most `short` rows are multiplied as tiles of this size; 0: never. Of the weights,
+    scales and zero points of `product`, only shapes and dtypes are used.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
@@ -90,10 +90,10 @@ def tiled_shapes(
 def tile_experts(
     product: GemmOperands, starts: torch.Tensor, out: Tiled, first_expert: int
 ) -> None:
-    """Tile the weights of as many experts as `out` holds, from `first_expert`, that have rows.
+    """Tile the weights of the experts from first_expert on that have rows; `out` has their number.
 
-    product: w, scale and zero_point of all experts, contiguous. starts: (experts + 1,) int32, the
-    first row of each expert.
+    product: the operands of all experts; w, scale and zero_point are contiguous.
+    starts: (experts + 1,) int32, the first row of each expert, then the number of rows.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 

@@ -1,7 +1,7 @@
 """Device functions for LoRA adapters: the shrink A x of a tile, and the expand B u added to it.
 
-Both loop over the slots that occur in a tile, each once and in ascending order. Matrices of other
-slots are not read, and rows without an adapter get the same result as without LoRA.
+Both loop over the adapter slots that occur in a tile, each once and in ascending order. Matrices of
+other slots are not read, and rows without an adapter get the same result as without LoRA.
 """
 
 import triton
@@ -22,10 +22,12 @@ def shrink_tile(
     x_ptrs, slots, a_ptr, rank_row, rank_mask, depth, stride_xk, stride_al, stride_ar,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return u = A x of a tile, float32 (BLOCK_M, BLOCK_R); 0 for rows without an adapter.
+    """Return u = A x of a tile, float32 (BLOCK_M, BLOCK_R), with 0 for rows without an adapter.
 
-    x_ptrs (BLOCK_M, 1) and a_ptr (A of slot 0 and one expert) point at k = 0. rank_row (BLOCK_R,):
-    rows of A.
+    x_ptrs: (BLOCK_M, 1), the rows at k = 0.
+    slots: (BLOCK_M,), from `load_slots`.
+    a_ptr: A of slot 0 and of the tile's expert.
+    rank_row, rank_mask: (BLOCK_R,), the rows of A to compute, and whether they exist.
     """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -53,8 +55,9 @@ def load_expand_operands(
 ):  # fmt: skip
     """Load u (BLOCK_M, BLOCK_R) and B (BLOCK_R, BLOCK_N) of one slot, from rank index `start` on.
 
-    Returns (u, B, u of up, B of up); the last two repeat the first two if not GATED. Rows with
-    another slot get zeros; for NO_SLOT nothing is read. Arguments: see add_adapters.
+    Return (u, B, u of up, B of up); the last two repeat the first two if not GATED. Rows with
+    another slot get zeros; for NO_SLOT nothing is read. The other arguments are those of
+    `expand_adapters`.
     """
     rank_index = start + tl.arange(0, BLOCK_R)
     inside = (rank_index < rank) & (slot < NO_SLOT)
@@ -81,7 +84,11 @@ def expand_loaded(
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add B u of each row to (gate, up). u to up_b: loads of the first slot, see load_deltas."""
+    """Add B u of each row to (gate, up) and return them, like `expand_adapters`.
+
+    u, b, up_u and up_b are the operands of the first slot in the tile, already loaded by
+    `load_expand_operands`.
+    """
     slot, start = tl.min(slots, axis=0), 0  # NaN-free: integers
     while slot < NO_SLOT:
         gate = tl.dot(u, b, gate, input_precision=PRECISION)
@@ -104,11 +111,14 @@ def expand_adapters(
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add B u of each row to (gate, up).
+    """Add B u of each row to (gate, up), float32 (BLOCK_M, BLOCK_N), and return them.
 
-    rows (BLOCK_M,): the row of u of each tile row. b_ptr: B of slot 0 and one expert. row
-    (BLOCK_N,): the row of B of each column; the one of up is up_row further. U_UP: column offset
-    from gate's u to up's.
+    slots: (BLOCK_M,), from `load_slots`.
+    rows: (BLOCK_M,), the row of u of each tile row.
+    b_ptr: B of slot 0 and of the tile's expert.
+    row: (BLOCK_N,), the row of B of each column; the row for up is up_row further.
+    U_UP: offset from the columns of u for gate to those for up.
+    BLOCK_R: ranks per step.
     """
     # NaN-free: integers
     u, b, up_u, up_b = load_expand_operands(

@@ -1,4 +1,4 @@
-"""Grouped GEMM over the batched format, with rows grouped by expert."""
+"""GEMM of every expert over the batched format (e, capacity, depth)."""
 
 import triton
 import triton.language as tl
@@ -25,12 +25,17 @@ def batched_gemm_kernel(
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
-    """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for c < counts[i].
+    """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
-    a is (e, capacity, depth) and out is (e, capacity, columns), both contiguous. The scales of a
-    have strides for expert, row and group. Rows from counts[i] on are neither read nor written.
-    b and LORA are as in grouped_gemm_kernel; slots are (e, capacity), with one row of u each.
-    Grid: (tiles of one expert, e).
+    Grid: (tiles of one expert, e). A program computes BLOCK_M rows by BLOCK_N columns of one
+    expert, or returns at once if the expert has no rows there.
+
+    a_ptr: (e, capacity, depth), contiguous. Its scales have strides for expert, row and group.
+    out_ptr: (e, capacity, columns), contiguous. Rows from counts[i] on are neither read nor
+        written.
+    LORA: add B u of the row's adapter. There is one slot and one row of u per row, (e, capacity).
+
+    b, bias and the other constants are as in `grouped_gemm_kernel`.
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)

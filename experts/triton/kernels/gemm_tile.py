@@ -1,4 +1,4 @@
-"""Device functions for one output tile, shared by the contiguous and the batched grouped GEMM."""
+"""Device functions for one output tile, shared by the Triton GEMM kernels."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,10 @@ from modular_kernel.ops.kernels.activation import activate
 
 @triton.jit
 def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """Return (pid_m, pid_n), swizzled so that GROUP_M row blocks share weight tiles in L2."""
+    """Return (pid_m, pid_n) of a program.
+
+    Programs are ordered so that GROUP_M row blocks share weight tiles in L2.
+    """
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M
     group_m = tl.minimum(num_m - first_m, GROUP_M)  # NaN-free: integers
@@ -20,7 +23,7 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 def zero_accumulator(
     dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the initial accumulator of add_product: (BLOCK_M, BLOCK_N), transposed if SWAP."""
+    """Return the initial accumulator of `accumulate`: (BLOCK_M, BLOCK_N), or transposed if SWAP."""
     if SWAP:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
     else:
@@ -30,10 +33,10 @@ def zero_accumulator(
 
 @triton.jit
 def accumulate(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
-    """Return total + a @ b. SWAP: total is transposed, and b^T @ a^T is added.
+    """Return total + a @ b. If SWAP, total is transposed, and b^T @ a^T is added.
 
-    wgmma needs 64 or more rows in its left operand but only 8 or more columns in its right one, so
-    with few rows in `a` the weights should be on the left.
+    The left operand of wgmma has a multiple of 64 rows, and its right operand a multiple of 8
+    columns. With few rows in `a`, the weights should therefore be on the left.
     """
     if SWAP:
         result = tl.dot(
@@ -46,7 +49,7 @@ def accumulate(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def untranspose(total, SWAP: tl.constexpr):
-    """Return the accumulator of add_product as (BLOCK_M, BLOCK_N)."""
+    """Return the accumulator of `accumulate` as (BLOCK_M, BLOCK_N)."""
     return tl.trans(total) if SWAP else total
 
 
@@ -58,9 +61,13 @@ def multiply_tile(
 ):  # fmt: skip
     """Multiply rows (BLOCK_M, depth) by weights (depth, BLOCK_N), and by up weights if GATED.
 
-    a_ptrs (BLOCK_M, 1) and b_ptrs (1, BLOCK_N) point at k = 0; masked rows and columns read 0. Up
-    weights are up_offset elements after gate weights. SWAP: see add_product. Returns float32
-    (gate, up); `up` is `gate` if not GATED.
+    Return float32 (gate, up); `up` is `gate` if not GATED.
+
+    a_ptrs, b_ptrs: (BLOCK_M, 1) and (1, BLOCK_N), pointing at k = 0. Masked rows and columns read
+        0.
+    up_offset: elements from gate weights to up weights.
+    EVEN_K: BLOCK_K divides depth.
+    SWAP: see `accumulate`.
     """
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
@@ -94,9 +101,12 @@ def finish_tile(
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Apply router weight, bias and activation (KIND "identity": none) to a tile, in float32.
+    """Apply router weight, bias and activation to a float32 tile; KIND "identity": no activation.
 
-    The weight is applied before the bias, because weighting the input means (w * x) W + b.
+    The weight multiplies before the bias is added: weighting the input w * x gives (w * x) W + b.
+
+    bias_columns: (BLOCK_N,), the index of each column's bias; that of up is bias_up further.
+    row_weights: (BLOCK_M,).
     """
     if HAS_ROW_WEIGHTS:
         gate = gate * row_weights[:, None]
@@ -117,7 +127,7 @@ def finish_tile(
 
 @triton.jit
 def store_rows(out_ptr, rows, row_mask, column, column_mask, columns, values):
-    """Round a float32 tile and store it to rows of a contiguous output `columns` wide."""
+    """Round a float32 tile and store it to `rows` of a contiguous output that is `columns` wide."""
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * columns + column[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Device function: one output tile, for every storage format of the operands."""
+"""Device function that computes one output tile, for every storage format of the operands."""
 
 import triton
 import triton.language as tl
@@ -22,17 +22,23 @@ def gemm_tile(
 ):  # fmt: skip
     """Multiply rows by one expert's weights; return float32 (gate, up) tiles with scales applied.
 
-    a_ptrs (BLOCK_M, 1) and a_scale_ptrs (BLOCK_M,) point at the start of each row; b_ptr,
-    b_scale_ptr and zero_ptr at the start of the expert. row (BLOCK_N,): the weight row of each
-    column; its up row is up_row rows, or up_offset elements, further.
-    MODE "plain": no scales. "w8a8": both operands have 8 bits. "weight_only": weights are
-    dequantized. One weight scale covers GROUP_N rows and GROUP_K columns (0: all of K). ONE_SCALE:
-    all gate rows of a tile share a scale, and so do all up rows. FORMAT "nvfp4": zero_ptr points at
-    the float32 global scale of the gate (or only) matrix, followed by that of up. HAS_ORDER
-    (weight_only): column k of the weights multiplies column order_ptr[k] of the rows.
+    a_ptrs, a_scale_ptrs: (BLOCK_M, 1) and (BLOCK_M,), the start of each row and of its scales.
+    b_ptr, b_scale_ptr, zero_ptr: the start of the expert's weights, scales and zero points.
+    row: (BLOCK_N,), the weight row of each column. Its up row is up_row rows, or up_offset
+        elements, further.
+    MODE: "plain": no scales. "w8a8": both operands have 8 bits, and scales. "weight_only": weights
+        are dequantized.
+    FORMAT: how weights are stored; see `operands.word_format`. With "nvfp4", zero_ptr points at the
+        float32 global scale of the gate (or only) matrix, followed by that of up.
+    GROUP_N, GROUP_K: the weight rows and K elements that share a scale; GROUP_K 0: all of K.
+    ONE_SCALE: all gate rows of a tile share a scale, and so do all up rows.
+    MIDDLE: the zero point of integers, unless HAS_ZERO: each group has its own.
+    PACKED: a byte has two weights.
+    EVEN_K: BLOCK_K divides depth.
+    HAS_ORDER: column k of the weights multiplies column order_ptr[k] of the rows ("weight_only").
     """
     # With few rows, the weights become the left operand of wgmma, which needs 64 rows. Float32 does
-    # not use wgmma, and at 64 rows only plain GEMMs gain (H200, triton 3.6, 2026-11-20).
+    # not use wgmma. With 64 rows, only plain GEMMs become faster (H200, triton 3.6, 2026-11-20).
     MAX_SWAP_ROWS: tl.constexpr = 64 if MODE == "plain" else 32
     SWAP: tl.constexpr = (
         BLOCK_M <= MAX_SWAP_ROWS and BLOCK_N >= 64 and b_ptr.dtype.element_ty != tl.float32

@@ -1,4 +1,4 @@
-"""Device functions: one output tile from 8-bit rows and 8-bit weights, both with scales."""
+"""Device functions that compute one output tile from 8-bit rows and 8-bit weights with scales."""
 
 import triton
 import triton.language as tl
@@ -14,13 +14,15 @@ def multiply_tile_w8a8(
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply like multiply_tile, for fp8 or int8 operands.
+    """Multiply like `multiply_tile`, for fp8 or int8; return scaled float32 (gate, up).
 
-    Returns float32 (gate, up) with all scales applied. SWAP: see add_product. GROUP_K 0: one scale
-    per row and per column, applied after the loop. Otherwise a scale covers GROUP_K columns and
-    BLOCK_K divides it, so each K step has one scale per row and column.
-    a_scale_ptrs (BLOCK_M,), b_scale_ptrs and up_scale_ptrs (BLOCK_N,) point at the first group;
-    the latter two are a single pointer each if ONE_SCALE.
+    If GROUP_K is 0, there is one scale per row and per column, applied after the loop. Otherwise a
+    scale covers GROUP_K columns; BLOCK_K divides GROUP_K, so a K step has one scale per row and
+    column.
+
+    a_scale_ptrs: (BLOCK_M,), the first scale of each row.
+    b_scale_ptrs, up_scale_ptrs: (BLOCK_N,), the first scale of each column, or a single pointer if
+        ONE_SCALE.
     """
     ACC: tl.constexpr = tl.int32 if b_ptrs.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = ACC if GROUP_K == 0 else tl.float32
@@ -73,7 +75,7 @@ def multiply_tile_w8a8(
 
 @triton.jit
 def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
-    """Load weight scales: (1,) if ONE_SCALE, else (BLOCK_N,), 0 where masked."""
+    """Load weight scales: (1,) if ONE_SCALE, else (BLOCK_N,) with 0 where masked."""
     if ONE_SCALE:
         result = tl.full((1,), 0.0, tl.float32) + tl.load(ptrs)
     else:
@@ -83,7 +85,7 @@ def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def scale_products(a_scale, b_scale, SWAP: tl.constexpr):
-    """Return the outer product of row and column scales, transposed if SWAP."""
+    """Return the products of row and column scales, (BLOCK_M, BLOCK_N), or transposed if SWAP."""
     if SWAP:
         result = b_scale[:, None] * a_scale[None, :]
     else:

@@ -1,4 +1,4 @@
-"""Device functions: one output tile from 16- or 32-bit rows and 8- or 4-bit weights."""
+"""Device functions that compute one output tile from 16- or 32-bit rows and 8- or 4-bit weights."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,8 @@ from experts.triton.kernels.unpack_w4 import e8m0_values, is_e2m1, unpack_int4
 def _four_bit_integers(codes, zero, dtype: tl.constexpr):
     """Return q - zero in `dtype` for q = 0 to 15, without a slow integer conversion.
 
-    128 + q is bf16 0x4300 | q, and 1024 + q is fp16 0x6400 | q; the differences are exact.
+    0x4300 | q are the bits of 128 + q in bf16, and 0x6400 | q those of 1024 + q in fp16. The
+    differences are exact.
     """
     if dtype == tl.bfloat16:
         values = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -27,8 +28,8 @@ def _four_bit_integers(codes, zero, dtype: tl.constexpr):
 def _e2m1(codes, dtype: tl.constexpr):
     """Convert e2m1 codes (sign, two exponent bits, one mantissa bit) to `dtype`, exactly.
 
-    Shifted to the top of the fields of a wider format, the code is the value times a power of two,
-    including subnormals: 2^-126 in bf16, 2^-14 in fp16.
+    A code shifted to the top of the exponent and mantissa fields of a wider format is its value
+    times a power of two, also if it is subnormal: 2^-126 in bf16, 2^-14 in fp16.
     """
     wide = codes.to(tl.uint16)
     if dtype == tl.bfloat16:
@@ -68,9 +69,9 @@ def _step(
     a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the unscaled float32 partial sum of one K step.
+    """Return the float32 partial sum of one K step, without scales.
 
-    PACKED: even and odd k are two MMAs, unless the weights are repacked.
+    If PACKED, even and odd k are two MMAs, except for repacked weights.
     """
     dtype: tl.constexpr = a.dtype
     if FORMAT == "e2m1_repacked":
@@ -98,9 +99,9 @@ def _nvfp4_step(
     a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the partial sum of one K step with scaled weights, which are exact in 16 bits.
+    """Return the partial sum of one K step with NVFP4 weights times their scales, exact in 16 bits.
 
-    scale_ptrs, mask: (BLOCK_K / 2, BLOCK_N), for the group of each byte of two weights.
+    scale_ptrs and mask (BLOCK_K / 2, BLOCK_N) have the scale of each byte, which has two weights.
     """
     dtype: tl.constexpr = a.dtype
     scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(dtype)
@@ -111,7 +112,7 @@ def _nvfp4_step(
 
 @triton.jit
 def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """Load float32 scales (BLOCK_N,), or (1,) if ONE_SCALE; those of e2m1 are E8M0 exponents."""
+    """Load float32 scales (BLOCK_N,), or (1,) if ONE_SCALE; scales of e2m1 are stored as E8M0."""
     if ONE_SCALE:
         scale = tl.load(ptrs + tl.arange(0, 1))
     else:
@@ -125,7 +126,7 @@ def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, MIDDLE: tl.constexpr):
-    """Load int32 zero points (1, BLOCK_N); without zero points return MIDDLE (1, 1)."""
+    """Load int32 zero points (1, BLOCK_N); without zero points, return MIDDLE (1, 1)."""
     if HAS_ZERO:
         zero = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
         if MIDDLE == 8:
@@ -147,15 +148,19 @@ def multiply_tile_weight_only(
     HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply like multiply_tile, dequantizing weights in the loop; return float32 (gate, up).
+    """Multiply like `multiply_tile`, dequantizing weights in the loop; return float32 (gate, up).
 
-    The global scales of NVFP4 are not applied.
+    Weights are multiplied as integers, float8 or e2m1 values, and their scale multiplies the
+    partial sum of the K step. NVFP4 scales multiply the weights instead; global scales are not
+    applied.
 
-    GROUP_K: K elements per scale, a multiple of BLOCK_K, or 0 for all of K. Weights are multiplied
-    as integers (float8 or e2m1 values), and the scale multiplies the partial sum of the step; NVFP4
-    scales multiply the weights. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED.
-    *scale_ptrs, *zero_ptrs and *zero_shift are (BLOCK_N,); *scale_ptrs are single pointers if
-    ONE_SCALE. HAS_ORDER: column k of the weights multiplies column order_ptr[k] of the rows.
+    b_ptrs: (1, BLOCK_N), pointing at k = 0; two k per byte if PACKED.
+    scale_ptrs, up_scale_ptrs: (BLOCK_N,), the first scale of each column, or a single pointer if
+        ONE_SCALE.
+    zero_ptrs, up_zero_ptrs: (BLOCK_N,), the first zero point of each column.
+    zero_shift, up_zero_shift: (BLOCK_N,), 0 or 4, the bits of the zero point in its byte.
+    GROUP_K: K elements per scale, a multiple of BLOCK_K (except for NVFP4), or 0 for all of K.
+    MIDDLE, HAS_ZERO, HAS_ORDER: as in `gemm_tile`.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)

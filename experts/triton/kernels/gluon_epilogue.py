@@ -1,4 +1,4 @@
-"""Device functions: the epilogue of a tile (scales, bias, activation and store)."""
+"""Device functions of the epilogue of a tile in Gluon: scales, bias, activation and store."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ def _tanh(value):
 
 @gluon.jit
 def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
-    """Apply the activation with the same operations as modular_kernel.ops.kernels.activation."""
+    """Apply the activation KIND, with the operations of `modular_kernel.ops.kernels.activation`."""
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
         if KIND != "swiglu_clamp_after":
@@ -73,7 +73,10 @@ def _scaled(
     values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Return float32 values with channel scales and bias applied; columns are rows row_b on."""
+    """Return float32 values with channel scales and bias applied.
+
+    Column i of values is weight row row_b + i of `expert`, which has rows_b rows.
+    """
     values = values.to(gl.float32)
     rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     offsets = expert.to(gl.int64) * rows_b + rows
@@ -88,7 +91,7 @@ def _scaled(
 
 @gluon.jit
 def store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
-    """Store a tile from shared memory, without rows from `end` on and columns past the end."""
+    """Store a tile from shared memory, except rows from `end` on and columns past the last one."""
     rows = row + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
     out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
@@ -100,16 +103,17 @@ def store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT: gl.co
 def store_rows(
     values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
 ):  # fmt: skip
-    """Round and store a tile to consecutive rows of an output `columns` wide.
+    """Round and store a tile to consecutive rows of an output that is `columns` wide.
 
-    The tile goes through a slot of `staging`; TMA stores it while the next tile is multiplied. If
-    rows from `end` on belong to another expert, threads store the rows before it instead.
+    The tile goes through buffer `slot` of `staging`, from which TMA stores it while the next tile
+    is multiplied. If rows from `end` on belong to another expert, threads store the rows before
+    `end` instead.
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     buffer = staging.index(slot)
-    # Wait for all stores of the last tile. Waiting only for the older of two does not work, because
-    # a tile stored by threads has no TMA store to count.
+    # Wait for all TMA stores of the last tile. Waiting only for the older of two would not work,
+    # because a tile that threads stored has none to count.
     if slot == 0:
         tma.store_wait(0)
     buffer.store(values.to(out_desc.dtype))
@@ -129,14 +133,18 @@ def _finish_one_half(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Finish one half of a tile: an ungated one, or one with interleaved gate and up rows."""
+    """Finish one half of a tile on its own.
+
+    All of its rows are gate rows, or gate and up rows alternate.
+    """
     values = _scaled(
         values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
     )
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
         value = activate(gate, up, KIND, ALPHA, LIMIT).to(out_desc.dtype)
-        # A thread has every fourth column; with two adjacent ones it can store whole matrices.
+        # A thread has every fourth column. With two adjacent ones it stores to shared memory in
+        # whole 8 x 8 matrices.
         PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
         value = gl.convert_layout(value, PAIRS)
         store_rows(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
@@ -157,10 +165,17 @@ def finish(
 ):  # fmt: skip
     """Scale, add bias, activate, round and store the left and the right half of a tile.
 
-    first_row_b: first weight row of the left half; the right half is right_rows further.
-    scale_rows: the index in a_scale of each row. out_desc: the output, in boxes as wide as the
-    output of a half. staging: one or two such boxes. The caller must wait for pending TMA stores at
-    its end.
+    The caller must wait for pending TMA stores at its end.
+
+    row, end: first row of the tile, and end of the expert's rows.
+    out_desc: the output, in boxes as wide as the output of a half.
+    staging: one or two buffers of a box.
+    expert, rows_b: the expert, and the weight rows of each expert.
+    first_row_b, right_rows: the first weight row of the left half, and the distance to that of the
+        right half.
+    scale_rows: the index in a_scale of each row.
+    MODE: "channel" has scales to apply here; others have none.
+    STEP, GATED: as in `grouped_gemm_tma_kernel`.
     """
     tile_rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(tile_rows.shape, 1.0, gl.float32, tile_rows.type.layout)

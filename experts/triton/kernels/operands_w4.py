@@ -1,9 +1,9 @@
 """Device functions that turn int32 words of eight 4-bit weights into MMA operands.
 
-Word c of a row has the weights k = 8c to 8c + 7. They are unpacked in pairs, the halves of a
-register (`unpack_int4`): j and j + 4, or 2j and 2j + 1 for repacked words. The weights of a step
-are therefore multiplied in a permuted order of k, and the rows are permuted in the same way
-(`in_word_order`).
+Word c of a row has the weights k = 8c to 8c + 7. They are unpacked in pairs, the two halves of a
+register (`unpack_int4`): j and j + 4, or 2j and 2j + 1 for repacked words. So that no weight has to
+move to another register, the weights of a step are multiplied in a permuted order of k, the word
+order, and the rows are permuted in the same way (`in_word_order`).
 """
 
 import triton
@@ -24,11 +24,12 @@ def rows_of(
     first, count, inner, outer, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight rows of columns first to first + BLOCK_N as a sum of two terms.
+    """Return the weight rows of columns first to first + BLOCK_N as the sum of two terms.
 
-    The block row is inner + outer; block rows from BLOCK_N on are up rows. `outer` has the starts
-    of equal parts of BLOCK_N. If EVEN_N, the second term depends on `outer` only, so it is known at
-    compile time if `outer` is. Otherwise columns past the last of `count` repeat it.
+    inner + outer is the row within the block; rows from BLOCK_N on are up rows, UP_ROW after the
+    gate rows. `outer` has the starts of equal parts of BLOCK_N. If EVEN_N, the second term depends
+    on `outer` only, so it is known at compile time if `outer` is. Otherwise the columns past the
+    last of `count` repeat it.
     """
     up = outer // BLOCK_N * UP_ROW
     if EVEN_N:
@@ -45,9 +46,9 @@ def times(rows, stride):
     return rows[0] * stride, rows[1] * stride
 
 
-# Adjacent registers of one lane along K of an MMA operand that was unpacked from bytes: two (four
-# values) before triton 3.9, one (two values) since. The matching order needs no exchange between
-# lanes.
+# The number of adjacent registers that one lane has along K of an MMA operand unpacked from bytes:
+# two (four values) before triton 3.9, one (two values) since. With the matching order, lanes need
+# not exchange values.
 _TWO_REGISTERS: tl.constexpr = tl.constexpr(
     tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 )
@@ -57,11 +58,11 @@ _TWO_REGISTERS: tl.constexpr = tl.constexpr(
 def in_word_order(
     values, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Permute (STEPS, ROWS, DEPTH) from the order of k to the order of `unpack_words`.
+    """Permute (STEPS, ROWS, DEPTH) from the order of k to the word order of `unpack_words`.
 
-    Words are indexed (lane of four, register), values by the bits of k: each of the four lanes
-    along K takes whole words. The two halves of a register are the last axis, after the lanes or,
-    with two adjacent registers, after those.
+    Each of the four lanes along K has whole words. Values are indexed by the bits of k. In word
+    order, the register within the lane's words comes first; the lane and the two halves of a
+    register are last.
     """
     split = tl.reshape(values, (STEPS, ROWS, 4, DEPTH // 32, 2, 2, 2))
     if FORMAT == "e2m1_repacked":
@@ -90,7 +91,10 @@ def word_order_offsets(DEPTH: tl.constexpr):
 
 @triton.jit
 def first_of_eight(DEPTH: tl.constexpr):
-    """Return `word_order_offsets` rounded down to words, equal for the eight values of one."""
+    """Return `word_order_offsets` of the first value of each word.
+
+    It is repeated for all eight values of the word.
+    """
     word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
     return word + (k // 8) * (DEPTH // 4)
@@ -102,7 +106,7 @@ def rows_in_word_order(
 ):
     """Permute (STEPS, DEPTH / 32, ROWS, 32), loaded at `word_order_offsets`, to word order.
 
-    The result is (STEPS, DEPTH, ROWS).
+    Return (STEPS, DEPTH, ROWS).
     """
     lanes = tl.reshape(a, (STEPS, DEPTH // 32, ROWS, 4, 8))
     rows = tl.reshape(tl.permute(lanes, (0, 2, 3, 1, 4)), (STEPS, ROWS, DEPTH))
@@ -111,10 +115,10 @@ def rows_in_word_order(
 
 @triton.jit
 def boosted(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
-    """Multiply x (STEPS, DEPTH, ROWS), in word order, by the factor `boost_of` in bf16.
+    """Multiply x (STEPS, DEPTH, ROWS), in word order, by `boost_of` if it is bf16.
 
-    Exact below 2^63. Integers of odd k get a 16 times smaller factor, because they are unpacked 16
-    times too large (see unpack_w4._counts).
+    The result is exact for |x| below 2^63. For integers, values of odd k get a 16 times smaller
+    factor, because their weights are unpacked 16 times too large (see `unpack_w4`).
     """
     if x.dtype == tl.bfloat16 and FORMAT != "nvfp4":
         if is_e2m1(FORMAT):
@@ -136,7 +140,7 @@ def unpack_words(
     words, FORMAT: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Unpack int32 (STEPS, ROWS, DEPTH / 8) to (STEPS, ROWS, DEPTH), in word order."""
+    """Unpack int32 words (STEPS, ROWS, DEPTH / 8) to weights (STEPS, ROWS, DEPTH) in word order."""
     return in_word_order(unpack_int4(words, FORMAT, dtype), FORMAT, STEPS, ROWS, DEPTH)
 
 
@@ -145,7 +149,7 @@ def unpack_scaled_words(
     words, scale, FORMAT: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Unpack like unpack_words and multiply each NVFP4 weight by its group scale, exactly.
+    """Unpack like `unpack_words` and multiply each NVFP4 weight by the scale of its group, exactly.
 
     scale: e4m3 (STEPS, ROWS, DEPTH / 16), one per two words.
     """
@@ -158,10 +162,10 @@ def unpack_scaled_words(
 
 @triton.jit
 def load_scale(ptrs, inside, FORMAT: tl.constexpr, LACK: tl.constexpr):
-    """Load scales and return them times 2^LACK, float32.
+    """Load scales and return them times 2^LACK in float32, and 0 where `inside` is False.
 
-    The result is 0 where `inside` is False (None: inside everywhere). Scales of e2m1 are E8M0
-    exponents: 255 gives NaN, and overflow, for bf16 from 2^50 on, gives infinity.
+    `inside` may be None. Scales of e2m1 are E8M0 exponents: 255 gives NaN, and for bf16, scales of
+    2^50 and more give infinity.
     """
     scale = tl.load(ptrs)
     if is_e2m1(FORMAT):
@@ -176,9 +180,9 @@ def load_scale(ptrs, inside, FORMAT: tl.constexpr, LACK: tl.constexpr):
 
 @triton.jit
 def _to_float32(scale):
-    """Convert bf16 scales to float32 at once; return other scales unchanged.
+    """Convert bf16 scales to float32 in assembly; return other scales unchanged.
 
-    Otherwise the loop would carry 16-bit values, packed two to a register.
+    Otherwise the loop would carry the 16-bit values, packed two to a register.
     """
     if ASSEMBLE and scale.dtype == tl.bfloat16:
         scale = tl.inline_asm_elementwise(
@@ -190,9 +194,9 @@ def _to_float32(scale):
 
 @triton.jit
 def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, inside=None):
-    """Convert loaded scales like load_scale; `inside` is used for exponents only."""
+    """Convert loaded scales as `load_scale` does; `inside` is used for exponents only."""
     if is_e2m1(FORMAT):
-        # An exponent and one bit of the significand: 510 is infinity, 511 is NaN.
+        # Nine bits: the exponent and one bit of the significand. 510 is infinity, 511 is NaN.
         exponent = scale.to(tl.int32)
         max_bits = 510 + ((exponent + 1) >> 8)
         if inside is not None:
@@ -206,7 +210,10 @@ def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, inside=None):
 
 @triton.jit
 def load_zero(ptrs, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
-    """Load float32 zero points, minus 8 unless FROM_ZERO, to match the unpacked weights."""
+    """Load float32 zero points, minus 8 unless FROM_ZERO, as the unpacked weights have them.
+
+    Without zero points, the result is that of a zero point of 8.
+    """
     if HAS_ZERO:
         zero = (opaque(tl.load(ptrs).to(tl.int32)) >> shift) & 15
         result = (zero if FROM_ZERO else zero - 8).to(tl.float32)
@@ -220,14 +227,15 @@ def multiply_words(
     words, x, zero, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Return (weights - zero points) @ x, without scales: float32 (STEPS, ROWS, M).
+    """Return (weights - zero points) @ x, without scales, float32 (STEPS, ROWS, M).
 
-    words: int32 (STEPS, ROWS, DEPTH / 8). x: (STEPS, DEPTH, M) in word order, `boosted`. zero: the
-    result of load_zero, (STEPS, ROWS, 1).
+    words: int32 (STEPS, ROWS, DEPTH / 8).
+    x: (STEPS, DEPTH, M) in word order, `boosted`.
+    zero: the result of `load_zero`, (STEPS, ROWS, 1).
     """
     start = tl.zeros((STEPS, ROWS, M), tl.float32)
     if HAS_ZERO or unpacks_without_offset(FORMAT, x.dtype):
-        # Sums of x along K, from an MMA with ones: the same in each of its rows.
+        # An MMA with weights of one sums x along K; all of its rows have the same sums.
         one: tl.constexpr = 1 if unpacks_without_offset(FORMAT, x.dtype) else 9
         ones = tl.full((STEPS, 16, DEPTH // 8), 0x11111111 * one - (1 << 32) * (one // 8), tl.int32)
         sums = tl.dot(unpack_words(ones, FORMAT, x.dtype, STEPS, 16, DEPTH), x)

@@ -1,4 +1,8 @@
-"""LoRA shrink kernels: u = A x, launched before each of the two GEMMs."""
+"""LoRA shrink kernels: u = A x, launched before each of the two GEMMs.
+
+PARTS programs divide the adapter slots of a tile among them. x has one row per X_TOP_K pairs: TOP_K
+if its rows are tokens, 1 if they are pairs.
+"""
 
 import triton
 import triton.language as tl
@@ -16,7 +20,7 @@ def _slots_of_part(slots, part, PARTS: tl.constexpr):
 
 @triton.jit
 def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
-    """Return the expert, the rows, the row mask and the tokens of a tile."""
+    """Return the expert, the rows, the row mask and the tokens of a tile of `ops.sort`."""
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
     row = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + tile)
@@ -25,7 +29,10 @@ def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _store_u(u_ptr, u, row, slots, rank_row, rank_rows):
-    """Store u for rows with a slot and columns inside rank_rows. row: int64."""
+    """Store u for rows with a slot and columns inside rank_rows.
+
+    row: (BLOCK_M,) int64, the row of u of each row.
+    """
     u_ptrs = u_ptr + row[:, None] * rank_rows + rank_row[None, :]
     mask = (slots < NO_SLOT)[:, None] & (rank_row < rank_rows)[None, :]
     tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
@@ -41,8 +48,9 @@ def shrink_few_kernel(
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K], without tensor cores.
 
-    u is (num_pairs, rank_rows), contiguous. Skipped pairs and tokens without an adapter are not
-    written. Grid: (num_pairs, blocks of rank_rows).
+    Grid: (num_pairs, blocks of rank_rows). A program computes BLOCK_R columns of u of one pair. u
+    is (num_pairs, rank_rows), contiguous; skipped pairs and tokens without an adapter are not
+    written.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)
@@ -79,8 +87,9 @@ def shrink_pairs_kernel(
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K] for every aligned pair p.
 
-    u is (num_pairs, rank_rows), contiguous. Skipped pairs and tokens without an adapter are not
-    written. Grid: (blocks of ops.align, blocks of rank_rows, PARTS among which slots are divided).
+    Grid: (blocks of `ops.align`, blocks of rank_rows, PARTS). A program computes BLOCK_M pairs by
+    BLOCK_R columns of u, for its part of the slots. u is (num_pairs, rank_rows), contiguous;
+    skipped pairs and tokens without an adapter are not written.
     """
     pid_m = tl.program_id(0)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
@@ -111,9 +120,10 @@ def shrink_segments_kernel(
 ):  # fmt: skip
     """u[r] = A[slot of r's token, expert of r] @ x[r], or x of r's token if GATHER.
 
-    tiles and tokens: as in ops.sort.Sorted, with at most BLOCK_M rows per tile. u is (rows,
-    rank_rows), contiguous. Rows without an adapter are not written. Grid: (max tiles, blocks of
-    rank_rows, PARTS among which slots are divided).
+    Grid: (max_tiles, blocks of rank_rows, PARTS). A program computes a tile of at most BLOCK_M rows
+    by BLOCK_R columns of u, for its part of the slots. tiles and tokens are those of
+    `ops.sort.SortedPairs`. u is (rows, rank_rows), contiguous; rows without an adapter are not
+    written.
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
@@ -139,11 +149,11 @@ def shrink_batched_kernel(
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[i, c] = A[slot of row c, i] @ x[i, c] for c < counts[i].
+    """u[i, c] = A[slot of row c, i] @ x[i, c] for the first counts[i] rows c of each expert i.
 
-    x (e, capacity, depth), slots (e, capacity) and u (e, capacity, rank_rows) are contiguous. Rows
-    without an adapter are not written. Grid: (row blocks of an expert times PARTS among which slots
-    are divided, blocks of rank_rows, e).
+    Grid: (row blocks of an expert * PARTS, blocks of rank_rows, e). A program computes BLOCK_M rows
+    by BLOCK_R columns of u, for its part of the slots. x (e, capacity, depth), slots (e, capacity)
+    and u (e, capacity, rank_rows) are contiguous; rows without an adapter are not written.
     """
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(counts_ptr + expert)

@@ -1,4 +1,4 @@
-"""Host-side helpers: TMA descriptors for boxes of rows, and the number of SMs."""
+"""Host-side helpers of the TMA kernels: TMA descriptors, and the number of SMs."""
 
 from functools import cache
 
@@ -7,16 +7,17 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BOX_BYTES = 128  # row bytes of a box: the widest swizzle
+BOX_BYTES = 128  # bytes of a row of a box: the widest swizzle
 
 
 def tma_descriptor(
     rows: torch.Tensor, block_rows: int, columns: int | None = None
 ) -> TensorDescriptor:
-    """Return a TMA descriptor for boxes of block_rows rows of `rows`.
+    """Return a TMA descriptor for boxes of block_rows rows by `columns` columns of `rows`.
 
-    rows: 2-D and contiguous, with rows aligned to 16 bytes. columns: box width, a power of two, by
-    default 128 bytes. Elements of a box outside the tensor read as zero and are not stored.
+    `rows` is 2-D and contiguous, with rows aligned to 16 bytes. `columns` is a power of two, by
+    default as many as 128 bytes hold. Elements of a box outside the tensor are read as zero and are
+    not stored.
     """
     itemsize = rows.element_size()
     columns = columns or BOX_BYTES // itemsize

@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 
 
-# A mask selects two nibbles of the word ($4, or it shifted right by 8) at once: 0x000F000F the
-# lowest nibble of each half, 0x00F000F0 the next one.
+# The functions below return PTX for pair i. W is the word ($4), or the word shifted right by 8. A
+# mask selects two nibbles at once: 0x000F000F the lowest nibble of each half, 0x00F000F0 the next.
 def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
-    """Build the PTX for a word; pair(i) moves nibbles i and i + 4 of W to the halves of T."""
+    """Build the PTX for a word.
+
+    pair(i) returns code that moves nibbles i and i + 4 of W to the halves of T.
+    """
     code = "shr.b32 w, $4, 8; "
     for j in range(4):
         code += pair(j % 2).replace("W", "w" if j > 1 else "$4").replace("T", f"${j}")
@@ -22,9 +25,10 @@ def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
 
 
 def _counts(i: int) -> str:
-    """Return code for nibbles as low bf16 bits: q 2^-133, or 16 q 2^-133 for i = 1.
+    """Return code for integers q as low bits of bf16.
 
-    Below 2^8, bf16 bit patterns count up linearly from the subnormals into the smallest normals.
+    Their values are q * 2^-133, or 16 * q * 2^-133 for i = 1. Below 2^8, bf16 bit patterns count up
+    linearly, from the subnormals into the smallest normals.
     """
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
@@ -41,8 +45,8 @@ def _integers_fp16(i: int) -> str:
 def _e2m1_bf16(i: int) -> str:
     """Return code that moves e2m1 codes to the top of the bf16 fields.
 
-    A code is a sign, two exponent bits and a mantissa bit. A multiplication places one copy at the
-    sign bit and one at the exponent.
+    A code is a sign, two exponent bits and a mantissa bit. A multiplication makes two copies, one
+    with the sign in place and one with the exponent and mantissa in place.
     """
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (
@@ -52,7 +56,7 @@ def _e2m1_bf16(i: int) -> str:
 
 
 def _e2m1_fp16(i: int) -> str:
-    """Return code like _e2m1_bf16 for fp16, with shifts, because the two copies would overlap."""
+    """Return code like `_e2m1_bf16` for fp16, with shifts, because the two copies would overlap."""
     right = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
         f"shl.b32 T, W, {12 - 4 * i}; {right}"
@@ -70,7 +74,10 @@ ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def opaque(value):
-    """Return value, an int32 or int64, hiding it from compiler analysis; emits no instruction."""
+    """Return value, an int32 or int64, so that the compiler knows nothing about it.
+
+    No instruction is emitted.
+    """
     if ASSEMBLE and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
             "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=True, pack=1
@@ -94,12 +101,12 @@ def holds_e2m1(form: str) -> bool:
     return is_e2m1(form) or form == "nvfp4"
 
 
-# Unpacked weights in bf16, and e2m1 values in fp16, are the bit patterns read as floats, including
-# subnormals: e2m1 times 2^-126 or 2^-14, integers times 2^-133. Their products in bf16 would
-# underflow float32, so the rows are first multiplied by these powers of two (`boosted`).
+# Unpacked weights are bit patterns read as floats, including subnormals, so they are too small by a
+# power of two: e2m1 by 2^-126 in bf16 and by 2^-14 in fp16, integers by 2^-133 in bf16. In bf16,
+# products with them would underflow float32, so x is first multiplied by `boost_of` (`boosted`).
 @triton.constexpr_function
 def boost_of(form: str, odd: int) -> float:
-    """Return the factor of a value of x in bf16, for an even or an odd k."""
+    """Return the factor of a bf16 value of x, for an even or an odd k."""
     return 2.0**48 if is_e2m1(form) else 2.0 ** (64 - 4 * odd)
 
 
@@ -113,7 +120,7 @@ def unpacks_without_offset(form: str, dtype: tl.dtype) -> bool:
 def missing_factor_log2(form: str, dtype: tl.dtype) -> int:
     """Return log2 of the factor still missing in products of unpacked weights and `boosted` rows.
 
-    It is 0 for NVFP4, whose weights get their factor before they are scaled.
+    It is 0 for NVFP4, whose weights are multiplied by their factor before they are scaled.
     """
     if form == "nvfp4":
         return 0
@@ -149,7 +156,7 @@ def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 def _halves(pair, dtype: tl.constexpr):
     """Return the values in the lower and the upper half of an int32.
 
-    The compiler recognizes the pair and keeps it in one register if an MMA takes it so.
+    If an MMA takes both in one register, the compiler keeps them there.
     """
     low = pair.to(tl.int16).to(dtype, bitcast=True)
     return low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
@@ -157,9 +164,9 @@ def _halves(pair, dtype: tl.constexpr):
 
 @triton.jit
 def _repacked(words, dtype: tl.constexpr):
-    """Unpack repacked words to four int32, with values 2i and 2i + 1 in the halves of int32 i.
+    """Unpack repacked words to four int32. The halves of int32 i are the values 2i and 2i + 1.
 
-    Five shifts and four masks, as in `modular_kernel.quant.repacking.unpack_words`, move the values
+    As in `modular_kernel.quant.repacking.unpack_words`, five shifts and four masks move the values
     to the bf16 fields.
     """
     w = words.to(tl.uint32, bitcast=True)
@@ -182,7 +189,10 @@ def _repacked(words, dtype: tl.constexpr):
 
 @triton.jit
 def _fp16_fields(pair):
-    """Move two e2m1 values from bf16 to fp16 fields, whose exponent ends three bits higher."""
+    """Move two e2m1 values from bf16 fields to those of fp16.
+
+    The exponent of fp16 ends three bits higher.
+    """
     return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)
 
 
@@ -190,8 +200,8 @@ def _fp16_fields(pair):
 def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Unpack int32 (...) to (..., 2, 2, 2), indexed by the bits of k, the highest first.
 
-    The values are q or q - 8 (`unpacks_without_offset`), or e2m1, in bf16 or fp16, exact up to a
-    factor (`missing_factor_log2`).
+    The values are e2m1, or the integers q or q - 8 (`unpacks_without_offset`), in bf16 or fp16.
+    They are exact up to a power of two (`missing_factor_log2`).
     """
     if FORMAT == "e2m1_repacked":
         p0, p1, p2, p3 = _repacked(words, dtype)

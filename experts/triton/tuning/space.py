@@ -1,4 +1,4 @@
-"""Tuning space of the Triton experts: candidates, finalists, and storage of the best."""
+"""The search space of launch configurations: candidates, finalists, and storage of the best."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,10 +39,12 @@ _MAX_FINAL_KINDS, _MAX_FINAL_LAUNCHES, _MAX_FINALISTS = 2, 2, 4
 class ConfigSpace(Tunable):
     """The search space of launch configurations. A choice is a MoEConfig.
 
-    The GEMMs of a choice are timed separately, by their stages. experts_part: name of the part,
-    recorded in the file. paths: the paths of the part; those that do not support `problem` on the
-    device are dropped. prepared: tune calls with prepared weights, stored in a separate file.
-    After pickling to another process, `using` still chooses for the GPU of this process.
+    The GEMMs of a choice are timed separately, by their stages. After pickling to another process,
+    `using` still chooses for the GPU of this process.
+
+    experts_part: name of the part, which files record.
+    paths: the paths of the part. Those that do not support `problem` on the device are dropped.
+    prepared: tune calls with prepared weights, which have a separate file.
     """
 
     stages = (stages.GEMM1, stages.GEMM2)
@@ -93,8 +95,8 @@ class ConfigSpace(Tunable):
             yield
 
     def candidates(self, tokens: int) -> Sequence[Choice]:
-        """Return choices that cover every launch of each GEMM; the GEMMs are timed separately."""
-        # The current configuration, from a file if there is one.
+        """Return choices that include every launch of each GEMM at least once."""
+        # The current configuration comes from a file if there is one.
         current = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
         choices = [current] if self._is_valid_config(current) else []
         for path in self.paths:
@@ -129,7 +131,7 @@ class ConfigSpace(Tunable):
         ]
 
     def _is_valid_launch(self, launch: Launch, gemm: Gemm, path: str) -> bool:
-        """Return whether `launch` is valid and its block_k does not exceed K, rounded up."""
+        """Return whether `launch` is valid, and its block_k is less than 2 K."""
         too_deep = getattr(launch, "block_k", 0) >= 2 * gemm.depth
         violations = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
         return not too_deep and next(violations, None) is None
@@ -140,7 +142,7 @@ class ConfigSpace(Tunable):
         return launchable and all(self._is_valid_launch(*item, config.path) for item in launches)
 
     def finalists(self, tokens: int, took: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
-        """Return the best pairs of GEMM 1 and GEMM 2 launches that share path and block_m."""
+        """Return the pairs of launches that the time model expects to be the fastest."""
         model = AdditiveTimeModel(took)
         kinds = sorted(model.kinds(), key=model.min_seconds)[:_MAX_FINAL_KINDS]
         pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _MAX_FINAL_LAUNCHES)]
@@ -206,11 +208,11 @@ class ConfigSpace(Tunable):
         return folder / triton_subfolder(store.triton) / name
 
 
-Kind = tuple[str, int]  # path and block_m
+Kind = tuple[str, int]  # path and block_m, which both GEMMs share
 
 
 class AdditiveTimeModel:
-    """Additive time model: GEMM 1 + GEMM 2 + a rest that depends on path and block_m only."""
+    """Time model of a call: GEMM 1 + GEMM 2 + a rest that depends on path and block_m only."""
 
     def __init__(self, times: Mapping[Choice, StageTimes]) -> None:
         self.tiles: dict[Kind, tuple[dict[Launch, float], dict[Launch, float]]] = {}
@@ -240,7 +242,10 @@ class AdditiveTimeModel:
         return [MoEConfig(launch1, launch2, kind[0]) for launch1, launch2 in product(*fastest)]
 
     def seconds(self, pair: MoEConfig) -> float:
-        """Return the modeled seconds of a call; KeyError if one of its launches was not timed."""
+        """Return the modeled seconds of a call.
+
+        Raise KeyError if one of its launches was not timed.
+        """
         kind = pair.path, pair.gemm1.block_m
         launches1, launches2 = self.tiles[kind]
         return self.rest[kind] + launches1[pair.gemm1] + launches2[pair.gemm2]

@@ -1,1 +1,1 @@
-"""Kernels that prepare the ragged matmul of triton_kernels."""
+"""Kernel that prepares the ragged matmul of triton_kernels."""

@@ -1,4 +1,4 @@
-"""Tile schedule of the ragged matmul: the expert and the tile of each program."""
+"""Kernel that writes the tile schedule of the ragged matmul: expert and tile of each program."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,17 @@ def tile_maps_kernel(
     starts_ptr, counts_ptr, ends_ptr, maps_ptr, num_local, most_tiles,
     LEAST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Schedule tiles of LEAST << s rows, where s is the second program axis.
+    """Schedule tiles of LEAST << s rows, where s is the second axis of the grid.
 
-    - starts: (num_local + 1,) int32, first row of each expert.
-    - counts: (num_local,) int32, rows of each expert.
-    - ends: (sizes, num_local + 1) int32, number of tiles before each expert; last, the total.
-    - maps: (sizes, most_tiles) int32, tile << 16 | expert; -1 for unused entries.
+    Grid: (ceil(most_tiles / BLOCK_T), sizes).
 
-    Grid (ceil(most_tiles / BLOCK_T), sizes).
+    starts_ptr: (num_local + 1,) int32, the first row of each expert, then the number of rows.
+    counts_ptr: output (num_local,) int32, the rows of each expert.
+    ends_ptr: output (sizes, num_local + 1) int32, the number of tiles before each expert, then the
+        total.
+    maps_ptr: output (sizes, most_tiles) int32, tile << 16 | expert, where `tile` counts within the
+        expert; -1 for unused entries.
+    BLOCK_E: a power of two >= num_local.
     """
     program, size = tl.program_id(0), tl.program_id(1)
     rows = LEAST << size

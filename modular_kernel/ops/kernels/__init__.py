@@ -1,1 +1,4 @@
-"""Triton kernels and device functions of the operations; they import no other modules of ours."""
+"""Triton kernels and device functions of the operations.
+
+They import no other module of the package.
+"""

@@ -1,20 +1,21 @@
-"""Device functions of ActivationSpec on float32 values, and a kernel that applies them to rows."""
+"""Device functions of activations on float32 values, and a kernel that applies them to rows."""
 
 import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
 
-# The interpreter, which decides how kernels are decorated, does not support inline assembly.
+# Triton's interpreter does not support inline assembly.
 ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _sigmoid(value, FLUSH: tl.constexpr):
-    """Return 1 / (1 + exp(-value)). FLUSH: faster, but may return zero below -87.3.
+    """Return 1 / (1 + exp(-value)).
 
-    Adding a subnormal power to 1 changes nothing, and a reciprocal that may be flushed to zero
-    needs no scaling, unlike a quotient.
+    FLUSH: faster, but results below -87.3 may be zero. exp may then flush subnormal results, which
+        adding 1 would lose anyway, and the reciprocal may flush its result, so that it needs no
+        scaling, unlike a quotient.
     """
     if ASSEMBLE and FLUSH:
         denominator = 1.0 + tl.exp2(value * -1.4426950216293335)
@@ -45,7 +46,7 @@ def _gelu_tanh(value):
 
 @triton.jit
 def _tanh(value):
-    """Return tanh(value), by its series below 0.25, where 2 sigmoid(2z) - 1 cancels.
+    """Return tanh(value); below 0.25, where 2 sigmoid(2z) - 1 would cancel, from its series.
 
     The first neglected term of the series is 1e-8 of the value.
     """
@@ -62,9 +63,10 @@ def activate(
     gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     FLUSH: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the activation of float32 gate and up values; ungated kinds ignore `up`.
+    """Return the activation KIND of float32 gate and up values; ungated kinds ignore `up`.
 
-    LIMIT 0 means no limit. FLUSH: results of SwiGLU-like kinds may be zero for gates below -87.3.
+    ALPHA, LIMIT: parameters of the activation (`ActivationSpec`); LIMIT 0 means no limit.
+    FLUSH: results of kinds with a sigmoid may be zero for gates below -87.3.
     """
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
@@ -103,7 +105,10 @@ def activation_kernel(
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[r, i] = act(x[r, i * STEP], x[r, i * STEP + up_offset])."""
+    """out[r, i] = act(x[r, i * STEP], x[r, i * STEP + up_offset]), computed in float32.
+
+    Grid: (rows, blocks of BLOCK columns of out).
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < intermediate

@@ -1,4 +1,7 @@
-"""Placement of pairs by expert, each expert padded to whole blocks."""
+"""Kernels that place pairs by expert, with each expert padded to whole blocks.
+
+Buckets and chunks are as in `kernels.count`.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +13,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return, per bucket, the placed pairs, their padded number, and the first position."""
+    """Return, per bucket, the pairs to place, their padded number, and the first position."""
     if IGNORE_INVALID:
         totals = tl.where(tl.arange(0, totals.shape[0]) == 0, 0, totals)
     padded = (totals + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -23,7 +26,7 @@ def _place_chunk(
 ):
     """Store each pair of a chunk after the earlier ones of its bucket.
 
-    first[i]: position of the chunk's first pair in pair i's bucket.
+    first[i] is the position of the chunk's first pair in the bucket of pair i.
     """
     position = first + rank_in_chunk(key, mask, CHUNK)
     if IGNORE_INVALID:
@@ -37,9 +40,9 @@ def _fill_blocks(
     numel, num_positions, num_blocks,
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the expert of each block and mark its padding, FILL_BLOCKS blocks per program.
+    """Store the experts of FILL_BLOCKS blocks, and mark their padding.
 
-    Done by programs from num_chunks on; the first of them stores the number of used positions.
+    For programs from num_chunks on; the first of them also stores the number of used positions.
     """
     num_post = tl.sum(padded, axis=0)
     block = (pid - num_chunks) * FILL_BLOCKS + tl.arange(0, FILL_BLOCKS)
@@ -64,9 +67,15 @@ def align_place_kernel(
     HAS_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk's pairs in programs below num_chunks; fill FILL_BLOCKS blocks in the others.
+    """Place a chunk of pairs in programs below num_chunks; fill FILL_BLOCKS blocks in the others.
 
-    Both write disjoint positions, so one launch suffices.
+    Both write different positions, so one launch suffices.
+
+    prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
+    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
+    num_positions, num_blocks: the lengths of sorted and expert_ids.
+    IGNORE_INVALID: omit skipped pairs.
+    BINS: a power of two > num_local + 1.
     """
     pid = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -87,7 +96,7 @@ def align_place_kernel(
         )  # fmt: skip
 
 
-# Token-dependent sizes are only compared: do not specialize on them.
+# These arguments change with the number of tokens; specializing on them would recompile.
 @triton.jit(do_not_specialize=["numel", "num_chunks", "num_positions", "num_blocks"])
 def align_kernel(
     ids_ptr, map_ptr, invalid_ptr, sorted_ptr, expert_ids_ptr, num_post_ptr,
@@ -96,9 +105,10 @@ def align_kernel(
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Do align_place_kernel's work for at most PAIRS pairs, which each program counts itself.
+    """Do the work of `align_place_kernel` for at most PAIRS pairs, all counted by every program.
 
-    Programs of chunks also add their invalid ids to the counter.
+    Programs of chunks also add their invalid ids to the counter. The arguments are those of
+    `align_place_kernel`.
     """
     pdl_wait(OVERLAP)
     pid = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Assignment of a row in the batched layout to every (token, expert)."""
+"""Kernel that assigns rows of the batched layout to pairs."""
 
 import triton
 import triton.language as tl
@@ -13,10 +13,11 @@ def assign_rows_kernel(
     numel, num_experts, num_local, num_chunks, capacity,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store row_of_pair = expert * capacity + position among the expert's tokens; -1 if skipped.
+    """row_of_pair[p] = expert * capacity + position among the expert's tokens; -1 if p is skipped.
 
-    No pair of the same expert is counted between a first occurrence and its repeat, so a repeat's
-    row, that of the first occurrence, is the number of counted pairs before it minus one.
+    A program handles one chunk of pairs. A repeat, that is a later pair of the same token and
+    expert, has the row of the first one. No pair of that expert is counted between them, so the row
+    is the number of counted pairs before the repeat, minus one.
     """
     chunk = tl.program_id(0)
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -1,7 +1,7 @@
-"""Stable counting of pairs per expert and chunk, and prefix sums over chunks.
+"""Kernels that count pairs per expert and chunk, and compute prefix sums over chunks.
 
-A chunk is CHUNK consecutive pairs. Bucket 0 holds skipped pairs, bucket i + 1 expert i. The table
-`counts` is (buckets, chunks), so that one program scans one expert's row.
+A chunk is CHUNK consecutive pairs. Bucket 0 holds skipped pairs, bucket i + 1 those of expert i.
+The table `counts` is (buckets, chunks), so that one program scans the row of one bucket.
 """
 
 import triton
@@ -15,7 +15,7 @@ def is_repeat(
     ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return whether an earlier slot of the same token names the same (valid) expert."""
+    """Return whether an earlier pair of the same token has the same (valid) expert."""
     first_pair = (pairs // TOP_K) * TOP_K
     repeat = local < -1
     for slot in range(TOP_K):
@@ -34,9 +34,12 @@ def count_pairs_kernel(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, DEDUPE: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Compute counts[bucket, chunk] for one chunk, and add its invalid ids to the counter.
+    """counts[bucket, chunk] = number of pairs, for one chunk per program.
 
-    BINS is a power of two > num_local + 1; the last bin takes lanes that must not count.
+    Also add the chunk's invalid ids to the counter at invalid_ptr.
+
+    DEDUPE: count several pairs of one token with the same expert once.
+    BINS: a power of two > num_local + 1. The last bin takes lanes that must not be counted.
     """
     chunk = tl.program_id(0)
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -60,7 +63,10 @@ def scan_counts_kernel(
     counts_ptr, totals_ptr, expert_counts_ptr, num_chunks,
     HAS_EXPERT_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace one bucket's counts by their exclusive prefix sum; totals[bucket] is the sum."""
+    """Replace one bucket's counts by their exclusive prefix sums; store their sum, totals[bucket].
+
+    Grid: (buckets,). If HAS_EXPERT_COUNTS, the totals of experts are stored in expert_counts, too.
+    """
     bucket = tl.program_id(0)
     row_ptr = counts_ptr + bucket * num_chunks
     carry = 0

@@ -1,4 +1,4 @@
-"""Renumbering of top-k ids for libraries with equal blocks of experts, and their weights."""
+"""Kernel that renumbers top-k ids for libraries with equal blocks of experts, with the weights."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,11 @@ def _join_repeats(
     ids, ids_row, weights_row, mask, k,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the summed weights of all pairs of a lane's expert, and whether an earlier one exists.
+    """Return the joined weight of each pair, and whether the pair repeats an earlier one.
 
-    Every lane reads its whole row. These cache lines are loaded anyway, whereas comparing lanes
-    with each other would require a layout conversion.
+    Pairs of a token repeat each other if they have the same expert. The joined weight is the sum of
+    their weights. Every lane reads the whole row of its token. Those cache lines are loaded anyway,
+    whereas comparing lanes with each other would require a layout conversion.
     """
     weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
@@ -35,13 +36,20 @@ def number_pairs(
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store numbers = rank * numbers_per_rank + slot of each pair's expert, and scaled weights.
+    """numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *= factor.
 
-    A dropped pair (skipped or invalid) gets number -1 and weight 0. JOIN: a token's first pair of
-    an expert gets the sum of the weights of all of them, and the others are dropped. SINKS: dropped
-    pairs get numbers after the slots of the ranks, starting at first_token's rank. PLAIN: experts
-    are in blocks of `slots`. Ids are compared in their own width; those outside [-1, num_experts)
-    are counted.
+    For BLOCK_T tokens, as program `program`. Ids are compared in their own width; those outside
+    [-1, num_experts) are counted. A pair that is skipped or has an invalid id is dropped. It gets
+    number -1 and weight 0.
+
+    ids_ptr, weights_ptr: (num_tokens, TOP_K).
+    homes_ptr, copies_ptr: the tables of the placement: (E, max_copies, 2) rank and slot of each
+        copy, and (E,) copies.
+    numbers_ptr, out_weights_ptr: the outputs, (num_tokens, TOP_K).
+    JOIN: a token's first pair with an expert gets the sum of the weights of all of them, and the
+        others are dropped.
+    SINKS: dropped pairs get numbers after the slots of the ranks, from the rank of first_token on.
+    PLAIN: every rank has `slots` experts, in order, so no table is read.
     """
     token = program * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]

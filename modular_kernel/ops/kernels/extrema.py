@@ -1,7 +1,7 @@
 """Device functions for minima and maxima that propagate NaN.
 
-`tl.maximum`, `tl.minimum` and `tl.max` return the other operand if one is NaN. These functions
-return NaN, with PTX's `max.NaN` and `min.NaN`, which are single instructions too.
+`tl.maximum`, `tl.minimum` and `tl.max` ignore a NaN operand. These functions return NaN, with the
+PTX instructions max.NaN and min.NaN, which are as fast.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""nvfp4 quantization of rows in tiles, with scales in 128 x 16 blocks for block-scaled GEMMs."""
+"""Kernels for nvfp4 rows: quantization, the tiled layout of scales, and tiles of batched rows."""
 
 import triton
 import triton.language as tl
@@ -11,11 +11,11 @@ from modular_kernel.ops.kernels.extrema import max_nan, minimum_nan
 def _e4m3_code(value):
     """Return e4m3 codes of float32 values in [0, 448], to nearest, ties to even; 127 for NaN.
 
-    Computed on bits, because not every target GPU supports the type.
+    Computed with integer operations, because not every target GPU supports the type.
     """
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    # Steps of 2**-9 below 2**-6: adding 1.5 * 2**23 leaves no bits for a fraction.
+    # Below 2**-6, codes are multiples of 2**-9. Adding 1.5 * 2**23 rounds to an integer.
     small = ((value * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     code = tl.where(value < 0.015625, small, normal)
     return tl.where(value == value, code, 127)
@@ -46,11 +46,18 @@ def quantize_tiles_kernel(
     HAS_SOURCE: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Quantize 32 rows of a tile and 256 columns of x, or of act(x) in x's dtype, to nvfp4.
+    """q[r, k] = e2m1(v[r, k] / scale of its group of 16); v = x, or act(x) rounded to x's dtype.
 
-    Row r is row source[r] of x if HAS_SOURCE. factor: float32 scale per expert. Scales of rows past
-    the expert's end and of columns past the last are 0. Grid (4 * max_tiles,
-    ceil(num_columns / 256)).
+    Grid: (4 * max_tiles, ceil(num_columns / 256)). A program quantizes 32 rows of a tile and 256
+    columns.
+
+    x_ptr: row r is source[r] if HAS_SOURCE. Column k is at k * STEP, its up at up_offset further.
+    tiles_ptr: `SortedPairs.tiles`.
+    factor_ptr: (e,) float32, the global scale of each expert.
+    q_ptr: two e2m1 values per byte.
+    scale_ptr: e4m3, (max_tiles, bytes), in blocks of 128 rows. Scales of rows past the expert's end
+        and of columns past the last are 0.
+    KIND, ALPHA, LIMIT: the activation; KIND "identity": none.
     """
     tile, part = tl.program_id(0) // 4, tl.program_id(0) % 4
     live = tile < tl.load(tiles_ptr + 3 * max_tiles)
@@ -96,7 +103,7 @@ def quantize_tiles_kernel(
 def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_out):
     """Convert scales (e, num_rows, num_groups) to blocks of 128 rows by steps of 16 groups.
 
-    Grid (e * blocks, ceil(num_groups / 16)).
+    Grid: (e * blocks, ceil(num_groups / 16)). A program converts one block and step.
     """
     block = tl.program_id(0).to(tl.int64)
     row, group = tl.arange(0, 128), tl.arange(0, 16)
@@ -113,9 +120,10 @@ def name_tiles_kernel(
     counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Store the 128-row tiles of the first counts[i] of `capacity` rows of each expert i.
+    """Store the tiles of 128 rows of the first counts[i] of `capacity` rows of each expert i.
 
-    Grid (num_experts,), one program per expert.
+    Grid: (num_experts,). BLOCK_E and BLOCK_T are powers of two of at least the experts, and of at
+    least the tiles of one expert.
     """
     this_expert = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)

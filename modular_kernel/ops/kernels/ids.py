@@ -6,9 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def load_local_ids(ids_ptr, offsets, mask, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr):
-    """Return local ids int32 (-1 for a skipped pair or a masked lane), and a mask of invalid ids.
+    """Return int32 local ids, -1 for a skipped pair or a masked lane, and a mask of invalid ids.
 
-    Ids are compared in their own width, so that a 64-bit id is not truncated into range.
+    An id is invalid outside [-1, num_experts). If HAS_MAP, the table at map_ptr maps ids to local
+    ids or -1. Ids are compared in their own width, so that a 64-bit id is not truncated into the
+    range.
     """
     ids = tl.load(ids_ptr + offsets, mask=mask, other=-1)
     in_range = (ids >= 0) & (ids < num_experts)
@@ -25,7 +27,7 @@ def count_invalid_ids(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local,
     HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Add the number of invalid ids to the counter, in steps of BLOCK_P pairs."""
+    """Add the number of invalid ids to the counter at invalid_ptr, in steps of BLOCK_P pairs."""
     for first in range(0, num_pairs, BLOCK_P):
         pairs = first + tl.arange(0, BLOCK_P)
         _, invalid = load_local_ids(

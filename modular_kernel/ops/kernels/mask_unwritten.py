@@ -1,4 +1,4 @@
-"""Masking of ids and weights in rows that may not have been written."""
+"""Kernel that masks ids and weights in rows that may not have been written."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,10 @@ def live_pairs_kernel(
     ids_ptr, weights_ptr, count_ptr, out_ids_ptr, out_weights_ptr, num_pairs,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Copy ids and weights, with -1 and 0 in rows from *count on and for negative ids.
+    """Copy ids and weights; store -1 and 0 in rows from *count on, and for negative ids.
 
-    Unwritten values are loaded too and then discarded, so that no load depends on another.
+    Grid: (blocks of BLOCK pairs,). Values of unwritten rows are loaded too and then discarded, so
+    that no load depends on another.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

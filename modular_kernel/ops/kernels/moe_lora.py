@@ -1,8 +1,11 @@
-"""Kernels of the parallel LoRA branch, a small MLP in addition to the experts.
+"""Kernels of `ops.moe_lora`: adapters as a small MLP in parallel with the experts.
 
-A pair's matrices are identified by its key, slot * E + expert, if both are valid and have a rank
-above 0. A tile iterates over the keys that occur in it, each once in ascending order; no other
-matrices are read, nor any value beyond a key's rank.
+The matrices of a pair are those of its key, slot * E + expert. A pair has no key if its slot or
+expert is invalid, or its rank is 0. A program loops over the keys that occur in its tile, each once
+and in ascending order. It reads no other matrices, and nothing beyond the rank of a key.
+
+ranks_ptr has the rank of each (slot, expert). A matrices are (slots, E, R, depth) and B matrices
+(slots, E, rows, R), with contiguous last dimensions.
 """
 
 import triton
@@ -17,7 +20,7 @@ NO_KEY = tl.constexpr(9223372036854775807)
 def _keys(
     ids, slots, ranks_ptr, row_mask, num_slots, num_experts, stride_rank_l, stride_rank_e
 ):  # fmt: skip
-    """Return the int64 key of each row; NO_KEY for masked rows, and without adapter or expert."""
+    """Return the int64 key of each row; NO_KEY for masked rows and for rows without a key."""
     valid = row_mask & (slots >= 0) & (slots < num_slots) & (ids >= 0) & (ids < num_experts)
     slot, expert = slots.to(tl.int64), ids.to(tl.int64)
     ranks = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e, mask=valid, other=0)
@@ -30,7 +33,7 @@ def _pairs(
     stride_rank_l, stride_rank_e,
     TOP_K: tl.constexpr, GROUPED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Return (pairs, mask, keys) of this program's rows, in the order of `order` if GROUPED."""
+    """Return (pairs, mask, keys) of this program's rows, in the order at order_ptr if GROUPED."""
     position = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = position < num_pairs
     pairs = position.to(tl.int64)
@@ -44,7 +47,7 @@ def _pairs(
 
 @triton.jit
 def _next(keys, key):
-    """Return the smallest key above `key`."""
+    """Return the smallest key above `key`, or NO_KEY."""
     return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)  # NaN-free: integers
 
 
@@ -56,9 +59,11 @@ def moe_lora_a_kernel(
     TOP_K: tl.constexpr, X_TOP_K: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[p, :rank] = A[key of p, :rank] @ x[p // X_TOP_K], 0 beyond rank or without key.
+    """out[p, :rank] = A[key of p, :rank] @ x[p // X_TOP_K]; 0 beyond the rank, and without a key.
 
-    out is (num_pairs, max_rank) contiguous. Grid (blocks of pairs, parts of max_rank).
+    Grid: (blocks of BLOCK_T pairs, blocks of BLOCK_R columns of out). x has one row per token
+    (X_TOP_K = TOP_K) or per pair (X_TOP_K = 1). out is (num_pairs, max_rank), contiguous. If
+    GROUPED, order_ptr has the order in which programs take pairs.
     """
     pairs, mask, keys = _pairs(
         order_ptr, ids_ptr, slots_ptr, ranks_ptr, num_pairs, num_slots, num_experts,
@@ -100,9 +105,10 @@ def moe_lora_gate_up_b_kernel(
     TOP_K: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[p] = silu(B[key, :I] @ u[p]) * (B[key, I:] @ u[p]), 0 for pairs without a key.
+    """out[p] = silu(B[key of p, :I] @ u[p]) * (B[key of p, I:] @ u[p]); 0 for pairs without a key.
 
-    u (num_pairs, max_rank) and out (num_pairs, I) are contiguous. Grid (blocks of pairs, of I).
+    Grid: (blocks of BLOCK_T pairs, blocks of BLOCK_I columns). u (num_pairs, max_rank) and out
+    (num_pairs, I) are contiguous. If GROUPED, order_ptr has the order in which programs take pairs.
     """
     pairs, mask, keys = _pairs(
         order_ptr, ids_ptr, slots_ptr, ranks_ptr, num_pairs, num_slots, num_experts,
@@ -146,11 +152,11 @@ def moe_lora_down_combine_kernel(
     TOP_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add sum over k of weight[t, k] * scaling of t's slot * (B[key of t, k] @ v[t, k]) to out[t].
+    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B[key of t, k] @ v[t, k]).
 
-    v is (num_tokens * TOP_K, max_rank) contiguous: the second product's A times the output of the
-    second kernel, computed once per pair. A token without a key is neither read nor written. Summed
-    in float32, added to out in float32 and rounded once. Grid (blocks of tokens, of H).
+    Grid: (blocks of BLOCK_T tokens, blocks of BLOCK_H columns). v (num_tokens * TOP_K, max_rank) is
+    contiguous. The sum is added to out in float32 and rounded once. Tokens without a key are
+    neither read nor written.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = token < num_tokens
@@ -203,10 +209,17 @@ def moe_lora_fused_kernel(
     stride_rank_l, stride_rank_e, stride_out,
     TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Run all four steps for a token and BLOCK_H columns; each block of H repeats the first three.
+    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B2 @ A2 @ h), where
 
-    BLOCK_R is at least max_rank; BLOCK_K: values of H, then of I, per step. Intermediate results
-    are rounded like those that the other kernels store. Grid (tokens, blocks of H).
+        h = silu(gate) * up, (gate, up) = B13 @ A13 @ x[t]
+
+    with the matrices of the key of t, k.
+
+    Grid: (tokens, blocks of BLOCK_H columns of out). Every program of a token repeats all steps but
+    the last, B2. Intermediate results are rounded as the other kernels round them.
+
+    BLOCK_R: a power of two >= max_rank.
+    BLOCK_K: elements of H, then of I, per step.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Quantization of a token into the rows of its pairs."""
+"""Kernel that quantizes each token and writes it to the rows of its pairs."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 @triton.jit
 def _load_tile(x_row_ptr, columns, in_group, num_columns):
-    """Load float32 values of a tile, 0 if masked."""
+    """Load float32 values of a tile, 0 where masked."""
     return tl.load(x_row_ptr + columns, mask=in_group & (columns < num_columns), other=0.0).to(
         tl.float32
     )
@@ -25,12 +25,20 @@ def permute_and_quantize_kernel(
     ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Store q[row of (t, k)] = (weight of (t, k) *) x[t] / scale.
+    """q[row of (t, k)] = weight of (t, k) * x[t] / scale.
 
-    Grid (tokens * ceil(groups / BLOCK_G),): programs of one token are adjacent. A program reads
-    BLOCK_G groups of `group` columns once, unless a group is longer than BLOCK_C (not WHOLE; then
-    BLOCK_G is 1). COMPUTED: each row and group gets its own scale, stored with stride_scale between
-    rows, or with ALONG_ROWS between groups; otherwise the scale at scale_ptr is used.
+    Grid: (tokens * ceil(num_groups / BLOCK_G),), with programs of one token adjacent. A program
+    handles BLOCK_G groups of `group` columns.
+
+    row_of_pair_ptr: (tokens, TOP_K) int32, -1 to skip a pair.
+    HAS_WEIGHTS: multiply x by the weight of the pair first.
+    COMPUTED: compute and store a scale per row and group. Scales of adjacent rows (or, with
+        ALONG_ROWS, of adjacent groups) are stride_scale apart. Otherwise the scale at scale_ptr is
+        used.
+    LARGEST, ROUND, MIN_SCALE: see `kernels.quantize`.
+    WHOLE: a group has at most BLOCK_C columns, so x is read once. Otherwise BLOCK_G is 1, and x is
+        read again for each pair.
+    BLOCK_K: a power of two >= TOP_K.
     """
     pdl_wait(OVERLAP)
     group_blocks = tl.cdiv(num_groups, BLOCK_G)
@@ -42,7 +50,7 @@ def permute_and_quantize_kernel(
     in_group = (offsets < group)[None, :]
     value = _load_tile(x_row_ptr, columns, in_group, num_columns)
     slots = tl.arange(0, BLOCK_K)
-    # Loaded at once and concurrently with the values, so that no slot waits for its row.
+    # All rows are loaded at once, concurrently with the values, so that no slot waits for its row.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
     largest = max_nan(tl.abs(value), 1)
     if COMPUTED and not WHOLE:
@@ -59,7 +67,7 @@ def permute_and_quantize_kernel(
         if HAS_WEIGHTS:
             weight = tl.load(weights_ptr + token * TOP_K + slot)
         if COMPUTED:
-            # Rounding is monotone: the largest product is that of the largest value.
+            # Rounding is monotonic, so the largest product is that of the largest value.
             scale = scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row

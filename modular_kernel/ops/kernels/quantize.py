@@ -1,7 +1,12 @@
-"""Quantization of rows with one scale per row, group or tensor, optionally after the activation.
+"""Kernels that quantize rows with one scale per row, group or tensor, also after an activation.
 
-Rows come in segments of `capacity`: a single segment, or one per expert in the batched format.
-`parts` programs share the rows of a segment, BLOCK_R at a time.
+Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
+`parts` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which rows hold a token
+and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched": the first live[s]
+rows of segment s.
+
+LARGEST is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means
+that the type is an integer.
 """
 
 import triton
@@ -15,9 +20,9 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Return the scale for values with maximum magnitude `amax`; NaN if `amax` is NaN.
+    """Return the scale of values with maximum magnitude `amax`; NaN if `amax` is NaN.
 
-    div_rn rounds to nearest; `/` does not on a GPU, so the torch reference could not match it.
+    div_rn rounds to nearest. `/` does not on a GPU, so the torch reference could not match it.
     """
     return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)
 
@@ -26,16 +31,17 @@ def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
 def quantized_values(
     value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
-    """Return value * inverse, saturated; rounded to an integer, ties to even, if ROUND.
+    """Return value * inverse, clamped to [-LARGEST, LARGEST].
 
-    SATURATE may be False if `inverse` comes from `scale_of` of the same values: the product then
-    exceeds LARGEST by at most three roundings, which the conversion rounds back.
+    If ROUND, it is rounded to the nearest integer, ties to even. SATURATE may be False if `inverse`
+    comes from `scale_of` of the same values: the product then exceeds LARGEST by three rounding
+    errors at most, and conversion to the quantized type rounds it to LARGEST.
     """
     value = value * inverse
     if SATURATE or ROUND:
         value = clamp_nan(value, -LARGEST, LARGEST)
     if ROUND:
-        # Below 2**22, adding 1.5 * 2**23 leaves no bits for a fraction.
+        # Adding 1.5 * 2**23 to a value below 2**22 leaves no bits for a fraction.
         value = (value + 12582912.0) - 12582912.0
     return value
 
@@ -44,7 +50,7 @@ def quantized_values(
 def _round_to_dtype(value, dtype: tl.constexpr):
     """Return float32 values rounded to `dtype`, as float32."""
     if ASSEMBLE and dtype == tl.bfloat16:
-        # In pairs: a scalar conversion uses the same unit as exponentials and reciprocals.
+        # In pairs, because the conversion of one value uses the same unit as exp and reciprocals.
         value = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
             "shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
@@ -75,9 +81,10 @@ def _load_values(
     HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Load float32 values, 0 if masked: x, weight * x, or act(x) rounded to x's dtype.
+    """Load float32 values, 0 where masked: x, weight * x, or act(x) rounded to x's dtype.
 
-    columns: (lines, BLOCK_C), masked from num_columns on, which is a scalar or one value per line.
+    columns is (lines, BLOCK_C), masked from num_columns on, which is a scalar or one value per
+    line.
     """
     mask = live[:, None] & (columns < num_columns)
     x_ptrs = x_ptr + rows[:, None] * stride_x + columns * STEP
@@ -98,9 +105,10 @@ def amax_kernel(
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Store partials[program] = largest magnitude of its rows, 0 if it has none.
+    """partials[program] = largest magnitude of the program's rows, 0 if it has none.
 
-    Grid (segments * parts,). A maximum of partial maxima needs no atomics and no zeroed memory.
+    Grid: (segments * parts,). The caller takes the maximum of all partials, which needs no atomics
+    and no zeroed memory.
     """
     segment = (tl.program_id(0) // parts).to(tl.int64)
     count = capacity
@@ -133,16 +141,22 @@ def quantize_part(
     ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Store q = x / scale for BLOCK_G groups of columns in some rows: the share of `program`.
+    """q[r, c] = x[r, c] / scale for BLOCK_G groups of columns in some rows: the share of `program`.
 
     There are segments * parts * ceil(num_groups / BLOCK_G) programs. Those of the same rows are
-    adjacent, so that memory is accessed in order. A line of a tile is one group of one row.
+    adjacent, so that memory is read in order. A line of a tile is one group of one row. Rows
+    without a token get neither q nor scales.
 
-    SCALE "computed": one scale per row and group, stored; WHOLE: BLOCK_C covers a whole group, so
-    x is read once. "given": one scale, at scale_ptr. "partials": one scale, from the maxima of
-    amax_kernel; the first program stores it. ALONG_ROWS: a segment's scales are stored group by
-    group, otherwise row by row. STAGES: pipeline depth over tiles.
-    Rows without a token get neither q nor scales.
+    x_ptr, weights_ptr, up_offset, KIND, ALPHA, LIMIT, STEP: values are x, x times its row's weight,
+        or act(x); see `_load_values`.
+    group, num_groups: columns per scale, and scales per row.
+    SCALE: "computed": one scale per row and group, which is stored. "given": one scale, at
+        scale_ptr. "partials": one scale, from the maxima of `amax_kernel`, which the first program
+        stores.
+    WHOLE: BLOCK_C covers a group, so x is read once.
+    ALONG_ROWS: the scales of a segment are stored group by group, otherwise row by row.
+    STAGES: stages of the software pipeline over tiles.
+    BLOCK_P: a power of two >= num_partials.
     """
     group_blocks = tl.cdiv(num_groups, BLOCK_G)
     part = program // group_blocks

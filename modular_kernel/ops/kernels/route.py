@@ -1,4 +1,7 @@
-"""Router kernel: scores, selection and weights of each token's experts, in one launch."""
+"""Router kernel: scores, selection and weights of each token's experts, in one launch.
+
+Logits are in tiles (BLOCK_T tokens, groups of experts, experts of a group).
+"""
 
 import triton
 import triton.language as tl
@@ -15,7 +18,7 @@ def _largest(value, G: tl.constexpr):
 
 @triton.jit
 def _score(logit, SCORE: tl.constexpr):
-    """Return sigmoid or sqrt(softplus), accurate to the last bits for small values too."""
+    """Return sigmoid or sqrt(softplus) of float32 logits, accurate for small results too."""
     if SCORE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-logit))
     # log1p(e) = 2 atanh(e / (2 + e)); the series' argument is at most 1 / 3.
@@ -40,7 +43,10 @@ def _best_groups(
     choice, expert,
     GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Return `choice` with -inf outside each token's TOPK_GROUPS best groups."""
+    """Return `choice` with -inf outside each token's TOPK_GROUPS best groups.
+
+    TOP2: a group is as good as its best two experts together; otherwise, as its best expert.
+    """
     none = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
     if TOP2:
@@ -67,7 +73,7 @@ def _best_experts(
     choice, expert,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return ids (T, K) of the TOP_K largest of `choice`, the lower id on ties, -1 for -inf."""
+    """Return the ids (T, K) of the TOP_K largest of `choice`, the lower id on ties, -1 for -inf."""
     none = float("-inf")
     k = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
@@ -91,11 +97,22 @@ def route_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_T tokens by `RouterSpec`.
+    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as `RouterSpec` describes.
 
-    Columns from num_experts on are zero experts: their id is -1, and their weights are summed in
-    `identity`. BY_LOGIT: scores grow monotonically with logits and nothing is added, so logits are
-    compared directly.
+    Grid: (blocks of BLOCK_T tokens,).
+
+    logits_ptr: (T, num_columns). Columns from num_experts on are zero experts: their id becomes -1,
+        and their weights are summed in identity (T,).
+    bias_ptr: (num_columns,), added to scores for selection if HAS_BIAS.
+    table_ptr, tokens_ptr: if TABLE, the experts (vocabulary, TOP_K) of each token id, and the token
+        ids (T,). An invalid entry gives the id -2.
+    SCORE, TOPK_FIRST, RENORMALIZE, eps, floor: fields of `RouterSpec`.
+    ZERO: there are zero experts.
+    BY_LOGIT: experts are compared by logits, because scores grow monotonically with them and
+        nothing is added.
+    GROUPS, SIZE, TOPK_GROUPS, TOP2: groups of experts, experts per group, groups to select from,
+        and the score of a group (`_best_groups`).
+    BLOCK_G, BLOCK_S, BLOCK_K: powers of two >= GROUPS, SIZE and TOP_K.
     """
     none = float("-inf")
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -1,4 +1,4 @@
-"""Movement of hidden rows: tokens to rows, rows to pairs, and rows summed per token."""
+"""Kernels that move hidden rows: tokens to rows, rows to pairs, and sums of rows to tokens."""
 
 import triton
 import triton.language as tl
@@ -14,10 +14,14 @@ def permute_tokens_kernel(
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Set rows[row_of_pair[t, k]] = x[t] (times the weight); each token is read once.
+    """rows[row_of_pair[t, k]] = x[t], times the weight of (t, k) if HAS_WEIGHTS.
 
-    If HAS_SCALE, the program of the first columns also copies the token's `groups` scales, with
-    strides stride_row and stride_group. Grid (tokens * ceil(hidden / BLOCK_H),).
+    Grid: (tokens * ceil(hidden / BLOCK_H),). A program reads BLOCK_H columns of a token once and
+    writes them to the rows of all its pairs; -1 skips a pair.
+
+    If HAS_SCALE, the program of a token's first columns also copies its `groups` scales to
+    scale_rows, which has the strides stride_row and stride_group. BLOCK_G is a power of two >=
+    groups.
     """
     column_blocks = tl.cdiv(hidden, BLOCK_H)
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
@@ -46,7 +50,11 @@ def _row_of_pair(
     pair, rows_index_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return a pair's row: itself ("all"), itself if its id is valid ("ids"), or a table entry."""
+    """Return the row of a pair, -1 if it is skipped.
+
+    SOURCE "all": the row is the pair. "ids": it is the pair, if the pair's id is local. "rows": it
+    is in the table at rows_index_ptr.
+    """
     if SOURCE == "rows":
         row = tl.load(rows_index_ptr + pair).to(tl.int64)
     elif SOURCE == "ids":
@@ -66,11 +74,13 @@ def weight_and_sum_kernel(
     TOP_K: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute out[t] = scale * sum_k weight[t, k] * rows[row of (t, k)], summed in float32.
+    """out[t] = scale * sum over k of weight[t, k] * rows[row of (t, k)], summed in float32.
 
-    Rows of skipped pairs are not read. The loop is unrolled so that all rows of a token are loaded
-    concurrently. Grid (tokens * ceil(hidden / BLOCK_H),): programs of one token are adjacent, so
-    that rows are read contiguously.
+    Grid: (tokens * ceil(hidden / BLOCK_H),), with programs of one token adjacent, so that rows are
+    read contiguously. Rows of skipped pairs are not read. The loop over k is unrolled, so that all
+    rows of a token are loaded concurrently.
+
+    SOURCE: see `_row_of_pair`.
     """
     pdl_wait(OVERLAP)
     column_blocks = tl.cdiv(hidden, BLOCK_H)
@@ -97,7 +107,12 @@ def gather_rows_kernel(
     hidden, num_experts, num_local, scale,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[p] = scale * weight[p] * rows[row of p]; zero if the pair is skipped."""
+    """out[p] = scale * weight[p] * rows[row of p]; zero if the pair is skipped.
+
+    Grid: (pairs, ceil(hidden / BLOCK_H)).
+
+    SOURCE: see `_row_of_pair`.
+    """
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden

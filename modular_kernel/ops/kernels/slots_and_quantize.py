@@ -1,4 +1,4 @@
-"""Numbering of pairs and quantization of tokens in one launch."""
+"""Kernel that numbers pairs and quantizes tokens in one launch."""
 
 import triton
 import triton.language as tl
@@ -22,9 +22,9 @@ def number_and_quantize_kernel(
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `number_pairs` in the first pair_programs programs and `quantize_part` in the others.
+    """Run `number_pairs` in the first pair_programs programs, and `quantize_part` in the others.
 
-    All rows are tokens. Grid (pair_programs + those of quantize_part,).
+    Grid: (pair_programs + programs of `quantize_part`,). All rows of x are tokens.
     """
     pdl_wait(OVERLAP)
     program = tl.program_id(0)

@@ -1,4 +1,7 @@
-"""Sorting of pairs by expert without padding, and tiling of each expert's rows."""
+"""Kernels that sort pairs by expert without padding, and tile the rows of each expert.
+
+Buckets and chunks are as in `kernels.count`.
+"""
 
 import triton
 import triton.language as tl
@@ -20,9 +23,9 @@ def chunk_rows(
     chunk, starts, ids_ptr, map_ptr, prefix_ptr, numel, num_experts, num_local, num_chunks,
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return a chunk's pairs, the mask of existing pairs, and their rows, -1 for skipped pairs.
+    """Return the pairs of a chunk, a mask of existing pairs, and their rows, -1 for skipped pairs.
 
-    starts: (BINS,) first row of each expert; pairs of an expert keep their order.
+    starts (BINS,) has the first row of each expert. Pairs of an expert keep their order.
     """
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = pairs < numel
@@ -38,7 +41,7 @@ def _store_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Store expert, first row and the expert's end row for FILL tiles, if in use."""
+    """Store expert, first row and the expert's end row of FILL tiles, as far as they are used."""
     tiles = (rows + TILE_M - 1) // TILE_M
     past = tl.cumsum(tiles, axis=0)
     tile = first_tile + tl.arange(0, FILL)
@@ -59,9 +62,14 @@ def sort_place_kernel(
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
     TILE_M: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk's pairs in programs below num_chunks; store FILL tiles in the others.
+    """Place a chunk of pairs in programs below num_chunks; store FILL tiles in the others.
 
-    The first of the others also stores the start of each expert, and the row and tile counts.
+    The first of the others also stores the first row of each expert, and the numbers of rows and
+    tiles. The outputs are those of `ops.sort.SortedPairs`.
+
+    prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
+    TILE_M: maximum rows of a tile.
+    BINS: a power of two > num_local + 1.
     """
     pid = tl.program_id(0)
     rows, starts = expert_rows(totals_ptr, num_local, BINS)

@@ -1,4 +1,4 @@
-"""Zeroing of the used rows of segments."""
+"""Kernel that zeros the used rows of segments."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def zero_rows_kernel(
     x_ptr, counts_ptr, capacity, hidden, parts,
     BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Zero rows c < counts[s] of segment s; program (s, c % parts) handles row c."""
+    """x[s, c] = 0 for c < counts[s]. Program (s, i) zeros the rows c with c % parts = i."""
     pdl_wait(OVERLAP)
     segment = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integers

@@ -13,7 +13,7 @@ from modular_kernel.replay.launch.compiled_files import build_cached, find_cache
 from modular_kernel.settings import c_compiler
 from modular_kernel.text import printable
 
-_SECONDS = 120.0  # compiler timeout; it usually takes one or two
+_SECONDS = 120.0  # timeout of the compiler, which usually takes one or two
 _MAX_CHARS = 300
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
@@ -28,9 +28,14 @@ def module_of(
 ) -> ModuleType:
     """Return the extension module `name` built from the C file `source`, compiling it if needed.
 
-    Cached in MK_CACHE_DIR, or in a temporary folder of this process if that is not possible.
-    release: version of the owner of include_dirs, whose headers may change with it.
-    Raises BuildError if there is no compiler, if it fails, or if the result cannot be loaded.
+    The module is cached in MK_CACHE_DIR, or in a temporary folder of this process if that is not
+    possible. Raise BuildError if there is no compiler, if it fails, or if the result cannot be
+    loaded.
+
+    name: must match the name that the C file gives the module.
+    include_dirs: folders of the headers that the C file includes, besides Python's.
+    release: version of the library that owns include_dirs. Part of the cache key, because headers
+        may change with it.
     """
     compiler = c_compiler()
     flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
@@ -49,13 +54,17 @@ def module_of(
 
 
 def _python_include_dirs() -> tuple[str, ...]:
-    """Return the folders of Python's headers; Debian's scheme for local packages has none."""
+    """Return the folders of Python's headers.
+
+    The default scheme on Debian is posix_local, the one of local packages, whose folder has no
+    headers.
+    """
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return (sysconfig.get_paths(scheme=scheme)["include"],)
 
 
 def _compile(command: list[str], made: Path) -> None:
-    """Run the compiler; BuildError if it fails or produces no file."""
+    """Run the compiler. Raise BuildError if it fails or does not produce the file `made`."""
     try:
         process = subprocess.run(
             [*command, "-o", str(made)],

@@ -1,8 +1,8 @@
 """Cache of compiled code that this process executes, kept across processes.
 
 A file is trusted only if nobody else can have written it: folder and file belong to this user and
-are not writable by others. Its name contains the hash of its bytes, which is verified before use; a
-truncated or foreign file is built again. Files are written atomically.
+are not writable by others. Its name contains the hash of its bytes, which is verified before use.
+Any other file is removed and built again. Files are written atomically.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from pathlib import Path
 from modular_kernel.settings import read_settings
 from modular_kernel.utils import forks
 
-DIGITS = 32  # of a hash in a file name
+DIGITS = 32  # of each hash in a file name
 
 
 def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
@@ -30,7 +30,9 @@ def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
 
 
 def find_cached(stem: str, suffix: str) -> Path | None:
-    """Return a cached file whose bytes match its name, and remove invalid ones with its stem.
+    """Return the cached file of `stem` and `suffix`; None if there is none.
+
+    Files with this stem whose bytes do not match their name are removed.
 
     stem: a name and the `key_of` the file's inputs.
     """
@@ -46,10 +48,14 @@ def find_cached(stem: str, suffix: str) -> Path | None:
 
 
 def build_cached(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
-    """Return the file that `make` writes, cached in MK_CACHE_DIR under a content-addressed name.
+    """Return the file that `make` writes, cached in MK_CACHE_DIR.
 
-    If it cannot be cached, it is placed in a temporary folder of this process. Exceptions of `make`
-    propagate, and nothing is kept. Raises OSError if it cannot be written anywhere.
+    Its name contains the hash of its bytes. If it cannot be cached, it is placed in a temporary
+    folder of this process. Exceptions of `make` propagate, and nothing is kept. Raise OSError if
+    the file cannot be written anywhere.
+
+    stem: a name and the `key_of` the file's inputs.
+    make: writes the file to the path that it is given.
     """
     temporary = _own_process_folder()
     with tempfile.TemporaryDirectory(dir=temporary) as part:
@@ -80,7 +86,7 @@ def _digest(content: bytes) -> str:
 
 
 def _folder() -> Path:
-    """Return a folder that only this user can have written."""
+    """Return the folder of cached files, which only this user can have written."""
     cache_dir = read_settings().cache_dir
     if cache_dir is not None:
         # Per user: a cache may be shared, and nobody may run another user's code.

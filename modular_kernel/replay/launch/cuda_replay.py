@@ -25,9 +25,10 @@ Foreign = Any
 _LOG = logging.getLogger("modular_kernel.replay")
 _NAME = "modular_kernel_replay"  # must match cuda_replay.c
 
-MAP_BYTES = 128  # of a CUtensorMap
+MAP_BYTES = 128  # size of a CUtensorMap
 _MAP_ALIGNMENT = 128  # declared by CUDA 13; CUDA 12 requires 64
-_SCRATCH = 2  # scratch pointers that triton appends to each kernel's parameters; null here
+# Triton appends two pointers to scratch memory to each kernel's parameters. They are null here.
+_SCRATCH = 2
 _INTEGERS = {f"{sign}{bits}" for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
 
@@ -36,8 +37,15 @@ _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
 class LaunchRecord:
     """A launch in the form of cuda_replay.c.
 
-    values: the kernel's parameters, TMA maps or eight bytes each. slots: (value index, input, byte
-    offset). kernel: owner of the function, kept alive with this record.
+    kernel: owner of the function, kept alive with this record.
+    function: address of the CUfunction.
+    threads: number of threads per program.
+    shared: bytes of shared memory per program.
+    dependent: whether programmatic dependent launch is enabled.
+    cooperative: whether all programs must be resident at once.
+    values: the kernel's parameters, each a TMA map or eight bytes.
+    slots: (index in `values`, input, byte offset) of each parameter that a replay replaces by the
+        address of an input plus the offset.
     """
 
     kernel: Foreign
@@ -54,7 +62,7 @@ class LaunchRecord:
 def pack_value(kind: str, value: Foreign) -> bytes | None:
     """Pack a parameter of triton type `kind` into eight bytes; None for an unknown type.
 
-    The value is in the first bytes; a kernel reads as many as its type has.
+    The value is in the first bytes. A kernel reads as many of them as its type has.
     """
     if kind.startswith("*") or kind in _INTEGERS:
         return _word(value or 0)
@@ -64,7 +72,9 @@ def pack_value(kind: str, value: Foreign) -> bytes | None:
 def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
     """Return the kernel parameters of a triton TensorDescriptor: its map, sizes and strides.
 
-    None if triton stores maps in an unknown way. meta: triton's metadata of this parameter.
+    Return None if triton stores maps in an unknown way.
+
+    meta: triton's metadata of this parameter; None if the kernel builds the map itself.
     """
     from modular_kernel.replay.launch.triton_versions import encoded_map
 
@@ -86,8 +96,10 @@ def pack(
 ) -> LaunchRecord | None:
     """Pack a launch of a compiled kernel; None if one of its arguments has an unknown type.
 
-    arguments: in the order of the kernel's parameters, pointers as integers, tensor tiles as triton
-    descriptors. slots: index of an argument -> (input, byte offset).
+    compiled: triton's CompiledKernel.
+    arguments: in the order of the kernel's parameters. Tensors are given as integer pointers, or as
+        triton descriptors.
+    slots: index of an argument -> (input, byte offset).
     """
     metadata, values, slot_entries = compiled.metadata, list[bytes](), list[tuple[int, int, int]]()
     signature = compiled.src.signature.values()
@@ -121,7 +133,10 @@ def pack(
 
 @cache
 def _built() -> tuple[Foreign, str]:
-    """Return cuda_replay.c as a module, or None and the reason; tried and logged once."""
+    """Return cuda_replay.c as a module, or None and the reason.
+
+    It is built once, and a failure is logged once.
+    """
     try:
         import triton
         from triton.backends.nvidia.driver import include_dirs
@@ -134,7 +149,7 @@ def _built() -> tuple[Foreign, str]:
 
 
 def module() -> Foreign:
-    """Return cuda_replay.c, compiled; None without a compiler or a suitable driver."""
+    """Return cuda_replay.c as a module; None without a compiler or a suitable driver."""
     return _built()[0]
 
 
@@ -147,9 +162,10 @@ Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], l
 
 
 def describe(launches: Sequence[LaunchRecord]) -> Described:
-    """Return launches, slots, places and values, the arguments of `pack` in cuda_replay.c.
+    """Return launches, slots, places and values: the arguments of `pack` in cuda_replay.c.
 
-    All values are concatenated, with maps aligned to 128 bytes.
+    All values are concatenated, with maps aligned to 128 bytes. A place is the position of a value,
+    in words of eight bytes.
     """
     described, slots = list[tuple[Foreign, ...]](), list[tuple[int, int, int, bool]]()
     places, values = list[int](), b""

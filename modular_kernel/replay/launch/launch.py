@@ -23,7 +23,8 @@ Foreign = Any
 def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None:
     """Launch `kernel`, a @triton.jit function, over `grid`.
 
-    arguments: by name; tensors, numbers, None, constexprs, and options such as num_warps.
+    arguments: the kernel's arguments by name (tensors, numbers, None, constexprs), and options such
+        as num_warps.
     """
     from triton.runtime.jit import JITFunction
 

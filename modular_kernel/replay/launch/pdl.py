@@ -1,15 +1,18 @@
 """Programmatic dependent launch (PDL): a kernel starts while its predecessor finishes.
 
-Between two launches of a CUDA graph, the GPU idles for one or two microseconds. A kernel that calls
-`pdl_wait` before it reads the results of its predecessor can be set up in that time. In a normal
-launch, `pdl_wait` does nothing.
+Between two launches of a CUDA graph, the GPU idles for one or two microseconds. With PDL, a kernel
+is set up in that time. It calls `pdl_wait` before it reads the results of its predecessor. In a
+normal launch, `pdl_wait` does nothing.
 """
 
 from modular_kernel.replay.launch.runtime import HAS_TRITON
 
 
 def pdl_arguments() -> dict[str, object]:
-    """Return the launch arguments that enable PDL; {} in the interpreter and before sm_90."""
+    """Return the launch arguments that enable PDL.
+
+    They are {} in the interpreter and on GPUs before sm_90.
+    """
     if not HAS_TRITON:
         return {}
     import triton

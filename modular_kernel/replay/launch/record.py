@@ -71,7 +71,7 @@ def _why_not_replayable(kernel: Foreign, compiled: Foreign) -> str:
 
 @cache
 def _warn_once(reason: str) -> None:
-    """Log a reason that applies to every launch of this process, once."""
+    """Log a reason once; it applies to every launch of this process."""
     _LOG.warning("launches are not replayed: %s", reason)
 
 

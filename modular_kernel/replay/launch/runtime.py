@@ -1,4 +1,7 @@
-"""Choice between an operation's Triton kernel and its torch reference; the only triton guard."""
+"""Choice between an operation's Triton kernel and its torch reference.
+
+Other modules ask here whether triton is installed.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +28,7 @@ def patch_interpreter() -> bool:
 
 @cache
 def patch_interpreter_once() -> None:
-    """Make interpreted kernels produce a GPU's numbers: once, at the first interpreted launch."""
+    """Make Triton's interpreter produce a GPU's numbers, at the first interpreted launch."""
     patch = _patch()
     if patch is not None:
         patch.install()
@@ -40,9 +43,9 @@ def _patch() -> ModuleType | None:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether operations on `tensor` launch Triton kernels.
 
-    On a GPU always, if triton is installed; on a CPU if Triton's interpreter is active, which is
-    first patched to a GPU's numerics. A meta tensor counts as a GPU tensor: compile reports record
-    launches made with meta tensors.
+    On a GPU they do if triton is installed. On a CPU they do if Triton's interpreter is active; it
+    is then patched to a GPU's numerics. A meta tensor counts as one on a GPU, because compile
+    reports record launches made with meta tensors.
     """
     if not HAS_TRITON:
         return False
@@ -72,8 +75,8 @@ def record_races() -> Iterator[list[str]]:
 def launch_cache() -> Iterator[None]:
     """Inside the block, skip interpreted launches whose result is cached from an equal launch.
 
-    Equal means the same kernel, arguments of equal layout, and equal bytes at every address that it
-    reads; it then writes the same bytes. Has no effect on compiled kernels.
+    A launch is equal if it has the same kernel, arguments of equal layout, and equal bytes at every
+    address that it reads: it then writes the same bytes. Compiled kernels are not affected.
     """
     if patch_interpreter():
         from modular_kernel.interpreter import launch_cache as interpreted

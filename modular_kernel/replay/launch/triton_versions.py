@@ -33,26 +33,27 @@ store_box = _first_attribute(tma, "async_store", "async_copy_shared_to_global")
 # reinterpret(memory, dtype, shape, layout): a public method since 3.9.
 reinterpret = _first_attribute(shared_memory_descriptor, "reinterpret", "_reinterpret")
 
-# Up to 3.6, lanes are distributed over axes without contiguity starting from the first axis; since
-# 3.7, from the last. The packed path was designed for the former: in newer releases its words pass
-# between lanes through shared memory, and its GEMMs use up to twice as many registers.
+# Whether a lane unpacks the words of packed weights that it loads itself. Triton distributes the
+# lanes of a load over the axes along which its addresses are not contiguous. Up to 3.6 it starts
+# from the first axis, for which path gemv_w4 was designed; since 3.7, from the last. Words then
+# pass between lanes through shared memory, and the GEMMs use up to twice as many registers.
 WORDS_STAY_IN_LANES = RELEASE == "3.6"
 
 # Releases whose register allocation (ptxas 13.4 with --regAllocOptLevel=2) may spill to allow more
 # programs per multiprocessor than are ever resident.
 _TOO_MANY_PROGRAMS = ("3.9",)
 
-MAP_BYTES = 128  # of a CUtensorMap
+MAP_BYTES = 128  # size of a CUtensorMap
 
 # Above this size, triton 3.8's launcher requests another split of shared memory and L1.
 _OVERSIZED_SHARED = 228 * 1024
 
 
 def for_programs(count: int) -> dict[str, str]:
-    """Return launch options for a kernel with `count` programs per SM.
+    """Return launch options for a kernel of which `count` programs run on each SM.
 
-    In triton releases that may spill to fit more programs, they make ptxas allocate registers for
-    this occupancy.
+    In triton releases that may spill to fit more programs, the options make ptxas allocate
+    registers for this occupancy.
     """
     if RELEASE not in _TOO_MANY_PROGRAMS or triton.knobs.runtime.interpret:
         return {}
@@ -63,7 +64,7 @@ def for_programs(count: int) -> dict[str, str]:
 def why_not_replayed(metadata: Foreign) -> str:
     """Return why a launch cannot be replayed without triton's own code; "" if it can.
 
-    metadata: that of a compiled kernel.
+    metadata: that of the compiled kernel.
     """
     if RELEASE not in REPLAYED:
         return f"launchers of triton {triton.__version__} are unknown"
@@ -81,7 +82,7 @@ def why_not_replayed(metadata: Foreign) -> str:
 def encoded_map(descriptor: Foreign, meta: Foreign) -> tuple[bytes, list[int]] | None:
     """Return the TMA map of triton's TensorDescriptor, and the sizes and strides passed with it.
 
-    None if triton stores maps in a way unknown to this module.
+    Return None if triton stores maps in a way unknown to this module.
 
     meta: triton's metadata of this parameter.
     """

@@ -1,1 +1,1 @@
-"""Triton kernels over symmetric memory, launched by `prepare_finalize`."""
+"""Triton kernels that access the memory of other ranks."""

@@ -22,17 +22,22 @@ def combine_kernel(
 ):  # fmt: skip
     """out[t] = sum over the ranks that got token t of row rank * capacity + t of their y.
 
-    - y (WORLD * capacity, HIDDEN): this rank's own memory, with the same layout on all ranks. It is
-      complete when the launch begins.
-    - rank_bits (capacity,) int32: the ranks that got the token, as bits.
-    - HAS_PEER_ROWS: read row peer_rows[r, t] of rank r instead, as in dispatch_kernel.
-    - state (2,) int32: as in dispatch_kernel, for combines.
+    Grid: any number of programs, which loop over tokens and blocks of BLOCK columns. Sums are
+    float32, in rank order; NaN after a failed wait.
 
-    Sums are float32, in rank order; NaN after a failed wait. Any grid (programs,).
+    y_heap_ptr: y (WORLD * capacity, HIDDEN), this rank's shared memory, with the same layout on all
+        ranks. It is complete when the launch begins.
+    rank_bits_ptr: (capacity,) int32, the ranks that got each token, as bits.
+    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32; the row of token t on rank r is
+        peer_rows[r, t] instead.
+    flags_ptr, deltas_ptr, failed_ptr, status_ptr, timeout_ns: see `signals`.
+    state_ptr: (2,) int32, the number of the last combine, and the counter of `is_last_program`.
+    PADDED: WORLD rounded up to a power of two.
     """
     pdl_wait(OVERLAP)
     number = tl.load(state_ptr) + 1
-    # Signal before any program waits: programs that are not yet resident cannot block the signal.
+    # The first program signals before any program waits, so programs that are not yet resident
+    # cannot block the signal.
     if tl.program_id(0) == 0:
         signal(flags_ptr, deltas_ptr, rank, number, failed_ptr, WORLD, PADDED)
     failed = wait_for_all(
@@ -54,6 +59,6 @@ def combine_kernel(
             total += float("nan")
         out_ptrs = out_ptr + token * stride_out + column
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
-    # When the last program increments the number, all programs have read it.
+    # Only the last program increments the number, after all programs have read it.
     if is_last_program(state_ptr + 1):
         tl.store(state_ptr, number)

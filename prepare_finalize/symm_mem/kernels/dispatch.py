@@ -22,8 +22,8 @@ def _load_homes(
 ):  # fmt: skip
     """Return rank and slot of a token's pairs, (BLOCK_K,) int32, and the number of invalid ids.
 
-    Both are -1 for skipped pairs. Ids are compared in their own width, so a 64-bit id is not
-    truncated into range.
+    Both are -1 for skipped pairs. Ids are compared in their own width, so that a 64-bit id is not
+    truncated into the range.
     """
     k = tl.arange(0, BLOCK_K)
     mask = (k < TOP_K) & is_token
@@ -48,7 +48,7 @@ def _send_routing(
 ):  # fmt: skip
     """Write slots (-1 for other ranks), weights and adapter of a token's row to every rank.
 
-    HAS_PEER_ROWS: only to ranks that have a row for the token.
+    If HAS_PEER_ROWS, write only to ranks that have a row for the token.
     """
     k = tl.arange(0, BLOCK_K)
     mask = k < TOP_K
@@ -83,7 +83,10 @@ def _send_columns(
     ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK columns of a row to the ranks whose bits are set in `rank_bits`."""
+    """Write BLOCK columns of a row, from `start` on, to the ranks whose bits are set in rank_bits.
+
+    QUANT "group" and "token" quantize the values first; see `dispatch_kernel`.
+    """
     TYPE: tl.constexpr = x_heap_ptr.dtype.element_ty
     GROUPS: tl.constexpr = HIDDEN // GROUP
     column = start + tl.arange(0, BLOCK)
@@ -127,7 +130,7 @@ def _send_scales(
     scale_ptr, scale_heap_ptr, deltas_ptr, peer_rows_ptr, token, tokens, row, rank_bits,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's precomputed scales to the ranks whose bits are set in `rank_bits`."""
+    """Write a row's given scales to the ranks whose bits are set in rank_bits."""
     column = tl.arange(0, BLOCK_S)
     mask = column < SCALES
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)
@@ -153,22 +156,29 @@ def dispatch_kernel(
 ):  # fmt: skip
     """Write token t of `tokens` to row rank * capacity + t of every rank with one of its experts.
 
-    Slots and weights are written to every rank; the rows up to capacity get slots -1.
+    Slots and weights are written to every rank; the rows up to capacity get slots -1. Grid: any
+    number of programs, which loop over work items. A work item is CHUNK columns of a row; CHUNK is
+    a multiple of BLOCK.
 
-    - x (tokens, HIDDEN); ids and weights (tokens, TOP_K).
-    - *_heap: this rank's shared memory, with the same layout on all ranks: rows (WORLD * capacity,
-      HIDDEN), scales, int32 slots, float32 weights.
-    - rank_bits (capacity,) int32: the ranks that got a row, as bits.
-    - QUANT: "none" copies rows; "scaled" copies their SCALES scales as well; "group" and "token"
-      quantize rows, with one scale for GROUP columns or for a row.
-    - HAS_PEER_ROWS: write token t to row peer_rows[r, t] of rank r; peer_rows (WORLD, tokens)
-      int32 is -1 for ranks that do not get it. No other row is written.
-    - ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" sends -1 for each row, "none"
-      nothing.
-    - state (2,) int32: number of the last call, and a counter.
-    - WAIT: the last program waits for the rows of all other ranks; otherwise `arrival_kernel` does.
-
-    Any grid (programs,). A work item is CHUNK columns of a row; CHUNK is a multiple of BLOCK.
+    x_ptr: (tokens, HIDDEN).
+    scale_ptr: (tokens, SCALES), the scales of quantized rows.
+    ids_ptr, weights_ptr: (tokens, TOP_K).
+    homes_ptr, copies_ptr: the tables of the placement: (E, MAX_COPIES, 2) rank and slot of each
+        copy, and (E,) copies.
+    x_heap_ptr, scale_heap_ptr, ids_heap_ptr, weights_heap_ptr, adapters_heap_ptr: this rank's
+        shared memory, with the same layout on all ranks: rows (WORLD * capacity, HIDDEN), their
+        scales, int32 slots, float32 weights and int32 adapter slots.
+    rank_bits_ptr: output (capacity,) int32, the ranks that get each row, as bits.
+    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32: token t is written to row peer_rows[r,
+        t] of rank r instead, and not at all if that is -1. No other row is written.
+    flags_ptr, deltas_ptr, failed_ptr, status_ptr, timeout_ns: see `signals`.
+    state_ptr: (2,) int32, the number of the last dispatch, and the counter of `is_last_program`.
+    QUANT: "none" copies rows; "scaled" copies their SCALES scales as well; "group" and "token"
+        quantize rows, with one scale for GROUP columns or for a row.
+    ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" sends -1 for each row, "none" sends
+        nothing.
+    WAIT: the last program waits for the rows of all other ranks; otherwise `arrival_kernel` does.
+    BLOCK_K, BLOCK_S, PADDED: powers of two >= TOP_K, SCALES and WORLD.
     """
     pdl_wait(OVERLAP)
     CHUNKS: tl.constexpr = (HIDDEN + CHUNK - 1) // CHUNK
@@ -242,7 +252,7 @@ def arrival_kernel(
     WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Wait for the rows of a dispatch without WAIT. Grid (1,)."""
+    """Wait for the rows of a dispatch without WAIT. Grid: (1,)."""
     pdl_wait(OVERLAP)
     number = tl.load(state_ptr)
     wait_for_all(

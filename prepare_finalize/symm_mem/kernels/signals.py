@@ -1,7 +1,7 @@
 """Device functions that access peer memory, and flags that synchronize ranks.
 
-All ranks use the same layout of symmetric memory. Adding `deltas_ptr[r]`, (W,) int64, to an address
-in this rank's memory gives the address of the same object on rank r; it is 0 for this rank. For
+All ranks use the same layout of symmetric memory. Adding deltas[r], (W,) int64, to an address in
+this rank's memory gives the address of the same object on rank r; deltas is 0 for this rank. For
 each phase, flags (W,) int32 hold the number of the last call that each rank finished. The numbers
 increase monotonically (modulo 2^32), so flags are never reset, and a call replayed from a CUDA
 graph needs no new argument.
@@ -19,7 +19,7 @@ _PAUSE_S = 0.0002
 class HostClock(int):
     """Python's monotonic clock, with a short sleep.
 
-    It is a class because Triton kernels may not refer to other callables. Polling loops call it;
+    It is a class because Triton kernels may not refer to other callables. Loops that poll call it;
     the sleep yields the CPU to the processes of other ranks.
     """
 
@@ -39,7 +39,8 @@ def peer_pointer(pointer, deltas_ptr, rank):
 def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.constexpr):
     """Return the int64 row of a token in the memory of `rank`.
 
-    It is peer_rows_ptr[rank, token] if HAS_PEER_ROWS, -1 if not sent; otherwise `row`.
+    If HAS_PEER_ROWS, it is peer_rows_ptr[rank, token], which is -1 if the token is not sent there;
+    otherwise it is `row`.
     """
     if HAS_PEER_ROWS:
         return tl.load(peer_rows_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
@@ -68,7 +69,7 @@ def signal(
 ):  # fmt: skip
     """Set this rank's flag to `number` on every rank, with release semantics.
 
-    Does nothing after a failure, because later results are invalid.
+    Do nothing after a failure, because later results are invalid.
     """
     peer = tl.arange(0, PADDED)
     mask = (peer < WORLD) & (tl.load(failed_ptr, volatile=True) == 0)
@@ -109,7 +110,7 @@ def wait_for_all(
 ):  # fmt: skip
     """Wait until every rank's flag has reached `number`; return whether any wait has failed.
 
-    timeout_ns: int64. On a timeout, the first program sets *failed_ptr and writes the int64
+    timeout_ns is an int64. On a timeout, the first program sets *failed_ptr and writes the int64
     PHASE << 56 | bitmask of missing ranks << 32 | number to *status_ptr. Once *failed_ptr is set,
     by this rank or a peer, waits return immediately.
     """

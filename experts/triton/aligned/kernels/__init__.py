@@ -1,1 +1,1 @@
-"""Kernel of the aligned path."""
+"""The grouped GEMM kernel of the aligned path."""

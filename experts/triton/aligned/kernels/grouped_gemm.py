@@ -1,4 +1,4 @@
-"""Grouped GEMM over aligned pairs, gathering rows by pair and scattering results by pair."""
+"""Grouped GEMM over aligned pairs (`ops.align`). It gathers rows and stores results by pair."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
-# These depend on the number of tokens and are only compared: do not specialize on them.
+# These arguments change with the number of tokens; specializing on them would recompile.
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
 def grouped_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
@@ -33,11 +33,28 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
-    b is (e, rows, depth); column n uses row n * ROW_STEP, and row n * ROW_STEP + up_row if GATED.
-    out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
-    else nothing. The grid is the worst case; blocks past the last used one return at once.
-    Scales and zero points: see product_tile. LORA: adds B u of adapters, see add_loaded; there is
-    one slot per token and one row of u per pair, and lora_b is (slots, e, rows, rank).
+    A program computes BLOCK_M pairs, one block of `ops.align` and so of one expert, by BLOCK_N
+    output columns. The grid has a program for every tile of the largest possible number of blocks;
+    those past num_post return at once.
+
+    a_ptr: (num_pairs / A_TOP_K, depth). A_TOP_K is K if rows are tokens, and 1 if they are pairs.
+    b_ptr: (e, rows, depth). Output column n uses row n * ROW_STEP and, if GATED, also row n *
+        ROW_STEP + up_row for up, which is up_offset elements further.
+    out_ptr: (num_pairs, columns), contiguous. Blocks of skipped pairs get zeros if WRITE_ZEROS, and
+        are not written otherwise.
+    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.Aligned`.
+    bias_ptr: (e, rows), added if HAS_BIAS.
+    row_weights_ptr: (num_pairs,) float32, the router weights, which multiply the product before the
+        bias if HAS_ROW_WEIGHTS.
+
+    KIND, ALPHA and LIMIT select the activation (`ops.kernels.activation`). MODE to EVEN_K describe
+    scales, zero points and packing: see `gemm_tile`. PRECISION is that of float32 products. Row
+    blocks are ordered in groups of GROUP_M, which share weight tiles in L2.
+
+    OVERLAP: the launch uses PDL.
+
+    LORA: add B u of the pair's adapter to the product (`expand_adapters`). There is one slot per
+    token, (num_pairs / LORA_TOP_K,), and one row of u per pair; lora_b is (slots, e, rows, rank).
     """
     pdl_wait(OVERLAP)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
@@ -53,7 +70,7 @@ def grouped_gemm_kernel(
             zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
         return
-    if LORA:  # issued before the GEMM loop, which hides the latency
+    if LORA:  # loaded before the GEMM loop, which hides the latency
         slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
         lora_b_ptr += expert * stride_lbe
         # NaN-free: integers

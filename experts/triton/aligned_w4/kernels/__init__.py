@@ -1,1 +1,1 @@
-"""Kernel of the aligned path for 4-bit weights and small M."""
+"""The grouped GEMM kernel of the aligned path for 4-bit weights."""

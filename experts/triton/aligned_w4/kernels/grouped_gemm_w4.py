@@ -1,4 +1,4 @@
-"""Grouped GEMM with small M and 4-bit weights (w4a16), for calls bound by reading weights."""
+"""Grouped GEMM with few rows per expert and 4-bit weights (w4a16), bound by reading weights."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,10 @@ def _rows_of_spans(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return `rows_of` for spans of SPAN rows, (1, ROWS, 1) each."""
+    """Return the weight rows of a tile as two terms, as `rows_of` does, each (1, ROWS, 1).
+
+    One term is the start of a span of SPAN rows, the other the row in it.
+    """
     row = tl.arange(0, ROWS)[None, :, None]
     span = row // SPAN * SPAN
     return rows_of(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
@@ -37,10 +40,17 @@ def _load_scales(
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
     STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Load scales and zero points of a step, (STEPS, ROWS, 1); NVFP4: (STEPS, ROWS, DEPTH / 16).
+    """Load the scales and zero points of the K step at `start`.
 
-    Past the end of K the last ones are loaded: a masked load takes an extra instruction to zero its
-    register first.
+    The scales are (STEPS, ROWS, 1), for NVFP4 (STEPS, ROWS, DEPTH / 16). Past the end of K the last
+    scales are loaded again, because a masked load takes an extra instruction that zeroes its
+    register.
+
+    scale_at, zero_at: offsets of the rows, as two terms of `rows_of`.
+    shift: 0 or 4, the bits of a row's zero point in its byte.
+    step_k: (STEPS, 1, 1), the K offset of each MMA in the step.
+    LACK: log2 of the factor by which scales are multiplied; see `missing_factor_log2`.
+    FROM_ZERO: unpacked weights are q, not q - 8; see `unpacks_without_offset`.
     """
     if EVEN_K:
         start = tl.minimum(start, depth - STEP_K)  # NaN-free: integers
@@ -79,11 +89,21 @@ def grouped_gemm_w4_kernel(
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
-    Like grouped_gemm_kernel, but weights are bytes, read as int32 words of eight. The weights are
-    the left operand, so that each thread unpacks the words it multiplies. A step has PARTS * GROUPS
-    MMAs of K = DEPTH; each part is a warp and sums a share of K. DEPTH divides GROUP_K, the K of
-    one scale, and 32 divides K. With NVFP4 an MMA spans several groups, and zero_ptr points at the
-    global scales of an expert.
+    Like `grouped_gemm_kernel`, with 4-bit weights: b is (e, rows, depth / 2) bytes, read as int32
+    words of eight weights; depth is a multiple of 32. The weights are the left operand of the MMA,
+    (weight rows, K) by (K, pairs), so that each thread unpacks the words that it multiplies.
+
+    A program computes BLOCK_M pairs by BLOCK_N columns. Its PARTS warps split K: in one step of the
+    loop, each multiplies GROUPS MMAs of K = DEPTH. The sums of the warps are added after the loop.
+    One scale covers GROUP_K elements of K; DEPTH divides GROUP_K, so that a scale multiplies the
+    result of an MMA. NVFP4 scales multiply the weights instead, so an MMA may span several groups.
+
+    FORMAT: how words and scales are encoded; see `unpack_w4`.
+    HAS_ZERO: there are zero points, in bytes of two rows. With NVFP4, zero_ptr has the global
+        scales of each expert instead.
+    EVEN_K, EVEN_N: steps divide depth, and BLOCK_N divides columns, so no masks are needed.
+    UP_ROW, ROW_STEP, WRITE_ZEROS, HAS_BIAS, HAS_ROW_WEIGHTS, KIND, ALPHA, LIMIT: as in
+        `grouped_gemm_kernel`.
     """
     pdl_wait(OVERLAP)
     num_n = tl.cdiv(columns, BLOCK_N)
@@ -106,21 +126,23 @@ def grouped_gemm_w4_kernel(
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     LACK: tl.constexpr = missing_factor_log2(FORMAT, a_ptr.dtype.element_ty)
     FROM_ZERO: tl.constexpr = unpacks_without_offset(FORMAT, a_ptr.dtype.element_ty)
-    # A thread computes one address; the distances to its others are known at compile time: spans of
-    # eight rows, or of as many as one load of scales covers. 32-bit offsets suffice in an expert.
+    # A thread computes one address; its other addresses are at distances known at compile time,
+    # because rows are split into spans: of eight rows for words, and of as many as one load covers
+    # for scales. 32-bit offsets suffice within an expert.
     first = pid_n * BLOCK_N
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
     words_at = times(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
     scale_at = times(rows, stride_bsn)
-    # One of the two terms is even.
+    # One of the two terms is even, so the terms can be halved separately: two rows share a byte.
     zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
     step_k = (step % PARTS) * PART_K + (step // PARTS) * DEPTH
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
-    # The words of a part are adjacent: 16-byte pieces would load each 32-byte sector twice.
+    # A part loads adjacent words. Interleaved in pieces of 16 bytes, two parts would load each
+    # 32-byte sector twice.
     word = tl.arange(0, PARTS)[:, None, None] * (PART_K // 8)
     word += tl.arange(0, PART_K // 8)[None, None, :]
     a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
@@ -141,7 +163,7 @@ def grouped_gemm_w4_kernel(
             # One 16-byte copy has 32 weights.
             words_mask = word // 4 * 32 < depth - start
             a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
-        # Opaque, so that the loop does not carry a pointer (two registers) for every row.
+        # Opaque, so that the compiler does not keep a pointer (two registers) for every row.
         base_ptr = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
         words_ptrs = (base_ptr + (words_at[0] + word)) + words_at[1]
         if EVEN_K:

@@ -1,7 +1,7 @@
-"""Kernels that dequantize 4- and 8-bit weights to bf16 and select the tiles of some experts.
+"""Kernels that dequantize 4- and 8-bit weights to bf16 and that select the tiles of some experts.
 
 With many rows per expert each weight is read many times, so dequantizing once is cheaper than
-unpacking in every GEMM tile (see experts.triton.dequantized.dequantized_path).
+unpacking in every GEMM tile.
 """
 
 import triton
@@ -9,17 +9,17 @@ import triton.language as tl
 
 from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 
-TARGETS = ("sm_90",)  # the target of the GEMM kernels; `mk compile` supports no other
+TARGETS = ("sm_90",)  # `mk compile` compiles for these, the targets of the path's GEMM kernels
 LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
 _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 
 @triton.jit
 def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
-    """Unpack (ROWS, GROUPS, stored) to float32 (ROWS, GROUPS, STEP), exactly and unscaled.
+    """Unpack (ROWS, GROUPS, stored elements) to float32 (ROWS, GROUPS, STEP), exactly and unscaled.
 
-    e2m1 codes shifted to the top of the float32 fields are the value times 2^-126, including
-    subnormals.
+    An e2m1 code shifted to the top of the exponent and mantissa fields of a float32 is its value
+    times 2^-126, also if it is subnormal.
     """
     ROWS: tl.constexpr = codes.shape[0]
     GROUPS: tl.constexpr = codes.shape[1]
@@ -51,15 +51,20 @@ def dequantize_kernel(
     GROUP_K: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if it has rows.
+    """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if that expert has rows.
 
-    Program (row block, K block, e) writes ROWS rows by STEPS * STEP columns. starts_ptr: the first
-    row of each expert, then the number of rows (ops.sort). w: (experts, rows, depth) stored values,
-    two per byte if PACKED, int32 words of eight if repacked. scale: (experts, scale_rows,
-    scale_groups), one per GROUP_N rows and GROUP_K columns, a multiple of STEP; 0 means all rows or
-    all of K. zero: (experts, rows, scale_groups), or two rows per byte if PACKED. For NVFP4, zero
-    has the float32 global scales (experts, MATRICES), and up rows are UP_ROW rows after gate rows.
-    All tensors are contiguous.
+    q is the stored weight (n, k). Program (row block, K block, e) writes ROWS rows by STEPS * STEP
+    columns; the STEP columns of a step share a scale. All tensors are contiguous.
+
+    w_ptr: (experts, rows, depth); two values per byte if PACKED, int32 words of eight if repacked.
+    scale_ptr: (experts, scale_rows, scale_groups), one per GROUP_N rows and GROUP_K columns, where
+        0 means all. GROUP_K is a multiple of STEP.
+    zero_ptr: (experts, rows, scale_groups), or two rows per byte if PACKED. Without HAS_ZERO, the
+        zero point is MIDDLE. NVFP4 has the float32 global scales (experts, MATRICES) here instead;
+        rows of the second matrix, up, start at UP_ROW.
+    starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
+        (`ops.sort`).
+    FORMAT: how values are stored; see `operands.word_format`.
     """
     expert = first_expert + tl.program_id(2)
     if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
@@ -113,10 +118,10 @@ def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles (ops.sort) of `experts` experts from first_expert on to `out`.
+    """Copy the tiles (`ops.sort`) of `experts` experts, renumbered from 0, to out.
 
-    Experts are renumbered from 0. Each program copies FILL tiles; the first one also writes their
-    number. BINS: a power of two >= first_expert + experts.
+    These are the experts from first_expert on. Each program copies FILL tiles of TILE_M rows; the
+    first program also writes their number. BINS is a power of two >= first_expert + experts.
     """
     expert = tl.arange(0, BINS)
     in_range = expert < first_expert + experts

@@ -1,8 +1,9 @@
 """Device functions of the gemv path: matrix-vector products without tensor cores.
 
-A program holds a tile of weights (S, N, K): slots x rows x K step. Each thread loads VEC adjacent
-values, multiplies them by those of the vector and keeps one sum of them: sums are (S, N, K / VEC).
-The kernels are bound by reading weights, so they maximize the bytes in flight.
+A program holds a tile (S, N, K) of weights: N rows and K columns for each of S pairs. A thread
+loads VEC adjacent values along K, multiplies them by those of the vector and adds them to one sum,
+so the sums are (S, N, K / VEC). The kernels are bound by reading weights, so they are written to
+have many bytes in flight.
 """
 
 import triton
@@ -16,7 +17,8 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 def float_weights(codes, MIDDLE: tl.constexpr):
     """Convert stored weights to float32, subtracting MIDDLE from integers.
 
-    1.5 * 2^23 + n has the bits 0x4B400000 + n; a direct conversion of bytes is slow on a GPU.
+    Direct conversion of bytes is slow on a GPU. 0x4B400000 + n are the bits of 1.5 * 2^23 + n, so
+    an integer addition and a float subtraction convert n.
     """
     if codes.dtype == tl.int8 or codes.dtype == tl.uint8:
         bits = codes.to(tl.int32) + 0x4B400000
@@ -32,10 +34,13 @@ def step_sums(
     MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Return sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled if GROUP_K > 0.
+    """Multiply a tile of stored weights by the vectors: return the sums (S, N, K / VEC).
 
-    x_scale: (S, K / VEC). scale_ptrs, zero_ptrs, mask: (S, N or 1, K / VEC); mask excludes rows
-    and K past the end, which have no scales.
+    codes: (S, N, K) stored weights.
+    x: (S, K).
+    x_scale: (S, K / VEC), used if GROUP_K > 0. Weight scales and x_scale then multiply the sums.
+    scale_ptrs, zero_ptrs: (S, N or 1, K / VEC).
+    mask: of the same shape; excludes rows and K past the end, which have no scales.
     """
     values = tl.reshape(float_weights(codes, MIDDLE), (S, N, K // VEC, VEC))
     if HAS_ZERO:
@@ -55,7 +60,7 @@ def quantized_groups(
 ):  # fmt: skip
     """Quantize x (S, K) with one scale per GROUP columns.
 
-    Returns the quantized values as float32, and scales (S, K / VEC).
+    Returns the quantized values as float32 (S, K), and scales (S, K / VEC).
     """
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
     scale = scale_of(max_nan(tl.abs(groups), 2), LARGEST, MIN_SCALE)
@@ -68,9 +73,9 @@ def quantized_groups(
 def adapter_sums(
     u_ptrs, u_mask, b_ptrs, b_mask, rank, R: tl.constexpr
 ):  # fmt: skip
-    """Return B u (S, N).
+    """Return B u, float32 (S, N).
 
-    u_ptrs (S, 1) and b_ptrs (S, N, 1) point at rank index 0 of u and of the rows of B. R: a power
+    u_ptrs (S, 1) and b_ptrs (S, N, 1) point at rank index 0 of u and of the rows of B. R is a power
     of two >= rank.
     """
     r = tl.arange(0, R)
@@ -82,6 +87,6 @@ def adapter_sums(
 
 @triton.jit
 def requantized(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
-    """Round float32 x to TYPE as `quantize_rows` does with this scale; return it as float32."""
+    """Round float32 x to TYPE with this scale, as `quantize_rows` does; return it as float32."""
     q = quantized_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
     return q.to(TYPE).to(tl.float32)

@@ -1,4 +1,4 @@
-"""GEMM 2 of the gemv path: one program per token (or pair) and block of hidden columns."""
+"""GEMM 2 of the gemv path: a program computes a block of hidden columns of one token."""
 
 import triton
 import triton.language as tl
@@ -50,9 +50,12 @@ def _add_step(
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Return sums with one K step added.
+    """Add one K step to `sums` and return them.
 
-    h: (S, BLOCK_K). h_scale: (S,). scale_mask: (S, rows with scales, 1).
+    codes: (S, N, BLOCK_K) stored weights.
+    h: (S, BLOCK_K), quantized here according to QUANT.
+    h_scale: (S,), the scales for QUANT "token", "tensor" and "static".
+    scale_mask: (S, SCALE_ROWS, 1), the rows whose scales exist.
     """
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
@@ -92,14 +95,25 @@ def gemv_down_kernel(
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     LORA_TOP_K: tl.constexpr = 1, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
+    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
-    Pairs are summed in order; weights of skipped pairs are not read. h is (num_pairs, depth) and
-    out is (num_pairs // SLOTS, hidden), both contiguous. With SLOTS = 1, every pair has an output
-    row, zero if skipped. w is (e, hidden, depth). Grid: (num_pairs // SLOTS * blocks of BLOCK_N
-    columns,), tokens varying fastest. S pairs are processed at once.
-    QUANT: quantization of h, as in gemv_gate_up_kernel; largest_ptr has `blocks` amax values per
-    pair. LORA: B[slot of the pair's token, expert] @ u[p] is added before the bias.
+    Grid: (num_pairs / SLOTS * blocks of BLOCK_N columns,), tokens varying fastest. A program
+    computes BLOCK_N columns of one token. It processes S of the token's SLOTS pairs at once, and
+    sums pairs in order. With SLOTS = 1 there is no sum: every pair has an output row, zero if it is
+    skipped.
+
+    h_ptr: (num_pairs, depth), contiguous.
+    amax_ptr: `blocks` amax values of each pair's row of h.
+    b_ptr: w, (e, hidden, depth). Weights of skipped pairs are not read.
+    out_ptr: (num_pairs / SLOTS, hidden), contiguous.
+    QUANT: quantization of h: "none", or one scale per "token", "group" or "tensor", or the "static"
+        one at h_scale_ptr.
+    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
+    SCALED, GROUP_N, GROUP_K, SCALE_ROWS, MIDDLE, HAS_ZERO: as in `gemv_gate_up_kernel`.
+    BLOCK_B: a power of two >= blocks.
+    VEC: adjacent weights per load.
+    LORA: add B[slot of the pair's token, expert] @ u[p] before the bias.
+    LORA_R: a power of two >= rank.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS
@@ -123,7 +137,7 @@ def gemv_down_kernel(
         scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]
         codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
         # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
-        # waited for them before it let this kernel start. See after_predecessor.
+        # waited for them before it let this kernel start. See `pdl_wait`.
         if OVERLAP:
             gdc_wait()
             gdc_launch_dependents()

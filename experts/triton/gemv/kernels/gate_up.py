@@ -1,4 +1,4 @@
-"""GEMM 1 of the gemv path: one program per routed pair and block of intermediate columns."""
+"""GEMM 1 of the gemv path: a program computes a block of intermediate columns of one pair."""
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ def _step_input(
 ):  # fmt: skip
     """Return x (BLOCK_K,) as float32 (1, BLOCK_K), quantized according to QUANT, and its scales.
 
-    The scales are (1, BLOCK_K / VEC).
+    The scales are (1, BLOCK_K / VEC); they are set only if one is needed per group.
     """
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
@@ -66,7 +66,10 @@ def _add_step(
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Return gate and up with one K step added. scale_mask: (rows with scales,)."""
+    """Add one K step to gate and up, and return them.
+
+    scale_mask: (SCALE_ROWS,), the rows whose scales exist.
+    """
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
@@ -110,16 +113,27 @@ def gemv_gate_up_kernel(
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
-    w is (e, rows, hidden); column n uses row n * ROW_STEP, and row n * ROW_STEP + up_row if GATED.
-    h is (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid:
-    (num_pairs, blocks of BLOCK_N columns + 1); pair 0 of the extra block counts invalid ids.
-    QUANT: "none"; "given": x comes quantized, with scales; otherwise x is quantized here with one
-    scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr. SCALED: weights
-    have scales, one per GROUP_N rows and GROUP_K columns (0: all of K). SCALE_ROWS: 1 if all
-    BLOCK_N rows share a scale, else BLOCK_N. STORE_AMAX: write largest[p, block], the amax of
-    the block of h.
-    LORA: B[slot of p's token, expert] @ u[p] is added before anything else. U_UP: column offset
-    from gate's u to up's.
+    Grid: (num_pairs, blocks of BLOCK_N columns + 1). A program computes BLOCK_N columns of one
+    pair. In the extra block, the program of pair 0 counts invalid ids, in steps of BLOCK_P.
+
+    x_ptr: (num_pairs / TOP_K, hidden).
+    b_ptr: w, (e, rows, hidden). Column n uses row n * ROW_STEP and, if GATED, also row n *
+        ROW_STEP + up_row for up, which is up_offset elements further.
+    h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
+    amax_ptr: (num_pairs, blocks); if STORE_AMAX, the largest magnitude of each block of h.
+    QUANT: "none"; "given": x is quantized, with scales; otherwise x is quantized here, with one
+        scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr.
+    LARGEST, ROUND, MIN_SCALE: see `quantize_rows`.
+    BLOCK_R: columns of x per step of its amax.
+    SCALED: weights have scales, one per GROUP_N rows and GROUP_K columns (0: all of K).
+    SCALE_ROWS: 1 if all BLOCK_N rows share a scale, else BLOCK_N.
+    MIDDLE: subtracted from integer weights, unless HAS_ZERO: they have zero points.
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    VEC: adjacent weights per load.
+    STAGES: stages of the software pipeline.
+    LORA: add B[slot of p's token, expert] @ u[p] before weight, bias and activation.
+    U_UP: offset from the columns of u for gate to those for up.
+    LORA_R: a power of two >= rank.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)

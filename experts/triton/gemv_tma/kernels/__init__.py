@@ -1,3 +1,3 @@
-"""Matrix-vector kernels in Gluon, with explicit layouts, copies and warp roles, for sm_90."""
+"""Matrix-vector kernels of the gemv_tma path, in Gluon."""
 
-TARGETS = ("sm_90",)  # `mk compile` supports no other target
+TARGETS = ("sm_90",)  # the only target that `mk compile` compiles these kernels for

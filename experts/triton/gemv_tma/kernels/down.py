@@ -1,4 +1,7 @@
-"""GEMM 2 of the TMA-pipelined gemv: a tile has some weight rows of each expert of a token."""
+"""GEMM 2 of the gemv_tma path: a tile has some weight rows of each expert of a token.
+
+Persistent programs loop over work items, each a token and a block of 64 / SLOTS hidden columns.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +40,7 @@ def _load(
     num_experts, num_local, scale_rows, scale_groups,
     GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: load weight panels by TMA."""
+    """Run the producer warp: load the weight panels of this program's work items by TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
     step = 0
@@ -85,9 +88,10 @@ def _store_pairs(
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Store h of a token's pairs to shared memory; return their scales (8,), 1 if GROUPED.
+    """Quantize the rows of h of a token's pairs and store them to shared memory.
 
-    Rows of skipped pairs may contain anything; their results are discarded.
+    Return their scales (8,), which are 1 if GROUPED. The rows of skipped pairs may contain
+    anything; results computed from them are discarded.
     """
     AMAX: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
@@ -121,7 +125,7 @@ def _compute(
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Run the consumer warpgroup: multiply, reduce over pairs and store."""
+    """Run the consumer warpgroup: multiply, sum over the pairs of a token, and store."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
     # The producer already loads weights; h is valid only after this wait.
@@ -186,13 +190,25 @@ def gemv_tma_down_kernel(
     num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
+    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
-    w_desc: (experts * hidden, depth) fp8, in boxes of 128 bytes and 64 / SLOTS rows. SLOTS is TOP_K
-    rounded up to a power of two, at most 8. h (num_tokens * TOP_K, depth) and out (num_tokens,
-    hidden) are contiguous. Weights of skipped pairs are not read. Any number of programs.
-    h is quantized here: if GROUPED, with a scale per 128 values, otherwise with one scale per pair,
-    computed from its amax_blocks amax values.
+    Any number of programs share the work items (token, block of 64 / SLOTS columns). A tile of the
+    MMA has 64 weight rows: those of the block, for each of SLOTS experts. SLOTS is TOP_K rounded up
+    to a power of two, at most 8.
+
+    w_desc: (experts * hidden, depth) fp8, in boxes of 64 / SLOTS rows and 128 bytes. Weights of
+        skipped pairs are not read.
+    h_ptr: (num_tokens * TOP_K, depth), contiguous. It is quantized here: if GROUPED, with one scale
+        per 128 values; otherwise with one per pair, from its amax_blocks values in amax.
+    w_scale_ptr: if GROUPED, (experts, scale_rows, scale_groups), one per 128 x 128 block; otherwise
+        (experts, hidden).
+    weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
+    bias_ptr: (experts, hidden).
+    out_ptr: (num_tokens, hidden), contiguous.
+    LARGEST, MIN_SCALE: see `quantize_rows`.
+    BLOCKS: a power of two >= amax_blocks.
+    PIECES: pieces of 1024 values in a row of h. The ring has STAGES stages of PANELS_PER_STAGE
+        panels (see `pipeline`).
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

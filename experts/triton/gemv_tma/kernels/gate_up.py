@@ -1,4 +1,4 @@
-"""GEMM 1 of the TMA-pipelined gemv: persistent programs over blocks of intermediate columns."""
+"""GEMM 1 of the gemv_tma path: persistent programs over pairs and blocks of columns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,9 +40,8 @@ _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr):
     """Return the pair and block of a work item, and the first token of its group.
 
-    Items are ordered by groups of TOKENS_IN_GROUP tokens, whose vectors are loaded once,
-    then by block, then
-    by pair.
+    Items are ordered by group of TOKENS_IN_GROUP tokens, whose vectors are in shared memory at
+    once, then by block, then by pair.
     """
     blocks = gl.cdiv(intermediate, _COLUMNS)
     group = index // (TOKENS_IN_GROUP * TOP_K * blocks)
@@ -60,7 +59,7 @@ def _load(
     HAS_MAP: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: load weight panels by TMA."""
+    """Run the producer warp: load the weight panels of this program's work items by TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     HALF: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
@@ -96,7 +95,7 @@ def _load(
 def _count_invalid(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP: gl.constexpr
 ):
-    """Add the number of invalid expert ids to the counter."""
+    """Add the number of invalid expert ids to the counter at invalid_ptr."""
     for start in range(0, num_pairs, _BLOCK_IDS):
         pairs = start + gl.arange(0, _BLOCK_IDS, _IDS)
         _, invalid = load_local_ids(
@@ -115,7 +114,10 @@ def _store_tokens(
     LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Store a group of tokens to shared memory; return scales (8,), 1 if GROUPED."""
+    """Store the vectors of a group of tokens to shared memory; return their scales, (8,).
+
+    The scales are 1 if GROUPED.
+    """
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))
     row_mask = rows < num_tokens
@@ -222,15 +224,23 @@ def gemv_tma_gate_up_kernel(
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
-    w_desc: (experts * w_rows, hidden) fp8, in boxes of 128 bytes and 32 rows, with up rows up_rows
-    after gate rows, or 64 rows if they are interleaved (STEP 2). x: (num_pairs // TOP_K, hidden);
-    TOKENS_IN_GROUP tokens, a power of two up to 8, are in shared memory at once.
-    h (num_pairs, intermediate) is contiguous; rows of skipped pairs are not written. Any number of
-    programs; the first counts invalid ids.
-    QUANT: "given": x is fp8 with scales; otherwise x is quantized here, with one scale per "token"
-    or per "group" of 128. GROUPED: weight scales are (experts, scale_rows, scale_groups), one per
-    128 x 128 block. Otherwise they are (experts, w_rows), and amax[p, block] = amax of 32 values
-    of h is written.
+    Any number of programs share the work items (pair, block of 32 columns). A tile of the MMA has
+    64 weight rows: 32 gate and 32 up rows. The first program also counts invalid ids.
+
+    w_desc: (experts * w_rows, hidden) fp8, in boxes of 128 bytes. With STEP 1, up rows are up_rows
+        after gate rows, and a box has 32 rows; with STEP 2 they are interleaved, and a box has 64.
+    x_ptr: (num_pairs / TOP_K, hidden). TOKENS_IN_GROUP tokens, a power of two up to 8, are in
+        shared memory at once.
+    h_ptr: (num_pairs, intermediate), contiguous; rows of skipped pairs are not written.
+    QUANT: "given": x is fp8, with scales; otherwise x is quantized here, with one scale per "token"
+        or per "group" of 128.
+    LARGEST, MIN_SCALE: see `quantize_rows`.
+    GROUPED: w_scale is (experts, scale_rows, scale_groups), one per 128 x 128 block. Otherwise it
+        is (experts, w_rows), and the amax of each block of h is written to amax (num_pairs,
+        blocks).
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    PIECES: pieces of 1024 values in a row of x. The ring has STAGES stages of PANELS_PER_STAGE
+        panels (see `pipeline`).
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

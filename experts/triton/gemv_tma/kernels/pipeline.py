@@ -1,11 +1,11 @@
-"""Device functions of the TMA-pipelined gemv: fp8 weights through a ring in shared memory (sm_90).
+"""Device functions of the gemv_tma path: fp8 weights through a ring in shared memory (sm_90).
 
 With a few tokens, reading weights takes all the time. A producer warp only issues TMA loads, as far
-ahead as the ring has stages. A consumer warpgroup runs the MMAs: M is 64 weight rows, N is up to
-eight vectors (tokens, or the pairs of one token).
+ahead as the ring has stages. A consumer warpgroup runs the MMAs, whose M is 64 weight rows and
+whose N is eight vectors (of tokens, or of the pairs of one token).
 
-The vectors stay in shared memory over all of K, in pieces of 1024 values, with their scales per
-group of 128. A panel is 64 weight rows by 128 bytes along K.
+A stage of the ring has some panels, each 64 weight rows by 128 bytes along K. The vectors stay in
+shared memory over all of K, in pieces of 1024 values (8 panels), with one scale per 128 values.
 """
 
 import triton.language as tl
@@ -32,14 +32,14 @@ SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACC = gl.constexpr(
     gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
-)  # layout of the accumulator
+)  # layout of the accumulator (ROWS, VECTORS)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _MAX_PIECES_IN_REGISTERS = gl.constexpr(28)  # pieces kept in registers, 8 values per thread each
 
 
 @gluon.constexpr_function
 def vector_layout(rows):
-    """Return the layout (rows, K) with 8 adjacent values of every row per thread."""
+    """Return the layout (rows, K) in which a thread has 8 adjacent values of every row."""
     return gl.BlockedLayout([rows, 8], [1, 32], [1, 4], [1, 0])
 
 
@@ -51,7 +51,7 @@ def vector_row_layout(rows):
 
 @gluon.jit
 def _load_piece(row_ptrs, stride, row_mask, depth, piece):
-    """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,); 0 past the end."""
+    """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,), with 0 past `depth`."""
     NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
     k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(NUM_ROWS)))[None, :]
     k_offset = piece * PIECE + k
@@ -61,9 +61,9 @@ def _load_piece(row_ptrs, stride, row_mask, depth, piece):
 
 @gluon.jit
 def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
-    """Load all pieces of the rows at once, so that all loads are in flight.
+    """Load all pieces of the rows at once, so that all loads are in flight together.
 
-    Returns () if they do not fit in registers; then each piece is loaded when it is needed.
+    Return () if they do not fit in registers; each piece is then loaded when it is needed.
     """
     FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()
@@ -75,7 +75,10 @@ def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
 
 @gluon.jit
 def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
-    """Return the amax (R,) of the rows. pieces: the result of load_pieces."""
+    """Return the largest magnitude of each row, (R,).
+
+    pieces: the result of `load_pieces`.
+    """
     NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
     amax = gl.zeros((NUM_ROWS, PIECE), gl.float32, vector_layout(NUM_ROWS))
     if len(pieces) > 0:
@@ -90,7 +93,7 @@ def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
 
 @gluon.jit
 def repeat_rows(values):
-    """Repeat the rows of (R, K) to (8, K): row r becomes rows r * 8 / R to (r + 1) * 8 / R - 1."""
+    """Repeat each row of (R, K) 8 / R times, to (8, K)."""
     for _ in gl.static_range(3):
         if values.shape[0] < VECTORS:
             doubled = gl.join(values, values).permute((0, 2, 1))
@@ -100,7 +103,7 @@ def repeat_rows(values):
 
 @gluon.jit
 def repeat_scales(values):
-    """Repeat (R,) to (8,) like `repeat_rows`, in the layout of the accumulator columns."""
+    """Repeat (R,) to (8,) as `repeat_rows` does, in the layout of the accumulator columns."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = vector_layout(NUM_ROWS)
     column = gl.arange(0, VECTORS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -115,7 +118,7 @@ def _store_piece(
     vectors, scales, piece, values, inverse,
     QUANT: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantize values (R, 1024) according to QUANT (see store_vectors) and store them."""
+    """Quantize values (R, 1024) according to QUANT and store them; see `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     if QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
@@ -136,10 +139,13 @@ def store_vectors(
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
-    Rows are repeated like `repeat_rows`; values are `stride` apart, and 0 past `depth`. If GROUPED,
-    `scales` (pieces, 8 groups, 8) is written too. pieces: the result of load_pieces.
-    QUANT: "given": already quantized, with group scales at scale_ptrs (R,), stride_scale apart;
-    "token": quantize by multiplying with `inverse` (R,); "group": compute a scale per 128 values.
+    Rows are repeated as by `repeat_rows`. Values of a row are `stride` apart; past `depth`, 0 is
+    written. If GROUPED, their scales are written to `scales` (pieces, 8 panels, 8).
+
+    pieces: the result of `load_pieces`.
+    QUANT: "given": the rows are quantized, with scales per group at scale_ptrs (R,), stride_scale
+        apart. "token": quantize by multiplying with `inverse` (R,). "group": quantize with a scale
+        per 128 values.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     if len(pieces) > 0:
@@ -165,7 +171,7 @@ def store_vectors(
 
 @gluon.jit
 def _panel(vectors, index):
-    """Return panel `index` of the vectors, (128, 8)."""
+    """Return panel `index` of the vectors, (128, 8), as the right operand of wgmma."""
     piece = vectors.index(index // PANELS)
     panels = reinterpret(piece, vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
     return panels.index(index % PANELS).permute((1, 0))
@@ -173,7 +179,10 @@ def _panel(vectors, index):
 
 @gluon.jit
 def _multiply_unscaled(ring, vectors, full, empty, step, depth):
-    """Multiply a tile of weights by the vectors; return (64, 8) sums and the next step."""
+    """Multiply a tile of weights by the vectors; return the sums (64, 8) and the next step.
+
+    `step` counts the stages that this program has consumed.
+    """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
     acc = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
@@ -197,7 +206,7 @@ def _multiply_unscaled(ring, vectors, full, empty, step, depth):
 
 @gluon.jit
 def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
-    """Load the weight scales (64,) of each panel of a stage, 0 past the end of K."""
+    """Load the weight scales (64,) of each panel of a stage, with 0 past the end of K."""
     scales = ()
     for p in gl.static_range(PANELS_PER_STAGE):
         inside = start + p * PANEL < depth
@@ -207,9 +216,10 @@ def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
 
 @gluon.jit
 def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask):
-    """Multiply like _multiply_plain, scaling the partial sums of each panel.
+    """Multiply like `_multiply_unscaled`, scaling the partial sums of each panel.
 
-    ptrs (64,): the weight scales. The vector scales are in shared memory.
+    ptrs (64,) point at the first weight scale of each row. The scales of the vectors are in shared
+    memory.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
@@ -248,9 +258,9 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
 
 @gluon.jit
 def prefetch_scales(ptr, count):
-    """Prefetch `count` scales offset `ptr` to L1, so that a later step does not wait for memory.
+    """Prefetch `count` scales from `ptr` on to L1, so that the consumer does not wait for memory.
 
-    To be called by the producer warp, whose 32 lanes prefetch 8 scales each.
+    For the producer warp, whose 32 lanes prefetch 8 scales each.
     """
     offset = gl.arange(0, 32, _LANES) * 8
     gl.inline_asm_elementwise(
@@ -267,7 +277,10 @@ def prefetch_scales(ptr, count):
 def multiply(
     ring, vectors, scales, full, empty, step, depth, ptrs, mask, GROUPED: gl.constexpr
 ):  # fmt: skip
-    """Return sums (64, 8), scaled if GROUPED, and the next step."""
+    """Multiply a tile of weights by the vectors; return the sums (64, 8) and the next step.
+
+    If GROUPED, the sums are scaled; see `_multiply_scaled`.
+    """
     if GROUPED:
         sums, step = _multiply_scaled(
             ring, vectors, scales, full, empty, step, depth, ptrs, mask

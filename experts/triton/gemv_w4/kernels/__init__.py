@@ -1,1 +1,1 @@
-"""Matrix-vector kernels with 4-bit weights, unpacked in registers."""
+"""Matrix-vector kernels for 4-bit weights, which are unpacked in registers."""

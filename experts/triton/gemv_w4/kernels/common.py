@@ -1,16 +1,17 @@
-"""Device functions of the w4a16 gemv: one row of x times 4-bit weights, through registers only.
+"""Device functions of the gemv_w4 path: a vector times 4-bit weights, through registers only.
 
-A warp multiplies one block, CHUNKS * 128 weights, of each of its rows at a time. A chunk of a row
-is 16 adjacent bytes in each of four lanes. The words of a lane are unpacked and used as an MMA
-operand in the same lane. Loaded tensors therefore start with axes of four and eight, the lanes of a
-warp, followed by PARTS, the warps.
+A warp multiplies one block, CHUNKS * 128 weights along K, of each of its rows at a time. A chunk is
+128 weights of a row: 16 adjacent bytes in each of four lanes. A lane unpacks its own words, which
+are its part of an MMA operand, so weights never move between lanes. Loaded tensors therefore start
+with axes of 4 and 8, the lanes of a warp, followed by PARTS, the warps of a program.
 
-A slot is the part of a block that shares a scale, at most a chunk. The right operand of the MMA has
-eight columns, one per slot: each contains the values of x of that slot, and zeros elsewhere. So the
-sums of all slots are scaled at once, and added last.
+A slot is the part of a chunk that shares a scale, or the whole chunk. The vector is the right
+operand of the MMA, which has eight columns. Each column is for one slot: it has the values of x in
+that slot, and zeros elsewhere. The MMA thus computes the sums of all slots separately; they are
+scaled and then added.
 
-An MMA has 16 rows. If that is too many, HALVES = 2: the 16 rows are the same 8 weight rows twice,
-with the first and the second half of a block, and the columns of a row are the slots of its half.
+An MMA has 16 weight rows. If a program has only 8, HALVES = 2: the MMA has the 8 rows twice, with
+the first and the second half of a block, and the columns of a row are the slots of its half.
 """
 
 import triton
@@ -35,11 +36,12 @@ def slots_of_chunk(group: int) -> int:
 
 @triton.jit
 def issue_loads(WARPS: tl.constexpr):
-    """Return 0, after all preceding loads have been issued.
+    """Return 0, but only after all preceding loads have been issued.
 
     The compiler would otherwise delay loads until registers are free for their results, too late to
-    hide their latency. It does not move loads past a barrier, here of two warps, nor anything that
-    depends on the result of the barrier before it. Barrier 0 is reserved for the whole program.
+    hide their latency. A barrier stops it: no load moves behind the barrier, and no code that uses
+    the barrier's result moves before it. The barrier joins two warps only; barrier 0 is reserved
+    for the whole program.
     """
     zero = 0
     if ASSEMBLE:
@@ -58,7 +60,11 @@ def rows_of_lanes(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return `rows_of` for lanes, (1, 8, 1, 1), and row groups, (1, 1 or 8, 1, ROWS / 8)."""
+    """Return the weight rows of a tile as two terms, as `rows_of` does.
+
+    The first is per lane, (1, 8, 1, 1), the second per group of eight rows, (1, 1 or 8, 1, ROWS /
+    8).
+    """
     lane = tl.arange(0, 8)[None, :, None, None]
     group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
     return rows_of(first, count, lane, group, STEP, UP_ROW, BLOCK_N, EVEN_N)
@@ -69,10 +75,12 @@ def load_words(
     ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load words, int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row, or its half.
+    """Load a block of each row, or half of one, as words: int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4).
 
-    ptr: an int32 pointer, or one per lane. offset: of `rows_of_lanes`, in words. chunk: the first
-    of a block. inside: whether to read it. Both are (1 or 4, 1 or 8, PARTS, 1).
+    ptr: an int32 pointer, or one per lane.
+    offset: offsets of the rows in words, two terms of `rows_of_lanes`.
+    chunk: index of the first chunk of the block, (1 or 4, 1 or 8, PARTS, 1).
+    inside: whether to read the block; of the same shape.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
@@ -104,7 +112,7 @@ def _is_inside(
 
 @triton.jit
 def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl.constexpr):
-    """Load like load_by_slot, for one slot or several."""
+    """Load the scales or zero points of one slot, or of several; see `load_by_slot`."""
     if GROUP_K == 128 // SLOTS:
         group = chunk * SLOTS + slot
     else:
@@ -117,12 +125,13 @@ def load_by_slot(
     ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero points (4, 8, PARTS, ROWS / 8, 2), one per row and slot.
+    """Load scales or zero points, one per row and slot: (4, 8, PARTS, ROWS / 8, 2).
 
-    ptr, offset, chunk,
-    inside: as in load_words. Slots past the block or half are 0. PAIRED_SCALES: two
-    slots are loaded at once. Otherwise they are loaded separately, because a single load would get
-    another layout and move its values through shared memory.
+    They are 0 for slots past the block or half. If PAIRED_SCALES, two slots are loaded at once.
+    Otherwise they are loaded separately, because a single load would get another layout, from which
+    the values move through shared memory.
+
+    ptr, offset, chunk, inside: as in `load_words`.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
     mask = _is_inside(chunk, inside, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
@@ -141,7 +150,7 @@ def load_by_slot(
 
 @triton.jit
 def by_slot(values):
-    """Reshape (4, 8, PARTS, ROWS / 8, 2) to (PARTS, ROWS, 8), the shape of sums."""
+    """Reshape (4, 8, PARTS, ROWS / 8, 2) to (PARTS, ROWS, 8), the shape of sums per slot."""
     parts: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
     return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (parts, groups * 8, 8))
@@ -149,9 +158,9 @@ def by_slot(values):
 
 @triton.jit
 def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Return offsets and masks (4, 8, PARTS, 1, 4, 1) of a block of a row of x, per eight values.
+    """Return offsets into a row of x and masks, one per eight values: (4, 8, PARTS, 1, 4, 1).
 
-    chunk, inside: as in load_words.
+    chunk, inside: as in `load_words`.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     slot = tl.arange(0, 8)[None, :, None, None]
@@ -164,9 +173,11 @@ def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constex
 
 @triton.jit
 def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load int32 (4, 8, PARTS, 1, 4, 4) of rows of `depth` values from `store_in_pair_order`.
+    """Load a block of rows that `store_in_pair_order` wrote: int32 (4, 8, PARTS, 1, 4, 4).
 
-    ptr: an int32 pointer. row: shaped like chunk.
+    ptr: an int32 pointer to rows of `depth` values.
+    row: the row of each part; shaped like `chunk`.
+    chunk, inside: as in `load_words`.
     """
     offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
     pair = tl.arange(0, 4)[None, None, None, None, None, :]
@@ -176,7 +187,12 @@ def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.c
 
 @triton.jit
 def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Load a row of x as int32 (4, 8, PARTS, 1, 4, 4), two adjacent values each, for `pairs_of`."""
+    """Load a block of a row of x: int32 (4, 8, PARTS, 1, 4, 4), two adjacent values each.
+
+    `pairs_of` converts the result to the order of the MMA.
+
+    chunk, inside: as in `load_words`.
+    """
     offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
     x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
@@ -187,10 +203,11 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 
 @triton.jit
 def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Permute the result of load_row, of type `dtype`, to MMA order: int32 (4, 8, PARTS, 1, 4, 4).
+    """Permute the result of `load_row` to MMA order: int32 (4, 8, PARTS, 1, 4, 4).
 
-    The two values that meet the halves of a register of weights form a pair, `boosted`; the two
-    pairs of an MMA are adjacent. after: as in slot_sums.
+    The two values that are multiplied by the two halves of a register of weights form a pair,
+    multiplied by `boost_of`. The two pairs of an MMA are adjacent. dtype is the type of the values;
+    after: as in `slot_sums`.
     """
     parts: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
@@ -235,7 +252,10 @@ def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _x_operand(pairs, dtype: tl.constexpr):
-    """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8), the chunk of a slot per column."""
+    """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8).
+
+    Each column of x has the chunk of one slot.
+    """
     parts: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
@@ -245,7 +265,7 @@ def _x_operand(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
-    """Repeat (PARTS, M, N) for every chunk: (CHUNKS * PARTS, M, N)."""
+    """Repeat (PARTS, M, N) for every chunk, to (CHUNKS * PARTS, M, N)."""
     parts: tl.constexpr = values.shape[0]
     m: tl.constexpr = values.shape[1]
     n: tl.constexpr = values.shape[2]
@@ -255,7 +275,7 @@ def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Select from (CHUNKS * PARTS, ROWS, 8) the chunk of each column's slot: (PARTS, ROWS, 8)."""
+    """Select, from (CHUNKS * PARTS, ROWS, 8), each column's own chunk: (PARTS, ROWS, 8)."""
     parts: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
     result = tl.permute(tl.reshape(sums, (CHUNKS, parts, rows, 8)), (1, 2, 3, 0))
@@ -275,7 +295,8 @@ def _zero_point_term(
 ):  # fmt: skip
     """Return minus the zero points times the sums of x along K, float32 (PARTS, rows, 8).
 
-    An MMA with ones computes the sums, the same in each of its rows.
+    An MMA with weights of one computes the sums of x, the same in each of its rows. zero_yet is 0
+    and keeps the MMA behind `issue_loads`.
     """
     parts: tl.constexpr = x.shape[0]
     one: tl.constexpr = (
@@ -299,11 +320,15 @@ def slot_sums(
 ):  # fmt: skip
     """Return (weights - zero points) @ x per slot, without scales: float32 (PARTS, ROWS, 8).
 
-    words: (4, 8, PARTS, ROWS / 8, CHUNKS, 4). pairs: (4, 8, PARTS, 1, 4, 4). zero: float32
-    (PARTS, ROWS, 8). after: 0, a dependency that keeps the MMAs behind `issue_loads`. Every chunk
-    is multiplied by all columns and the columns of other chunks are dropped, which takes fewer
-    instructions than zeroing them. ADD_ZERO_TERM_LAST: the zero-point term is added after the MMA;
-    otherwise the MMA accumulates onto it, which takes fewer registers.
+    Every chunk is multiplied by all columns, and the columns of other chunks are dropped, which
+    takes fewer instructions than zeroing them.
+
+    words: (4, 8, PARTS, ROWS / 8, CHUNKS, 4).
+    pairs: (4, 8, PARTS, 1, 4, 4).
+    zero: float32 (PARTS, ROWS, 8).
+    after: the result of `issue_loads`, on which the MMAs depend so that they follow it.
+    ADD_ZERO_TERM_LAST: add the zero-point term after the MMA. Otherwise it is the initial
+        accumulator, which takes fewer registers.
     """
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
@@ -327,9 +352,9 @@ def slot_sums(
 
 @triton.jit
 def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
-    """Return float32 zero points, minus 8 unless FROM_ZERO, to match the unpacked weights.
+    """Return float32 zero points, minus 8 unless FROM_ZERO, as the unpacked weights have them.
 
-    codes: bytes (4, 8, PARTS, ROWS / 8, 2). shift: (1, 8, 1, ROWS / 8, 1).
+    codes are bytes (4, 8, PARTS, ROWS / 8, 2); shift is 0 or 4 per row, (1, 8, 1, ROWS / 8, 1).
     """
     zero = ((codes.to(tl.int32) >> shift) & 15).to(tl.float32)
     return zero if FROM_ZERO else zero - 8.0
@@ -342,12 +367,12 @@ def scaled_sums(
 ):  # fmt: skip
     """Return the scaled sums of a block per slot, float32 (PARTS, ROWS, 8).
 
-    scale, zero: results of load_by_slot. shift: 0 or 4 per row, (1, 8, 1, ROWS / 8,
-    1). ADD_ZERO_TERM_LAST: as
-    in slot_sums.
+    scale, zero: results of `load_by_slot`.
+    shift: 0 or 4 per row, (1, 8, 1, ROWS / 8, 1), the bits of its zero point in a byte.
+    words, pairs, after, ADD_ZERO_TERM_LAST: as in `slot_sums`.
     """
     if is_e2m1(FORMAT):
-        # Wider than bytes, so that they are not packed two to a register and unpacked again.
+        # Widen bytes, which would otherwise be packed two to a register and unpacked again.
         scale = scale.to(tl.int32) + after
     values = by_slot(scale_values(scale, FORMAT, missing_factor_log2(FORMAT, dtype)))
     zeros = values

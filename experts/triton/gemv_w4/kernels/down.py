@@ -1,4 +1,8 @@
-"""GEMM 2 of the w4a16 gemv: one program per token (or pair) and block of hidden columns."""
+"""GEMM 2 of the gemv_w4 path: a program computes a block of hidden columns of one token.
+
+Each of the PARTS warps of a program computes a part: the sum over some of the blocks along K and
+over some of the token's pairs. Blocks, chunks and slots are as in `common`.
+"""
 
 import triton
 import triton.language as tl
@@ -20,15 +24,16 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.constexpr_function
 def blocks_along(depth: int, chunks: int) -> int:
-    """Return the number of blocks of chunks * 128 along K."""
+    """Return the number of blocks of `chunks` chunks along K."""
     return -(-depth // (chunks * 128))
 
 
 @triton.constexpr_function
 def stays_inside(blocks: int, team: int, stages: int, load_after_mma: bool) -> bool:
-    """Return whether no step loads a block after the last of its pair.
+    """Return whether no step loads a block after the last one of its pair.
 
-    A step loads for a later one: with several, the last ones load for steps that do not exist.
+    A step loads the block of a later step. If there are several, the last steps load for steps that
+    do not exist.
     """
     steps = -(-blocks // team)
     return blocks % team == 0 and steps == stages and (steps == 1 or not load_after_mma)
@@ -40,15 +45,16 @@ def _pair_of_part(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the pair of each part, its local expert, and whether it is not skipped.
+    """Return the pair of each part, its local expert, and whether the pair is not skipped.
 
-    The results are (4, 8, PARTS, 1). TEAM parts share a pair; if TEAM is 0 the results are unused.
+    The results are (4, 8, PARTS, 1). TEAM parts share a pair. If TEAM is 0, parts change pairs, and
+    the results are not used.
     """
     if TEAM > 0:
         slot = tl.arange(0, PARTS)[None, None, :, None] // TEAM
         if LOOPED:
-            # All lanes of a warp load the same id, so it need not be broadcast. With unrolled steps
-            # the compiler does this itself, and this addition would change the layout.
+            # Make all lanes of a warp load the same id, so that it need not be broadcast. If steps
+            # are unrolled, the compiler does so itself, and this addition would change the layout.
             slot += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + slot
         local, _ = load_local_ids(
@@ -66,10 +72,10 @@ def _initial_biases(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
-    """Return the biases of each pair as initial sums, float32 (PARTS, ROWS, 8).
+    """Return the biases as initial sums, float32 (PARTS, ROWS, 8).
 
-    Each bias is in the first slot of the first part of its pair, zeros are elsewhere. The router
-    weight is applied later, together with that of the sums.
+    The bias of a pair is in the first slot of the pair's first part; the rest is zero. The router
+    weight multiplies it later, together with the sums.
     """
     part = tl.arange(0, PARTS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
@@ -94,7 +100,8 @@ def _block(
     """Return the block of each part in `step`: pair, local expert, whether to read it, first chunk.
 
     The results are (4, 8, PARTS, 1). If TEAM > 0, the block belongs to the part's own pair.
-    Otherwise it is block step * PARTS + p of the concatenated pairs of the token.
+    Otherwise the blocks of a token's pairs are numbered consecutively, and part p has block step *
+    PARTS + p.
     """
     BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
     part = tl.arange(0, PARTS)[None, None, :, None]
@@ -128,9 +135,9 @@ def _load_block(
     PAIRED_SCALES: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Load words, scales, zero points and router weights of a block of each part.
+    """Load words, scales, zero points and router weights of the block of each part.
 
-    Also returns its pair, whether to read it, and its first chunk.
+    Return them with its pair, whether to read it, and its first chunk.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     pair, local, live, chunk = _block(
@@ -179,7 +186,7 @@ def _load_block(
 
 @triton.jit
 def _broadcast_to_sums(weight, GROUPS: tl.constexpr):
-    """Broadcast (4, 8, PARTS, 1), one per part, to the shape of sums (PARTS, 8 * GROUPS, 8)."""
+    """Broadcast a value per part, (4, 8, PARTS, 1), to the shape of sums (PARTS, 8 * GROUPS, 8)."""
     parts: tl.constexpr = weight.shape[2]
     return by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, parts, GROUPS, 2)))
 
@@ -195,9 +202,10 @@ def _step(
     HALVES: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add ring[0] times h to total; return it, the next h and the advanced ring.
+    """Add the product of ring[0] and h to total; return total, the next h and the advanced ring.
 
-    The next block is loaded before the MMAs, or after them if LOAD_AFTER_MMA.
+    The ring holds the blocks of the next STAGES steps. The block after them is loaded before the
+    MMAs, or after them if LOAD_AFTER_MMA.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
@@ -250,14 +258,29 @@ def gemv_w4_down_kernel(
     PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
+    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
-    h is (tokens * TOP_K, DEPTH), as written by `store_in_pair_order`; out is (tokens, hidden). Both
-    are contiguous. Weights of skipped pairs are not read. With TOP_K = 1, every pair has an output
-    row, zero if skipped. PARTS warps split the pairs of a token and their K in blocks of HALVES *
-    CHUNKS * 128. Each warp has STAGES blocks in flight while it multiplies one; if LOAD_AFTER_MMA,
-    it loads one block after it has multiplied the previous one. Sums are added in a fixed order.
-    BLOCK_K: a power of two >= TOP_K. Grid: (tokens, blocks of BLOCK_N columns).
+    Grid: (tokens, blocks of BLOCK_N columns). The PARTS warps of a program split the pairs of a
+    token and their K, in blocks of HALVES * CHUNKS * 128. Sums are added in a fixed order. With
+    TOP_K = 1 there is no sum over pairs: every pair has an output row, zero if it is skipped.
+
+    h_ptr: (tokens * TOP_K, DEPTH), contiguous, written by `store_in_pair_order`.
+    b_ptr: w, (e, hidden, DEPTH / 2) bytes, read as int32 words of eight. Weights of skipped pairs
+        are not read.
+    out_ptr: (tokens, hidden), contiguous.
+    FORMAT: how words and scales are encoded; see `unpack_w4`.
+    HAS_ZERO: there are zero points.
+    GROUP_K: weights per scale.
+    PAIRED_SCALES: see `load_by_slot`.
+    BLOCK_K: a power of two >= TOP_K.
+    EVEN_N: BLOCK_N divides hidden.
+    CHUNKS, HALVES: see `common`.
+    TEAM: parts per pair, 0 if they cannot be divided evenly.
+    STEPS, steps: steps of the loop, as a constant to unroll a short loop, and as an argument for
+        others.
+    STAGES: blocks that a warp has in flight while it multiplies one.
+    LOAD_AFTER_MMA: load the next block only after the previous one has been multiplied, which takes
+        fewer registers.
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES
@@ -269,10 +292,10 @@ def gemv_w4_down_kernel(
     rows = rows_of_lanes(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = times(rows, stride_bn // 4), times(rows, stride_bsn)
-    # Either the lane offsets or the group offsets are even.
+    # Either the lane offsets or the group offsets are even, so they can be halved separately.
     zero_offset = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
-    # them before it let this kernel start. See after_predecessor.
+    # them before it let this kernel start. See `pdl_wait`.
     own = _pair_of_part(
         token, num_experts, num_local, ids_ptr, map_ptr, TOP_K, HAS_MAP, PARTS, TEAM,
         STEPS > STAGES,

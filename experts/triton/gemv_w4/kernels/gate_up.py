@@ -1,4 +1,8 @@
-"""GEMM 1 of the w4a16 gemv: one program per routed pair and block of intermediate columns."""
+"""GEMM 1 of path gemv_w4: a program computes a block of intermediate columns of a routed pair.
+
+Each of the PARTS warps of a program computes a part, the sum over some of the blocks along K.
+Blocks, chunks and slots are as in `common`.
+"""
 
 import triton
 import triton.language as tl
@@ -27,7 +31,7 @@ def _load_block(
     GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Load words, scales and zero points of block step * PARTS + p along K, for each part p."""
+    """Load the words, scales and zero points of each part p: block step * PARTS + p along K."""
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
@@ -69,7 +73,7 @@ def _load_x(
     x_ptr, stride, step, depth,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of x that belong to the words of _load_block."""
+    """Load the values of x that the words of `_load_block` multiply."""
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
     inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
@@ -85,9 +89,10 @@ def _step(
     GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add ring[0] times x to total; return it, the next x and the advanced ring.
+    """Add the product of ring[0] and x to total; return total, the next x and the advanced ring.
 
-    The next block is loaded before the MMAs, or after them if LOAD_AFTER_MMA.
+    The ring holds the blocks of the next STAGES steps. The block after them is loaded before the
+    MMAs, or after them if LOAD_AFTER_MMA.
     """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero = ring[0]
@@ -105,7 +110,7 @@ def _step(
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = issue_loads(PARTS)
     pairs = pairs_of(row, after, TYPE, FORMAT)
-    # APART = False saves registers for weights.
+    # ADD_ZERO_TERM_LAST = False saves registers for weights.
     total += scaled_sums(
         words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, False
     )
@@ -137,13 +142,23 @@ def gemv_w4_gate_up_kernel(
     PARTS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
+    """h[p, n] = act(r[p] * (x[p // TOP_K] @ w[expert of p, rows of n]^T) + bias)
 
-    Like gemv_gate_up_kernel, but weights are bytes, read as int32 words of eight, and h is written
-    by `store_in_pair_order` in the order of GEMM 2. Grid: (num_pairs, blocks of BLOCK_N columns +
-    1); pair 0 of the extra block counts invalid ids. PARTS warps split K in blocks of CHUNKS * 128.
-    Each warp has STAGES blocks in flight while it multiplies one; if LOAD_AFTER_MMA, it loads one
-    block after it has multiplied the previous one.
+    for pairs p of local experts, where r[p] is the router weight if HAS_ROW_WEIGHTS, else 1.
+
+    Grid: (num_pairs, blocks of BLOCK_N columns + 1). The PARTS warps of a program split K in blocks
+    of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, in steps of
+    BLOCK_P.
+
+    x_ptr: (num_pairs / TOP_K, DEPTH).
+    b_ptr: w, (e, rows, DEPTH / 2) bytes, read as int32 words of eight. Column n uses row n *
+        ROW_STEP and, if GATED, also row n * ROW_STEP + UP_ROW for up.
+    bias_ptr: bias of the rows of w, (e, rows), if HAS_BIAS.
+    h_ptr: (num_pairs, intermediate), contiguous, written by `store_in_pair_order` for GEMM 2. Rows
+        of skipped pairs are not written.
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    FORMAT, HAS_ZERO, GROUP_K, PAIRED_SCALES, EVEN_N, CHUNKS, STEPS, STAGES, LOAD_AFTER_MMA: as in
+        `gemv_w4_down_kernel`.
     """
     pdl_wait(OVERLAP)
     pair = tl.program_id(0)
@@ -168,7 +183,7 @@ def gemv_w4_gate_up_kernel(
     rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = times(rows, stride_bn // 4), times(rows, stride_bsn)
-    # Either the lane offsets or the group offsets are even.
+    # Either the lane offsets or the group offsets are even, so they can be halved separately.
     zero_offset = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     ring = ()
     for s in tl.static_range(STAGES):

@@ -1,1 +1,1 @@
-"""Kernel of the grouped GEMM over segments of expert-sorted rows."""
+"""The kernel of the grouped GEMM over expert-sorted rows."""

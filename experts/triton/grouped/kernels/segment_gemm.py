@@ -1,4 +1,4 @@
-"""Grouped GEMM over expert-sorted rows without gaps, in tiles of one expert each."""
+"""Grouped GEMM over expert-sorted rows without padding, in tiles of one expert each."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, st
 from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
 
 
-# It depends on the number of tokens and is only an offset: do not specialize on it.
+# max_tiles changes with the number of tokens; specializing on it would recompile.
 @triton.jit(do_not_specialize=["max_tiles"])
 def segment_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
@@ -27,12 +27,19 @@ def segment_gemm_kernel(
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
-    """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows of every tile in use.
+    """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows r of every tile in use.
 
-    a is (R, depth) and out is (R, columns), both contiguous; other rows are neither read nor
-    written. tiles: as in ops.sort.Sorted, with at most BLOCK_M rows each. b: as in
-    grouped_gemm_kernel. The grid is the worst case; programs past the tiles in use return at once.
-    LORA: as in grouped_gemm_kernel, with one row of u per row of a, whose token is in tokens.
+    A program computes one tile of at most BLOCK_M rows by BLOCK_N columns. The grid is for the
+    largest possible number of tiles; programs past the tiles in use return at once.
+
+    a_ptr: (R, depth), contiguous.
+    out_ptr: (R, columns), contiguous. Rows that are in no tile are neither read nor written.
+    tiles_ptr: `ops.sort.SortedPairs.tiles`.
+    row_weights_ptr: (R,) float32, which multiply the product before the bias if HAS_ROW_WEIGHTS.
+    LORA: add B u of the adapter of the row's token. `tokens` has the token of each row; there is
+        one slot per token and one row of u per row of a.
+
+    b, bias and the other constants are as in `grouped_gemm_kernel`.
     """
     num_m = tl.load(tiles_ptr + 3 * max_tiles)
     num_n = tl.cdiv(columns, BLOCK_N)

@@ -1,3 +1,3 @@
-"""The persistent grouped GEMM in Gluon, with explicit layouts and warp roles, for sm_90."""
+"""The persistent grouped GEMM of the grouped_tma path, in Gluon."""
 
-TARGETS = ("sm_90",)  # `mk compile` supports no other target
+TARGETS = ("sm_90",)  # the only target that `mk compile` compiles these kernels for

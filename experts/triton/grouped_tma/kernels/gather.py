@@ -1,7 +1,7 @@
 """Device functions that gather the rows of a tile into a ring in shared memory.
 
-TMA does not gather rows. The consumer warpgroup therefore copies its rows with cp.async, LEAD =
-STAGES - 1 steps ahead; at the end of a tile it continues with the rows of the next one.
+TMA does not gather rows. Each consumer warpgroup therefore copies its rows with cp.async, STAGES -
+1 steps ahead; at the end of a tile it continues with the rows of the next one.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,10 @@ _COPY = gl.constexpr(16)  # bytes per cp.async
 
 @gluon.jit
 def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the tokens of ROWS sorted rows from `row` on, in rows of LAYOUT; -1 from `end` on."""
+    """Load the tokens of ROWS sorted rows from `row` on, -1 from `end` on.
+
+    LAYOUT: layout of the tile. The tokens are distributed like its rows.
+    """
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tokens_ptr + rows, mask=rows < end, other=-1)
 
@@ -29,7 +32,7 @@ def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.constexpr):
     """Return pointers to the first K step of the tokens' rows, and the row mask.
 
-    stride_x: row stride in units of 16 bytes, so that the compiler knows the alignment of rows.
+    stride_x is the row stride in units of 16 bytes, from which the compiler knows the alignment.
     """
     WIDTH: gl.constexpr = _COPY * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
@@ -41,7 +44,7 @@ def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.c
 def copy_step(ptrs, mask, step, depth, place, COPIES: gl.constexpr, EVEN_K: gl.constexpr):
     """Issue the copies of K step `step` of a tile's rows to `place`, with zeros where masked.
 
-    EVEN_K: K is a multiple of the step. It is always a multiple of 16 bytes.
+    If EVEN_K, K is a multiple of the step. Otherwise it is a multiple of 16 bytes.
     """
     if not EVEN_K:
         BLOCK_K: gl.constexpr = place.shape[1]
@@ -58,11 +61,11 @@ def _step(
     a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, ahead, depth, has_next,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Multiply one iteration, and refill or release the stages of the previous one."""
+    """Multiply the stage of one iteration; refill and release the stage of the previous one."""
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
-    # No proxy fence: the cp.async main loops of CUTLASS (sm_90) and Triton have none either, and an
-    # earlier version of this one gave the same outputs in the same time with one.
+    # There is no proxy fence between cp.async and wgmma: the main loops of CUTLASS (sm_90) and
+    # Triton have none either, and with one this loop gave the same outputs in the same time.
     async_copy.wait_group(STAGES - 2)
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
     b = b_ring.index(stage).permute((1, 0))
@@ -79,10 +82,10 @@ def multiply_gathered(
     a_ring, b_ring, full, empty, iteration, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate a tile into acc; return it, the next iteration, and next pointers and mask.
+    """Accumulate a tile into acc; return it, the next iteration, and the next pointers and mask.
 
-    ptrs: LEAD steps into this tile; the returned ones are LEAD steps into the next. A tile has at
-    least LEAD steps. next_tokens is used late, when its load has completed.
+    ptrs are STAGES - 1 steps into this tile; the returned ones are as far into the next. A tile has
+    at least that many steps. next_tokens is used as late as possible, when its load has completed.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]

@@ -1,9 +1,9 @@
 """Persistent, warp-specialized grouped GEMM over expert-sorted rows, for sm_90, with TMA and wgmma.
 
-A producer warp loads weights, and rows unless they are gathered, into a ring in shared memory by
-TMA. Two consumer warpgroups multiply 64 rows each by the same weights, and finish their tile while
-the next one is being loaded; they gather rows themselves. Results are stored by TMA. There is one
-program per SM, which loops over tiles.
+There is one program per SM, which loops over tiles. Its producer warp loads weights, and rows
+unless they are gathered, by TMA into a ring in shared memory. Two consumer warpgroups multiply 64
+rows each by the same weights, and finish their tile while the next one is being loaded; if rows are
+gathered, they do so themselves. Results are stored by TMA.
 
 The weight rows of a tile form two halves, left and right: gate and up rows, or adjacent rows.
 """
@@ -33,7 +33,7 @@ ROWS = gl.constexpr(64)  # per warpgroup
 
 @gluon.jit
 def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
-    """Return (m, n) of a tile, swizzled so that GROUP_M row tiles share weights in L2.
+    """Return (m, n) of a tile, ordered so that GROUP_M row tiles share weight tiles in L2.
 
     Past the last tile the result is arbitrary, but there is no division by zero.
     """
@@ -46,9 +46,9 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
-    """Load a tile: expert, first row, end of the expert's rows, and column tile.
+    """Load a tile's expert, first row, end of the expert's rows, and column tile.
 
-    Past the last tile there are no rows. It is called one or two tiles ahead to hide the latency.
+    Past the last tile there are no rows. Called one or two tiles ahead, which hides the latency.
     """
     inside = index < num_m * num_n
     m, n = tile_at(index, num_m, num_n, GROUP_M)
@@ -61,7 +61,10 @@ def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.conste
 
 @gluon.jit
 def _load_tile_slots(index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr):
-    """Return the number of adapter slots in a tile and a pointer to them; 0 past the last tile."""
+    """Return the number of adapter slots in a tile, and a pointer to them.
+
+    The number is 0 past the last tile.
+    """
     inside = index < num_m * num_n
     m, _ = tile_at(index, num_m, num_n, GROUP_M)
     tile_ptr = tile_slots_ptr + gl.where(inside, m, 0) * stride_tile_slots
@@ -104,8 +107,9 @@ def _load(
             load_box(b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0))
             iteration += 1
         if LORA_STEPS > 0:
-            # Extra K steps: u times B of each slot. Elements of a box outside B are zero, so gate's
-            # u is multiplied only by gate's B, and up's u, u_up further, only by up's.
+            # Extra K steps add u times B of each slot. Elements of a box outside B are zero, so the
+            # u of gate is multiplied only by the B of gate, and the u of up, u_up columns further,
+            # only by the B of up.
             count, slots_ptr = _load_tile_slots(
                 index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M
             )
@@ -130,7 +134,7 @@ def _load(
 
 @gluon.jit
 def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, PART: gl.constexpr):
-    """Accumulate a tile into acc; return it and the next iteration."""
+    """Accumulate a tile of `depth` K elements into acc; return it and the next iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     previous = 0
@@ -158,7 +162,7 @@ def _halves(values):
 
 @gluon.jit
 def _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART: gl.constexpr):
-    """Issue the wgmma of iteration `iteration` into separate accumulators."""
+    """Issue the wgmma of iteration `iteration` into a new accumulator."""
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
@@ -169,7 +173,7 @@ def _issue_wgmma(a_ring, b_ring, full, iteration, zero, PART: gl.constexpr):
 
 @gluon.jit
 def _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
-    """Load the scales of a K step: of the rows, and of the left and right weights."""
+    """Load the scales of a K step: those of the rows, and those of the left and right weights."""
     a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
     return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
 
@@ -193,10 +197,10 @@ def _multiply_scaled(
 ):  # fmt: skip
     """Multiply a tile with block scales; return the float32 halves and the next iteration.
 
-    There is one scale per row and 128 columns, at a_scale_ptrs (64,), and one per half of the
-    weight rows and 128 columns. A K step is 128. The loop is unrolled by two: the partial sum of
-    the first step is scaled while the second is multiplied. Scales are loaded one iteration ahead.
-    No wgmma stays in flight across iterations, because ptxas would then serialize all of them.
+    A K step is 128 elements. In each step, every row has a scale, at a_scale_ptrs (64,), and so do
+    the left and the right weight rows. The loop is unrolled by two: the partial sum of the first
+    step is scaled while the second is multiplied. Scales are loaded one iteration ahead. No wgmma
+    stays in flight across iterations, because ptxas would then serialize all of them.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -251,7 +255,7 @@ def _compute(
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: 64 rows from PART * 64 on of every tile of this program."""
+    """Run a consumer warpgroup: rows PART * 64 to PART * 64 + 63 of every tile of this program."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     HALF: gl.constexpr = b_ring.shape[1] // 2
@@ -345,22 +349,33 @@ def grouped_gemm_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
 
-    a_desc: (rows, depth), in boxes of 128 rows and 128 bytes. b_desc: (experts * rows_b, depth), in
-    boxes of half the weight rows of a tile. out_desc: out (rows, columns), in boxes of 64 rows and
-    the output columns of half a tile. tiles_ptr: int32, three arrays of max_tiles (expert, first
-    row, end row of the expert), then the number of tiles. If GATED, the halves of a tile are gate
-    and up rows, up_rows apart; otherwise they are adjacent. STEP 2: gate and up rows are
-    interleaved, so the halves are adjacent and each output column takes 2 rows.
+    One program per SM loops over the tiles: 128 rows of one expert by two halves of weight rows.
+
+    a_desc: a (rows, depth), in boxes of 128 rows and 128 bytes.
+    b_desc: b (experts * rows_b, depth), in boxes of half the weight rows of a tile and 128 bytes.
+    out_desc: out (rows, columns), in boxes of 64 rows and the output columns of half a tile.
+    tiles_ptr: int32, three arrays of max_tiles values (expert, first row, end row of the expert),
+        then the number of tiles.
+    GATED: the halves of a tile are gate and up rows, up_rows apart; otherwise they are adjacent.
+        STEP 2: gate and up rows are interleaved, so the halves are adjacent and two weight rows
+        make one output column.
+    MODE: "plain": no scales. "channel": a_scale (rows of a or x,) and b_scale (experts, rows_b).
+        "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), one per 128
+        x 128 block.
     GATHERED: row r of a is row tokens[r] of x, whose row stride is stride_x * 16 bytes; a_desc is
-    unused. Not with MODE "block". EVEN_K: K is a multiple of 128 bytes.
+        unused. Not with MODE "block".
+    EVEN_K: K is a multiple of 128 bytes.
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    bias_ptr: (experts, rows_b).
+    STAGES: stages of the ring.
     SLOTS: staging buffers per warpgroup, 1 or 2.
-    LORA_STEPS: 0, or the number of boxes of u per slot; only with MODE "plain", not GATHERED.
-    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in a tile, in the order of tile_slots:
-    int32, stride_named values per tile, the number of slots and then the slots. lora_b_desc: B of
-    all slots, slot_rows rows per slot, expert i from row i * expert_rows on, in boxes as in b_desc.
-    u_up: column offset from gate's u to up's.
-    MODE "plain": no scales. "channel": a_scale (rows of a or x,), b_scale (experts, rows_b).
-    "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), 128 x 128.
+    GROUP_M: row tiles that share weight tiles in L2.
+    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA; only with MODE "plain", not GATHERED.
+    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in each row's tile, side by side.
+    tile_slots_ptr: int32, stride_tile_slots values per tile: the number of slots, then the slots.
+    lora_b_desc: B of all slots, in boxes as in b_desc. A slot has slot_rows rows, expert i from row
+        i * expert_rows on.
+    u_up: offset from the columns of u for gate to those for up.
     """
     HALF: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]

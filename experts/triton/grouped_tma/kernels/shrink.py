@@ -15,12 +15,15 @@ def shrink_tiles_kernel(
     GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BOX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[r, s * WIDTH:] = A[s-th slot of r's tile, expert of r] @ x[r], or zeros for other slots.
+    """u[r, s * WIDTH:] = A[s-th slot of r's tile, expert of r] @ x[r]; 0 if r has another slot.
 
-    Like `shrink_segments_kernel`, but a row has WIDTH columns for every slot of its tile, zero
-    except for its own slot. named (max_tiles, num_slots + 1) int32: the number of slots of a tile,
-    then the slots. BLOCK_R: BOX columns, or all rows of A if fewer. Grid: (max tiles, blocks of
-    WIDTH, PARTS among which slots are divided).
+    Like `shrink_segments_kernel`, but a row of u has WIDTH columns for every slot of its tile,
+    which are zero except for the row's own slot. tile_slots (max_tiles, num_slots + 1), int32, gets
+    the number of slots of each tile, then the slots.
+
+    Grid: (max_tiles, blocks of WIDTH columns, PARTS). A program computes one tile and one block of
+    columns, for every PARTS-th slot of the tile. It computes BLOCK_R columns, BOX or all rows of A
+    if those are fewer, and zeros the rest of the box.
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):

@@ -1,3 +1,3 @@
-"""Kernels that tile 4-bit weights and multiply them from registers."""
+"""Kernels that tile 4-bit weights, and that multiply by them from registers."""
 
-TARGETS = ("sm_90",)  # `mk compile` supports no other target
+TARGETS = ("sm_90",)  # the only target that `mk compile` compiles these kernels for

@@ -1,12 +1,14 @@
 """Persistent grouped GEMM that unpacks 4-bit weights in registers, for sm_90, with TMA and wgmma.
 
-It computes W x^T: weights are the left operand, which wgmma reads from registers, so unpacked
-weights never go back to shared memory; tokens are the right operand, in shared memory as loaded by
-TMA. A producer warp loads; two consumer warpgroups multiply 128 weight rows each, in two blocks of
-64, by the same tokens. Unpacking a block overlaps with the MMAs of the previous block and of the
-other warpgroup.
+It computes W x^T. The weights are the left operand, which wgmma can read from registers, so
+unpacked weights never go back to shared memory. Tokens are the right operand, which wgmma reads
+from shared memory, where TMA has loaded them.
 
-See experts.triton.grouped_w4.layout for the weight layout, and the module unpack for unpacking.
+A producer warp loads. Two consumer warpgroups multiply 128 weight rows each, in two blocks of 64,
+by the same tokens. Unpacking a block overlaps with the MMAs of the previous block and of the other
+warpgroup.
+
+`grouped_w4.layout` describes how weights are stored; `unpack` has the device functions that unpack.
 """
 
 from triton.experimental import gluon
@@ -63,7 +65,7 @@ def _multiply(
     x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART: gl.constexpr,
     TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Multiply both blocks of a warpgroup by the first TOKENS rows of a tile."""
+    """Multiply a warpgroup's two blocks by the first TOKENS rows of a tile; return accumulators."""
     STAGES: gl.constexpr = x_ring.shape[0]
     LINES: gl.constexpr = w_ring.shape[1] // 4
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -91,7 +93,7 @@ def _scale_and_add_bias(
     acc, factor, bias_ptr, column, columns, STEP: gl.constexpr, MMA: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Return acc * factor plus the bias; row i of acc is output column column + i."""
+    """Return acc * factor plus the bias, where row i of acc is output column `column` + i."""
     values = acc * factor
     if HAS_BIAS:
         rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA))
@@ -104,7 +106,7 @@ def _scale_and_add_bias(
 def _store_transposed(
     values, row, end, column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
 ):  # fmt: skip
-    """Round, transpose and store (64, TOKENS), masking columns past the end."""
+    """Round, transpose and store values (64, TOKENS), without columns past the last one."""
     if column < columns:
         transposed = values.to(out_desc.dtype).permute((1, 0))
         if transposed.shape[0] == out_desc.block_type.shape[0]:
@@ -125,7 +127,7 @@ def _tile(
     TOKENS: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and store the first TOKENS rows of a tile."""
+    """Multiply the first TOKENS rows of a tile, activate and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply(
         x_ring, w_ring, scale_ring, full, empty, iteration, steps, PART, TOKENS, MMA, FORM
@@ -161,7 +163,7 @@ def _compute(
     FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile."""
+    """Run a consumer warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile of this program."""
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
@@ -207,15 +209,26 @@ def grouped_gemm_w4_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
 
-    x_desc: (rows, depth) bf16, in boxes of the rows of a tile and 64 columns. w_desc, scale_desc:
-    int32 words and scales, in boxes of (64, 32) and (form.lines, 16), one step of a tile each.
-    FORM: str of a layout.Form; results are multiplied by FACTOR. factor_ptr: global scales, float32
-    (experts, MATRICES), of gate and up or of all results; unused if MATRICES is 0. out_desc: out
-    (rows, columns), in boxes of the rows of a tile and 64 columns. tiles_ptr: see ops.sort. num_n:
-    weight tiles per expert, with alternating blocks of gate and up rows if GATED. steps: K steps.
-    STEP, up_row: the bias of column n is at n * STEP, that of up at up_row further. SHORT: tiles
-    with at most this many rows are multiplied as tiles of this size; 0 to disable. SLOTS: staging
-    buffers per warpgroup.
+    One program per SM loops over the tiles: the rows of a tile of one expert (`ops.sort`) by the
+    256 weight rows of a tile of weights.
+
+    x_desc: x (rows, depth) bf16, in boxes of the rows of a tile and 64 columns.
+    w_desc, scale_desc: int32 words and scales of the weights, in boxes of (64, 32) and (lines, 16),
+        each one K step of a tile.
+    num_n: weight tiles per expert.
+    steps: K steps.
+    FORM: str of the `layout.PackedFormat` of the weights. Results are multiplied by FACTOR.
+    factor_ptr: global scales, float32 (experts, MATRICES): of gate and up, or one for all results.
+        Unused if MATRICES is 0.
+    out_desc: out (rows, columns), in boxes of the rows of a tile and 64 columns.
+    tiles_ptr: `ops.sort.SortedPairs.tiles`.
+    GATED: blocks of gate and up rows alternate in a tile of weights.
+    STEP, up_row: the bias of column n is at n * STEP, and that of up at n * STEP + up_row.
+    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    SHORT: tiles with at most this many rows are multiplied as tiles of this size; 0: never.
+    STAGES: stages of the ring.
+    SLOTS: staging buffers per warpgroup.
+    GROUP_M: row tiles that share weight tiles in L2.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]

@@ -1,8 +1,9 @@
-"""Kernel that converts 4-bit weights and scales to the layout of grouped_w4.layout."""
+"""Kernel that converts 4-bit weights and scales to the layout of `grouped_w4.layout`."""
 
 import triton
 import triton.language as tl
 
+# Masks of the bits of two e2m1 codes that are in the fields of two bf16.
 _SIGN: tl.constexpr = tl.constexpr(0x80008000)
 _REST: tl.constexpr = tl.constexpr(0x01C001C0)
 _FIELDS: tl.constexpr = tl.constexpr(0x81C081C0)
@@ -10,7 +11,7 @@ _FIELDS: tl.constexpr = tl.constexpr(0x81C081C0)
 
 @triton.jit
 def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
-    """Return pair INDEX of a word of eight codes in the bf16 fields; all uint32."""
+    """Return pair INDEX of a word of eight e2m1 codes in the fields of two bf16, uint32."""
     if FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
         codes = (byte & 0xF) | (byte & 0xF0) << 12
@@ -28,7 +29,7 @@ def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
-    """Pack pair INDEX of four words into one word, as in modular_kernel.quant.repacking."""
+    """Pack pair INDEX of four words into one word, as in `modular_kernel.quant.repacking`."""
     p2 = _pair(w2, INDEX, FORMAT)
     p3 = _pair(w3, INDEX, FORMAT)
     w = _pair(w0, INDEX, FORMAT) | _pair(w1, INDEX, FORMAT) >> 3
@@ -41,7 +42,10 @@ def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
-    """Pack byte INDEX of four words, a pair of integers each: pair i at bits 4i of both halves."""
+    """Pack byte INDEX of four words, two integers each, into one word.
+
+    The integers of word i go to bits 4 i of the lower and the upper half.
+    """
     word = (w0 >> (8 * INDEX)) & 0xFF
     packed = (word & 0xF) | (word & 0xF0) << 12
     word = (w1 >> (8 * INDEX)) & 0xFF
@@ -54,7 +58,7 @@ def _by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
 
 @triton.jit
 def _with_signs(w, scale):
-    """Apply the sign of the e4m3 scale to a word of e2m1 codes; 0 if the scale is 0."""
+    """Apply the sign of the e4m3 scale to a word of e2m1 codes; return 0 if the scale is 0."""
     zero = (scale & 0x7F) == 0
     signed = w ^ tl.where(scale > 0x7F, 0x88888888, 0).to(tl.uint32)
     return tl.where(zero, 0, signed)
@@ -62,7 +66,10 @@ def _with_signs(w, scale):
 
 @triton.jit
 def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
-    """Convert four words along K to those of four lanes, (..., 2, 2) by the bits of the lane."""
+    """Convert four words along K to those of four lanes, (..., 2, 2).
+
+    The last two dimensions are the bits of the lane.
+    """
     if FORMAT == "integer":
         c0 = _by_halves(w0, w1, w2, w3, 0)
         c1 = _by_halves(w0, w1, w2, w3, 1)
@@ -78,20 +85,23 @@ def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
 
 @triton.jit
 def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Convert scales to the stored format, with space for integer zero points; 0 if outside."""
+    """Convert scales to their stored format; 0 if not `inside`.
+
+    With HAS_ZERO, the last four bits of integer scales are left free for the zero point.
+    """
     if (
         FORMAT == "integer"
-    ):  # compensates the 2^-133 of the codes, except for the 2^50 by which weights are lowered
+    ):  # codes are read as q * 2^-133, and unpacked weights are 2^-50 times the true ones
         raised = scale.to(tl.float32) * 2.0 ** (133 - 50)
         stored = raised.to(tl.int32, bitcast=True)
-        if HAS_ZERO:  # a GPU's NaN has all bits set and would round to zero
+        if HAS_ZERO:  # a NaN with all bits set would be rounded up to zero
             stored = tl.where(raised == raised, (stored + 8) & ~15, 0x7FC00000)
     elif FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # NaN-free: integers
         stored = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
-    else:  # an exponent, with the same compensation
+    else:  # an exponent: codes are read as their values times 2^-126
         stored = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
     return tl.where(inside, stored, 0)
 
@@ -103,14 +113,21 @@ def tile_weights_kernel(
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Tile weights of expert first_expert + e, if it has rows, to `words` and `scales` of e.
+    """Convert the weights of experts first_expert + e that have rows to `words` and `scales` of e.
 
-    Program (tile, block of STEPS steps of 64 columns, e). w_ptr: int32 (experts, rows, row_words)
-    of eight codes; row_words is a multiple of four. FORMAT: see operands.word_format. scale:
-    (experts, rows, scale_groups), one per GROUP_K columns, or for all of K if that is 0. zero:
-    uint8 (experts, rows / 2, scale_groups), two rows per byte. starts_ptr: the first row of each
-    expert, then the number of rows (ops.sort). STEP, up_row: see layout.rows_of_tiles. SIDES: 2 if
-    gated, else 1. GROUPS: Form.groups, for integers.
+    Grid: (tiles, blocks of STEPS K steps, experts to convert). A program converts STEPS steps of
+    one tile.
+
+    w_ptr: int32 (experts, rows, row_words) of eight codes; row_words is a multiple of four.
+    scale_ptr: (experts, rows, scale_groups), one per GROUP_K columns; 0: for all of K.
+    zero_ptr: uint8 (experts, rows / 2, scale_groups), two rows per byte; used if HAS_ZERO.
+    starts_ptr: the first row of each expert in the input of the GEMM, then the number of rows
+        (`ops.sort`).
+    words_ptr, scales_ptr: the converted weights, as in `layout.Tiled`.
+    FORMAT: see `operands.word_format`.
+    GROUPS: `PackedFormat.groups`, for integers.
+    STEP, up_row: see `layout.rows_of_tiles`.
+    SIDES: 2 if gated, else 1.
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * STEPS
@@ -118,7 +135,7 @@ def tile_weights_kernel(
     expert = (first_expert + local).to(tl.int64)
     if tl.load(starts_ptr + expert) == tl.load(starts_ptr + expert + 1):
         return
-    # In thread order: block, warp, row of eight, row half.
+    # The rows of a tile in the order of threads: block, warp, row of eight, row half.
     position = tl.arange(0, 256)
     block = position // 64
     in_block = position // 16 % 4 * 16 + position % 2 * 8 + position // 2 % 8
@@ -143,14 +160,15 @@ def tile_weights_kernel(
         w2 = _with_signs(w2, second)
         w3 = _with_signs(w3, second)
     elif FORMAT != "integer":
-        # 255 reads as infinity; times codes of 0 it gives NaN, as E8M0 defines.
+        # E8M0 defines 255 as NaN. It is read as infinity, whose product with codes of 0 is NaN.
         scale = tl.load(scale_ptr + half[None, :], mask=inside, other=0)
         w0 = tl.where(scale == 255, 0, w0)
         w1 = tl.where(scale == 255, 0, w1)
         w2 = tl.where(scale == 255, 0, w2)
         w3 = tl.where(scale == 255, 0, w3)
     lanes = _words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
-    # (block, warp and row, row half, step, half of it, lane) to (step, block, ..., lane, halves)
+    # (block, warp, row; row half; step; half of the step; lane) to
+    # (step; block, warp, row; lane; row half; half of the step)
     split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))
     values = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (STEPS, 2048))
     step = first_step + tl.arange(0, STEPS)
@@ -170,7 +188,7 @@ def tile_weights_kernel(
         stored |= (zero.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
     if FORMAT != "integer":
         stored = stored.to(tl.uint8)
-    # (warpgroup, block of two, quad, row half, step, scale of it) to the order of layout
+    # (warpgroup, block, quad, row half, step, scale of the step) to the order of `layout`
     split = tl.reshape(stored, (2, 2, 32, 2, STEPS, EACH))
     if FORMAT == "integer" and EACH == 2:
         ordered = tl.permute(split, (4, 0, 1, 2, 3, 5))

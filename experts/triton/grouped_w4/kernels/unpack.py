@@ -1,8 +1,11 @@
-"""Unpacking of words of eight 4-bit weights to bf16 pairs, in the register layout of wgmma.
+"""Unpacking of words of eight 4-bit weights to pairs of bf16, in the register layout of wgmma.
 
-Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a
-64 x 64 block, two per row: one of columns 0 to 31 and one of columns 32 to 63. FORM is the str of
-a layout.Form, which determines how words and scales are encoded.
+Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a 64 x 64
+block, two per row: one of columns 0 to 31 and one of columns 32 to 63. FORM is the str of a
+`layout.PackedFormat`, which says how words and scales are encoded.
+
+The functions that return PTX use these registers: $0 to $15 get the bf16 pairs, $16 to $19 have the
+words, and $20 and up the scales.
 """
 
 from itertools import product
@@ -11,18 +14,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 BLOCK = gl.constexpr(64)  # weight rows per MMA, and K per step
-_WORDS = 4  # per thread and block
+_WORDS = 4  # words per thread and block
 _E2M1_MASK = "0x81C081C0"
-# PTX that moves pair i of word W to the bf16 fields of t; see modular_kernel.quant.repacking.
+# PTX that moves pair i of word W to the bf16 fields of t; see `modular_kernel.quant.repacking`.
 _E2M1_PAIRS = (
     f"and.b32 t, W, {_E2M1_MASK}; ",
     f"shl.b32 t, W, 3; and.b32 t, t, {_E2M1_MASK}; ",
     f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
     f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_E2M1_MASK}, 0x28; ",
 )
-# PTX that moves pair i of integers q to the low bits of the bf16 halves of t, which are then
-# q * 2^-133 (even i) or 16 * q * 2^-133 (odd i): a bf16 bit pattern n < 2^8, subnormal or one of
-# the smallest normals, has the value n * 2^-133.
+# PTX that moves pair i of integers q of word W, or of w = W >> 8, to the low bits of the bf16
+# halves of t. Their values are then q * 2^-133 (even i) or 16 * q * 2^-133 (odd i): a bf16 with the
+# bits n < 2^8, which is subnormal or one of the smallest normals, has the value n * 2^-133.
 _INTEGER_PAIRS = tuple(
     f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0")
 )
@@ -31,7 +34,7 @@ _SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 
 
 def _e2m1() -> str:
-    """Return PTX for mxfp4; byte q of $20 is the bf16 exponent field of the factor of word q."""
+    """Return PTX for mxfp4. Byte q of $20 is the bf16 exponent field of the factor of word q."""
     code = ""
     for q in range(_WORDS):
         code += f"prmt.b32 s, $20, 0, 0x4{q}4{q}; shl.b32 s, s, 7; "
@@ -41,7 +44,7 @@ def _e2m1() -> str:
 
 
 def _nvfp4() -> str:
-    """Return PTX for NVFP4; $20 and $21, one per row, have a byte per 16 columns.
+    """Return PTX for NVFP4. $20 and $21 have the scales of the two rows, a byte per 16 columns.
 
     Bits 7 to 3 of a byte are the bf16 exponent field minus 224, bits 2 to 0 the upper three bits of
     the mantissa.
@@ -60,9 +63,13 @@ def _nvfp4() -> str:
 def _scale(word: str, scale: str, zero: bool) -> str:
     """Return PTX that decodes a scale word of integer weights into registers.
 
-    f: the scale in float32. h: f in bf16, not for float32 scales. m: -zero * 2^-133 with zero
-    points. l: f - h for float16 scales. Without zero points, bfloat16 scales have l = h / 16 and
-    k = m * h.
+    The registers are:
+
+        f  the scale in float32
+        h  f in bf16; not for float32 scales
+        l  for float16 scales, f - h; for bfloat16 scales without zero points, h / 16
+        m  with zero points, -zero * 2^-133
+        k  for bfloat16 scales without zero points, m * h
     """
     code = f"and.b32 f, {word}, 0xFFFFFFF0; " if zero else f"mov.b32 f, {word}; "
     if scale != "float32":
@@ -76,8 +83,8 @@ def _scale(word: str, scale: str, zero: bool) -> str:
     return code
 
 
-# PTX for (q - zero) * scale, rounded once, from t to TO. A float16 scale is the sum of two bf16
-# terms, the second of which has so few bits that its product with t is exact.
+# PTX that multiplies t = q - zero by the scale, rounding once, by dtype of the scale. TO is the
+# result. A float16 scale is the sum of two bf16, h and l; l has so few bits that t * l is exact.
 _SCALED = {
     "bfloat16": "mul.bf16x2 TO, t, h; ",
     "float16": "mul.bf16x2 u, t, l; fma.rn.bf16x2 TO, t, h, u; ",
@@ -87,10 +94,11 @@ _SCALED = {
 
 
 def _integers(groups: int, scale: str, zero: bool) -> str:
-    """Return PTX for (q - zero) * scale of integers q, with scale words from $20 on.
+    """Return PTX for (q - zero) * scale of integers q.
 
-    A scale is float32; with zero points, its last four bits are the zero point. For a bf16
-    scale without zero points, 8 * scale is exact, so (q - 8) * scale is one FMA.
+    Scale words are float32, one per row, or one per word if groups = 2; with zero points, their
+    last four bits are the zero point. For a bf16 scale without zero points, 8 * scale is exact, so
+    (q - 8) * scale is one FMA.
     """
     code = f"mov.b32 m, {_MINUS_8}; mov.b32 e, {_SIXTEENTH}; "
     for q in range(_WORDS):
@@ -109,10 +117,7 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
 
 
 def _build_ptx() -> dict[str, str]:
-    """Return the PTX of each form.
-
-    It unpacks the words in $16 to $19, with scales from $20 on, to bf16 pairs in $0 to $15.
-    """
+    """Return the PTX of each FORM."""
     code_by_form = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
     for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
         code_by_form[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
@@ -130,7 +135,7 @@ def _ptx_of_form(form: str) -> str:
 
 @gluon.constexpr_function
 def _num_scale_words(form: str) -> int:
-    """Return the scale words per four threads and block."""
+    """Return the number of scale words that four threads share per block."""
     return {"e2m1": 1, "nvfp4": 2}.get(form, 4 if form.startswith("integer 2") else 2)
 
 
@@ -147,10 +152,7 @@ def _join4(a, b, c, d):
 
 @gluon.jit
 def _load_scale_quads(smem):
-    """Load (8, 16) words from shared memory as four (32, 1) tensors.
-
-    Four adjacent threads share each row.
-    """
+    """Load words (8, 16) from shared memory as four tensors (32, 1); four lanes share each row."""
     LOAD_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
     )
@@ -172,7 +174,7 @@ def _load_scale_quads(smem):
 
 @gluon.jit
 def scales_of_blocks(smem, PART: gl.constexpr, FORM: gl.constexpr):
-    """Load the scales for `unpack` of the two blocks of warpgroup PART from those of one K step."""
+    """Load the scales of a K step that `unpack` needs for the two blocks of warpgroup PART."""
     COUNT: gl.constexpr = _num_scale_words(FORM)
     if COUNT == 1:  # one word per block, for both warpgroups
         s = _load_scale_quads(smem)
@@ -187,11 +189,10 @@ def scales_of_blocks(smem, PART: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def unpack(smem, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
-    """Unpack (16, 32) words in shared memory to (64, 64) bf16 in the layout of the left operand.
+    """Unpack words (16, 32) in shared memory to bf16 (64, 64) in the layout OPERAND of wgmma.
 
-    scales: (32, 1) tensors of scale words, by which the values are multiplied.
-
-    A thread has four adjacent words and unpacks them: two rows, 8 apart, with two words each.
+    `scales` are tensors (32, 1) of scale words, by which the weights are multiplied. A thread
+    unpacks four adjacent words: two rows, 8 apart, with two words each.
     """
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     QUAD_LAYOUT: gl.constexpr = scales[0].type.layout
