@@ -39,6 +39,7 @@ from modular_kernel.tensors import (
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import available_device, format_value
 from modular_kernel.utils.call_counters import CallCounters, DelayedValue
+from modular_kernel.utils.tensor_checks import MemoryOfTensors
 from modular_kernel.workspace import (
     EXPERT_OUTPUT,
     BufferSpec,
@@ -311,7 +312,13 @@ class Execution:
         except Exception as error:
             (part.abandon if call.peers_notified else part.refuse)(error)
             raise
-        return Pending(self, receive, weights, workspace, out, x_TH.shape[0])
+        memory = None
+        if not at_once:
+            # x is read after the dispatch only if rows do not move.
+            read = {"x": None if self._moves_rows else x_TH, "out": out} | vars(weights)
+            read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+            memory = MemoryOfTensors(read | {"adapters": routing.slots_T})
+        return Pending(self, receive, weights, workspace, out, x_TH.shape[0], memory)
 
     @modes.without_autocast
     def finish(self, pending: "Pending") -> torch.Tensor:
@@ -360,7 +367,8 @@ class Execution:
 class Pending:
     """A call of `tokens` tokens that is dispatched but whose experts have not run.
 
-    `finish` must be called exactly once. out: None if the part allocates its output.
+    `finish` must be called exactly once. out: None if the part allocates its output. memory: of the
+    caller's tensors that `finish` reads or writes; None if it is called at once.
     """
 
     execution: Execution
@@ -369,6 +377,7 @@ class Pending:
     workspace: Workspace
     out: torch.Tensor | None
     tokens: int
+    memory: MemoryOfTensors | None = None
     # Popped by `finish`. pop is atomic, so a second call, even in another thread, raises.
     _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
@@ -376,13 +385,20 @@ class Pending:
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine, and return the layer's output.
 
-        Raises StateError if called twice.
+        Raises StateError if called twice, or if the caller freed, resized or replaced the memory of
+        a tensor of the call since `start`.
         """
         try:
             self._unfinished.pop()
         except IndexError:
             need = "a single call; its buffers may already belong to another call"
             raise StateError("Pending.finish()", got="a second call", need=need) from None
+        if self.memory is not None:
+            try:
+                self.memory.check_unchanged("start")
+            except StateError as error:
+                self.execution.prepare_finalize.abandon(error)
+                raise
         output = self.execution.finish(self)
         if self.execution.checked:
             self.execution.prepare_finalize.check()

@@ -31,7 +31,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.utils.argument_checks import Count, expect
+from modular_kernel.utils.argument_checks import Count, expect, expect_each
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
 _KEYS = {
@@ -74,6 +74,8 @@ def try_get_optimal_moe_config(
     quant: the quantization scheme.
     """
     expect("M", M, Count)
+    w1_shape = expect_each("w1_shape", w1_shape, int)
+    w2_shape = expect_each("w2_shape", w2_shape, int)
     if len(w1_shape) != 3 or len(w2_shape) != 3 or w1_shape[2] != w2_shape[1]:
         got = f"{tuple(w1_shape)} and {tuple(w2_shape)}"
         raise ConfigurationError("w1_shape and w2_shape", got=got, need="(E, 2I, H) and (E, H, I)")
@@ -125,6 +127,7 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (the arguments, and their order, 
     Raise InputError for arguments that violate this, and IncompatibleError if the kernel does not
     support the scheme.
     """
+    expect("mul_routed_weight", mul_routed_weight, bool)
     optional = {"bias": bias, "A_scale": A_scale, "B_scale": B_scale, "B_zp": B_zp}
     tensors = {"A": A, "B": B, "topk_ids": topk_ids, "sorted_token_ids": sorted_token_ids}
     tensors |= {"expert_ids": expert_ids, "num_tokens_post_padded": num_tokens_post_padded}

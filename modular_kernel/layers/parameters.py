@@ -162,16 +162,16 @@ class ExpertParameters(nn.Module):
             if tuple(tensor.shape) != spec.shape or tensor.dtype not in spec.dtypes:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
                 raise WeightsError(name, got=got, need=str(spec))
-        for name in [*self._loader.shapes()] if self._loader is not None else ():
-            if hasattr(self, name):
-                delattr(self, name)
+        replaced = set() if self._loader is None else {*self._loader.shapes()}
+        parameters = {n: each for n, each in self._parameters.items() if n not in replaced}
         for field in specs:
             parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
             if self._loader is not None and not self.problem.scheme.quantized:
                 # Unquantized parameters keep the checkpoint's shape and can be loaded again.
                 self._loader.mark(parameter, self.weight_loader)
-            self.register_parameter(PARAMETERS[field], parameter)
-        self._ready, self._bound, self._unloaded = True, None, False
+            parameters[PARAMETERS[field]] = parameter
+        # One step, so that an interrupt leaves either the former parameters or these.
+        vars(self).update(_parameters=parameters, _ready=True, _bound=None, _unloaded=False)
 
     def mark_loaded(self) -> None:
         """Skip the check for unloaded parameters.
@@ -310,8 +310,16 @@ class ExpertParameters(nn.Module):
         parameters, tensors = self._parameters, {}
         for field, name in self._names_by_field().items():
             tensor = parameters.get(name)
-            tensors[field] = getattr(self, name) if tensor is None else tensor
+            tensors[field] = self._other_tensor(name) if tensor is None else tensor
         return tensors
+
+    def _other_tensor(self, name: str) -> torch.Tensor:
+        """Return a buffer, or a parameter that torch computes; StateError if there is none."""
+        tensor: object = getattr(self, name, None)
+        if not isinstance(tensor, torch.Tensor):
+            got = "None" if tensor is None else type(tensor).__name__
+            raise StateError(name, got=got, need="a parameter, as set_weights registers it")
+        return tensor
 
     def _names_by_field(self) -> dict[str, str]:
         """Return the parameter or buffer of each field of ExpertWeights that the layer has."""

@@ -326,6 +326,8 @@ def _compressed_tensors(path: str, config: Config) -> str:
     ):
         raise config_error(path, f"config_groups = {shorten(groups)}", "an object of objects")
     names = [name for name, group in groups.items() if _targets_experts(path, group.get("targets"))]
+    if len(groups) > 1:
+        _check_other_groups(path, groups, names)
     if len(names) != 1:
         raise config_error(
             path, f"config_groups: {len(names)} that target the experts", "exactly one"
@@ -346,6 +348,16 @@ def _compressed_tensors(path: str, config: Config) -> str:
         )
     _check_packing(path, config, group, scheme)
     return _act_order(scheme) if weights.get("actorder") == "group" else scheme
+
+
+def _check_other_groups(path: str, groups: Mapping[str, Config], names: Sequence[str]) -> None:
+    """Raise ConfigurationError for another group that targets some layer's experts, or a few."""
+    for name, group in groups.items():
+        if name not in names:
+            for target in group["targets"]:
+                if _matches_experts(path, _with_any_number(target)):
+                    need = "one group for all experts"
+                    raise config_error(path, f"config_groups.{name} has {shorten(target)}", need)
 
 
 def _check_packing(path: str, config: Config, group: Config, scheme: str) -> None:

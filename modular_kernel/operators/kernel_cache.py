@@ -94,6 +94,10 @@ class KernelsBySize:
         # By the bit length of the largest token index: the kernel, and the dtype of its ids.
         self._kernels: dict[int, tuple[weakref.ref[FusedMoEModularKernel], torch.dtype | None]] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KernelsBySize":
+        """Return the same object: the kernels are the cache's, and hold nothing of a layer."""
+        return self
+
     def kernels(self) -> list[FusedMoEModularKernel]:
         """Return the kernels that calls have used and that the cache still has."""
         kernels = (reference() for reference, _ in tuple(self._kernels.values()))

@@ -24,6 +24,7 @@ from modular_kernel.errors import (
     DeviceError,
     DtypeError,
     LayoutError,
+    StateError,
     UnsupportedError,
 )
 
@@ -203,6 +204,29 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether the address ranges of two tensors, from first to last byte, intersect."""
     (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
     return max(a_start, b_start) < min(a_stop, b_stop)
+
+
+class MemoryOfTensors:
+    """The addresses, sizes and layouts of tensors, to notice later that their memory was changed.
+
+    tensors: by name, each with memory or on the meta device; None is skipped.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._places = {name: (tensor, _place(tensor)) for name, tensor in present.items()}
+
+    def check_unchanged(self, since: str) -> None:
+        """Raise StateError if a tensor was freed, resized or given other memory. since: when."""
+        for name, (tensor, place) in self._places.items():
+            if _place(tensor) != place:
+                need = f"the memory and layout that it had at the call of {since}"
+                raise StateError(name, got="freed, resized or replaced memory", need=need)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    memory = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    return *memory, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:

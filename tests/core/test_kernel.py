@@ -16,6 +16,7 @@ from modular_kernel.errors import (
     ConfigurationError,
     CorruptionError,
     IncompatibleError,
+    StateError,
     UnsupportedError,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
@@ -393,3 +394,32 @@ def test_every_pairing_of_the_catalog_composes_here(machine: Machine) -> None:
         kernel = make_kernel(pf, experts, BASE, machine=machine)
         inputs = make_inputs(BASE, "uniform", torch.device(machine.device))
         assert_right(call(kernel, inputs), inputs)
+
+
+@pytest.mark.parametrize("name", ["x_TH", "w2", "topk_ids", "topk_weights", "out"])
+@pytest.mark.parametrize("change", ["freed", "smaller", "replaced"])
+@each_pair
+def test_memory_that_changes_after_start_is_not_read(
+    pair: tuple[Any, Any], change: str, name: str
+) -> None:
+    """It would be another tensor's by the time that the call is finished."""
+    kernel, inputs = composed(pair), inputs_for(BASE)
+    out = torch.full_like(inputs.x_TH, torch.nan)
+    pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing, out=out)
+    routing = inputs.routing
+    tensor = {
+        "x_TH": inputs.x_TH, "w2": inputs.weights.w2, "topk_ids": routing.topk_ids_TK,
+        "topk_weights": routing.topk_weights_TK, "out": out,
+    }[name]  # fmt: skip
+    if change == "freed":
+        tensor.untyped_storage().resize_(0)
+    elif change == "smaller":
+        tensor.resize_(1, 1)
+    else:
+        tensor.set_(tensor.clone())
+    with pytest.raises(StateError, match=f"^{name.removesuffix('_TH')}: got freed, resized or"):
+        pending.finish()
+    with pytest.raises(StateError, match="a second call"):
+        pending.finish()
+    again = inputs_for(BASE, seed=1)
+    assert_right(call(kernel, again), again)

@@ -173,3 +173,13 @@ def test_the_tile_of_a_call() -> None:
     assert {key: chosen[key] for key in CONFIG} == CONFIG
     with pytest.raises(ConfigurationError, match="w1_shape and w2_shape"):
         try_get_optimal_moe_config((E, 2 * K, N), (E, K, N), TOP_K, torch.bfloat16, 7)
+
+
+@pytest.mark.parametrize("shape", [3, None, {E: 1}, "shape", (E, 2 * K, 1.5), iter((E,))])
+def test_shapes_and_flags_of_another_type_are_refused(shape: Any) -> None:
+    with pytest.raises(ConfigurationError, match="w1_shape"):
+        try_get_optimal_moe_config(shape, (E, N, K), TOP_K, torch.bfloat16, 7)
+    given, _ = operands()
+    for flag in (torch.zeros(2), None, 1):
+        with pytest.raises(ConfigurationError, match="mul_routed_weight"):
+            invoke_fused_moe_kernel(**given | {"mul_routed_weight": flag})

@@ -153,3 +153,10 @@ def test_refused_where_asked() -> None:
     assert registration(name).kernels
     with pytest.raises(ConfigurationError, match="gradients"):
         register(*OURS, gradients="forget")
+    junk = (torch.zeros(2), {}, 3)
+    for value in junk:
+        for named in ("prepare_finalize", "experts", "name", "gradients"):
+            with pytest.raises(ConfigurationError):
+                register(**{named: value})  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="experts implementation"):
+            registration(value)  # type: ignore[arg-type]

@@ -371,6 +371,12 @@ def test_what_a_caller_gives_counts_and_stays_as_it_is(tmp_path) -> None:
     for option in ({"quantization_config": {"bits": 4}}, {"output_loading_info": True}):
         with pytest.raises(UnsupportedError, match=next(iter(option))):
             from_pretrained(tmp_path, **option)
+    for name in (None, 3, b"model", torch.zeros(2)):
+        with pytest.raises(ConfigurationError, match=r"^name: "):
+            from_pretrained(name)  # type: ignore[arg-type]
+    for auto_class in (None, "AutoModel", object()):
+        with pytest.raises(ConfigurationError, match=r"^auto_class: .*need a class with"):
+            from_pretrained("model", auto_class=auto_class)
     with pytest.raises(ConfigurationError, match="need a folder, or a model's name"):
         from_pretrained(tmp_path / "no folder here")
     kept = pickle.loads(pickle.dumps(model))

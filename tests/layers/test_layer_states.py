@@ -1,10 +1,14 @@
 """A layer's state loads into a fresh one, packed as it is; batches of routing lie as those of x."""
 
+import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from test_layer_loading import E, H, I, K, layer_of
+from torch import nn
+from torch.nn.utils import parametrize
 
 from modular_kernel.errors import ShapeError, StateError
 from modular_kernel.layers.parallel import LayerParallel
@@ -91,3 +95,70 @@ def test_batches_of_routing_lie_as_those_of_x() -> None:
     routed = layer_of("fp32", LayerParallel(), top_k=None, router=RouterSpec(K))
     with pytest.raises(ShapeError, match=r"router logits: got \(1, 5, 4\), need \(5, 1, E\)"):
         routed(x, torch.randn(1, 5, E))
+
+
+class Interrupted(BaseException):
+    """Not an Exception, as KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("kind", ["fp32", "awq"])
+def test_an_interrupted_set_weights_leaves_the_former_weights_or_the_others(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "mixtral", kind, intermediate=I)
+    layer, others = layer_of(kind, LayerParallel()), layer_of(kind, LayerParallel())
+    for each in (layer, others):
+        each.load(tmp_path, 0)
+    former = dict(layer.named_parameters())
+    original = nn.Parameter.__new__
+    remaining = 0  # until the one that is interrupted
+
+    def make(*arguments: object, **options: object) -> nn.Parameter:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            raise Interrupted
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nn.Parameter, "__new__", make)
+    for count in range(1, len(former) + 1):
+        remaining = count
+        with pytest.raises(Interrupted):
+            layer.set_weights(others.weights())
+        now = dict(layer.named_parameters())
+        assert now.keys() == former.keys()
+        assert all(now[name] is former[name] for name in former)
+    layer.set_weights(others.weights())
+    assert all(layer.get_parameter(name) is not former[name] for name in former)
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+
+def test_a_parametrized_layer_is_computed_and_copied(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", "fp32", intermediate=I)
+    layer = layer_of("fp32", LayerParallel())
+    layer.load(tmp_path, 0)
+    x, weights, ids = sample.inputs(5)
+    x_TH = x.float()
+    want = layer(x_TH, (weights, ids)) * 2  # which also makes its kernels
+    parametrize.register_parametrization(layer, "w2_weight", Doubled())
+    for each in (layer, copy.deepcopy(layer)):
+        torch.testing.assert_close(each(x_TH, (weights, ids)), want)
+
+
+@pytest.mark.parametrize("value", [None, 3, "gone"])
+def test_a_layer_without_a_parameter_refuses_a_call(value: object, tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", "fp32", intermediate=I)
+    layer = layer_of("fp32", LayerParallel())
+    layer.load(tmp_path, 0)
+    x, weights, ids = sample.inputs(5)
+    del layer.w2_weight
+    if value != "gone":
+        layer.w2_weight = value
+    with pytest.raises(StateError, match=r"^w2_weight: got (None|int), need a parameter"):
+        layer(x.float(), (weights, ids))

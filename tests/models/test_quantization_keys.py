@@ -157,6 +157,19 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
         GPTQ | {"dynamic": {r"model\.layers\.3\.mlp\..*": {"sym": False}}},
         "dynamic",
     ),
+    "compressed-tensors with a group for some layers": (
+        compressed()
+        | {
+            "config_groups": compressed()["config_groups"]
+            | {
+                "group_1": {
+                    "targets": [r"re:.*layers\.[01]\.mlp\.experts\..*"],
+                    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                }
+            }
+        },
+        "config_groups.group_1",
+    ),
     "GPTQ with other layers of one digit": (
         GPTQ | {"dynamic": {r"+:model\.layers\.[0-3]\.mlp\..*": {"bits": 8}}},
         "dynamic",

@@ -75,7 +75,7 @@ from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils import json_files
-from modular_kernel.utils.argument_checks import parse_device
+from modular_kernel.utils.argument_checks import expect, format_value, parse_device
 from modular_kernel.utils.progress import logged
 
 METHOD = "modular_kernel"
@@ -124,6 +124,10 @@ def from_pretrained(
     ShapeError for missing files, and for missing or misshapen tensors, for which transformers would
     only warn and use random values; and every error of `load_experts`.
     """
+    expect("name", name, str | Path)
+    if not callable(getattr(auto_class, "from_pretrained", None)):
+        need = "a class with from_pretrained, such as AutoModelForCausalLM"
+        raise ConfigurationError("auto_class", got=format_value(auto_class), need=need)
     registration(experts_implementation)
     scheme = scheme_to_quantize(quantize)
     folder = _folder(name, kwargs)

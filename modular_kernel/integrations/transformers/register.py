@@ -4,7 +4,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from operator import index
 from types import BuiltinFunctionType, MethodType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +39,7 @@ from modular_kernel.operators.experts import EXPERTS, traced_experts
 from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 
 Gradients = Literal["fallback", "refuse"]
@@ -64,9 +65,10 @@ def register(
     pairing. Raises ConfigurationError for another value of gradients, or for a name that
     transformers itself uses.
     """
-    if gradients not in get_args(Gradients):
-        need = " or ".join(get_args(Gradients))
-        raise ConfigurationError("gradients", got=repr(gradients), need=need)
+    expect("prepare_finalize", prepare_finalize, str | type)
+    expect("experts", experts, str | type | None)
+    expect("experts implementation", name, str)
+    expect("gradients", gradients, Gradients)
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or not (existing is None or isinstance(existing, Registration)):
         need = "a name that transformers does not use itself"
@@ -88,6 +90,7 @@ def registration(name: str = "modular_kernel") -> "Registration":
 
     Raises ConfigurationError for a name that is not registered.
     """
+    expect("experts implementation", name, str)
     implementation = ALL_EXPERTS_FUNCTIONS.get(name)
     if isinstance(implementation, Registration):
         return implementation
