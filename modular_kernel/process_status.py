@@ -22,17 +22,17 @@ _LOGGED: set["ProcessState"] = set()
 class ProcessState:
     """The status of one setting.
 
-    word: the status, such as "on". why: the reason, if it is not the best one; else "". loud:
-    whether to log it as a warning.
+    status: one word, such as "on". why: the reason, if another status would be better for the user;
+    else "". is_warning: whether to log it as a warning.
     """
 
     name: str
-    word: str
+    status: str
     why: str = ""
-    loud: bool = False
+    is_warning: bool = False
 
     def __str__(self) -> str:
-        return f"{self.word}: {self.why}" if self.why else self.word
+        return f"{self.status}: {self.why}" if self.why else self.status
 
 
 def replay() -> ProcessState:
@@ -60,10 +60,10 @@ def interpreter() -> ProcessState:
         reason = (
             "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
         )
-        return ProcessState("interpreter", "on", reason, loud=True)
+        return ProcessState("interpreter", "on", reason, is_warning=True)
     if requested:
         return (
-            ProcessState("interpreter", "off", reason, loud=True)
+            ProcessState("interpreter", "off", reason, is_warning=True)
             if reason
             else ProcessState("interpreter", "on")
         )
@@ -75,12 +75,14 @@ def interpreter() -> ProcessState:
 
 
 def packages() -> ProcessState:
-    """Return whether this distribution's own parts are the ones imported: "ours" or "shadowed"."""
+    """Return whether the part packages are this distribution's: "ours" or "shadowed"."""
     shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
     reason = ", ".join(
         f"{package} by {path}" for package, path in shadows.items() if path is not None
     )
-    return ProcessState("packages", "shadowed", printable(reason), loud=True) if reason else _OURS
+    if reason:
+        return ProcessState("packages", "shadowed", printable(reason), is_warning=True)
+    return ProcessState("packages", "ours")
 
 
 def compiler() -> ProcessState:
@@ -88,7 +90,7 @@ def compiler() -> ProcessState:
     if c_compiler() is not None:
         return ProcessState("C compiler", "found")
     reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay"
-    return ProcessState("C compiler", "missing", reason, loud=_on_gpu())
+    return ProcessState("C compiler", "missing", reason, is_warning=_on_gpu())
 
 
 def caches() -> ProcessState:
@@ -107,11 +109,11 @@ def variables() -> ProcessState:
         f"{v} (did you mean {suggestion}?)" if suggestion else v
         for v, suggestion in unknown.items()
     )
-    return ProcessState("variables", "unknown", printable(reason, max_chars=500), loud=True)
+    return ProcessState("variables", "unknown", printable(reason, max_chars=500), is_warning=True)
 
 
 def all_states() -> tuple[ProcessState, ...]:
-    """Return all states of this process. Compiles cuda_replay.c if replay is possible."""
+    """Return all states of this process. If replay is possible, this compiles cuda_replay.c."""
     return replay(), *states_without_replay()
 
 
@@ -125,12 +127,9 @@ def log_once(states: tuple[ProcessState, ...]) -> None:
     for state in states:
         if state.why and state not in _LOGGED:
             _LOGGED.add(state)
-            level = logging.WARNING if state.loud else logging.INFO
+            level = logging.WARNING if state.is_warning else logging.INFO
             _LOG.log(level, "%s %s", state.name, state)
 
 
 def _on_gpu() -> bool:
     return torch.cuda.is_available()
-
-
-_OURS = ProcessState("packages", "ours")

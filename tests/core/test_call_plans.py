@@ -224,12 +224,12 @@ def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_MAX_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
-        one = kernel._call_plans._made(kernel, CPU, stream, 4)
+        one = kernel._call_plans._find_or_make(kernel, CPU, stream, 4)
         assert one is not None
         one.bind_unless_busy()
         assert len(held_bytes()) <= 2
     args = inputs()
-    one = kernel._call_plans._made(kernel, CPU, 1, 4)  # its memory was freed
+    one = kernel._call_plans._find_or_make(kernel, CPU, 1, 4)  # its memory was freed
     assert one is not None
     out = one.run(*args, None)
     assert out is not None

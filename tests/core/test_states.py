@@ -158,7 +158,7 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
     for gpu in (True, False):
         monkeypatch.setattr(process_status, "_on_gpu", lambda gpu=gpu: gpu)
         assert process_status.replay() == ProcessState(
-            "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
+            "replay", "off", "launchers of triton 9.9 are unknown", is_warning=gpu
         )
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "")
     assert str(process_status.replay()) == "on"
