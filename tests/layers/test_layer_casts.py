@@ -127,7 +127,7 @@ def test_other_dtypes_are_refused_before_anything_changes() -> None:
 
 def test_a_cast_of_one_that_exchanges_with_ranks_is_refused() -> None:
     layer = layer_of(Sample())
-    layer._own_kernel = object()
+    layer._exchange_kernel = object()
     with pytest.raises(UnsupportedError, match="got float16 for a layer over ranks, need float32"):
         layer.half()
     assert layer.w2_weight.dtype is torch.float32

@@ -151,7 +151,7 @@ def test_nothing_runs_on_half_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no weight.* of w3, expert 2"):
         engine_loads(layer, {name: t for name, t in tensors.items() if name != lost})
     x_TH, ids = torch.zeros(1, H, dtype=torch.bfloat16), torch.zeros(1, K, dtype=torch.int64)
-    with pytest.raises(StateError, match="weights: got parameters as a checkpoint has them"):
+    with pytest.raises(StateError, match="weights: got parameters in the checkpoint's layout"):
         layer(x_TH, (torch.ones(1, K), ids))
     plain = layer_of("fp32", LayerParallel())
     with pytest.raises(StateError, match="nothing loaded into w13_weight, w2_weight"):
@@ -213,7 +213,7 @@ def test_input_scales_of_gate_and_up_are_one(tmp_path: Path) -> None:
     tensors[name] = tensors[name.replace(".w3.", ".w1.")] * 1.01
     config = SimpleNamespace(activation_scheme="static")
     layer = EPMoE(E, K, H, I, torch.bfloat16, quant_config=config)
-    with pytest.raises(ValueError, match=r"input_scale: got .* as the other projection has it"):
+    with pytest.raises(ValueError, match=r"input_scale: got .* the scale of the other projection"):
         engine_loads(layer, tensors)
 
 

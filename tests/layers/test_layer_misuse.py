@@ -143,7 +143,9 @@ def test_scales_can_be_loaded_again() -> None:
         for each in (weights.w1_scale, weights.w2_scale, weights.a1_scale, weights.a2_scale):
             assert each is not None
             assert each.tolist() == [scale]
-    with pytest.raises(WeightsError, match=r"input_scale: got 0.5, need 0.125, as the other"):
+    with pytest.raises(
+        WeightsError, match=r"input_scale: got 0.5, need 0.125, the scale of the other"
+    ):
         load(loader, module, 0.125, 0.5)
 
 

@@ -127,7 +127,7 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
     held = list(placement.slots[rank])
     whole = sample.plain
     layer.set_weights(ExpertWeights(whole.w1[held], whole.w2[held]))
-    part = layer._own_kernel.prepare_finalize
+    part = layer._exchange_kernel.prepare_finalize
     taken, local_tokens = [], part.local_tokens
 
     def counted(call: Any, x: Any, scale: Any, slots_RK: torch.Tensor, weights: Any) -> Any:

@@ -73,7 +73,7 @@ def test_scales_that_come_in_another_dtype_stay_what_they_are(
 def test_a_state_that_is_not_ready_makes_nothing_ready(kind) -> None:
     raw, fresh = layer_of(kind, LayerParallel()), layer_of(kind, LayerParallel())
     fresh.load_state_dict(raw.state_dict())
-    with pytest.raises(StateError, match="as a checkpoint has them"):
+    with pytest.raises(StateError, match="in the checkpoint's layout"):
         fresh(torch.zeros(2, H, dtype=torch.bfloat16), (torch.ones(2, K), torch.zeros(2, K).int()))
 
 

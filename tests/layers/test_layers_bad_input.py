@@ -131,7 +131,7 @@ def test_bad_weights() -> None:
 
 def test_bad_routers() -> None:
     for options, message in (
-        ({"vocabulary": 5}, "vocabulary: got 5, need a number where the router has a table"),
+        ({"vocabulary": 5}, "vocabulary: got 5, need a number if the router has a table"),
         ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number where"),
         ({"num_experts": 1}, "router experts: got 1"),
         ({"spec": 2}, "router: got 2, need a RouterSpec"),
