@@ -184,7 +184,7 @@ BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "got fp8_w8a8 and int8_w8a8, need one use_"),
     ({"block_shape": [128, 128]}, "got block_shape, need a use_"),
     ({"per_channel_quant": True}, "got per_channel_quant, need a use_"),
-    ({"use_int8_w8a8": True}, "int8_w8a8: got one scale a tensor, need per_channel_quant"),
+    ({"use_int8_w8a8": True}, "int8_w8a8: got one scale per tensor, need per_channel_quant"),
     ({"use_int4_w4a16": True}, "int4_w4a16: got no block_shape, need block_shape=.0, group."),
     ({"use_int4_w4a16": True, "block_shape": [128, 128]}, "got .128, 128., need .0, group."),
     ({"use_fp8_w8a8": True, "block_shape": [0, 128]}, "got .0, 128., need .bn, bk., both"),

@@ -70,8 +70,8 @@ def test_chunks_are_made() -> None:
     sizes = (16, H, I, E, K, None)
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
     assert (
-        module._kernel(
-            sizes, torch.float32, False, facts, x_TH.device, module.USUAL
+        module._make_kernel(
+            sizes, torch.float32, False, facts, x_TH.device, module.DEFAULT_PARTS
         ).problem.chunk_tokens
         == 2
     )
@@ -136,7 +136,7 @@ def test_sizes_in_the_config_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_local_experts": 3}, ShapeError, "w1: got 4 experts here, need num_local_experts = "),
+        ({"num_local_experts": 3}, ShapeError, "w1: got 4 local experts, need num_local_experts = "),
         ({"hidden_size": 63}, ShapeError, "x: got 64 hidden values, need hidden_size = 63"),
         ({"intermediate_size_per_partition": 31}, ShapeError,
          "w2: got 32 intermediate values, need intermediate_size_per_partition = 31"),

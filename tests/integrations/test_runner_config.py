@@ -108,7 +108,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
     ({"swiglu_limit": 1.0, "activation": "gelu"}, ConfigurationError, "activation"),
     ({"swiglu_limit": 1.0, "activation": "situ"}, ConfigurationError, "activation"),
     ({"is_gated": False, "swiglu_limit": 1.0}, ConfigurationError, "swiglu_limit"),
-    ({"is_gated": False, "activation": "situ"}, ConfigurationError, "is_gated is False: got situ"),
+    ({"is_gated": False, "activation": "situ"}, ConfigurationError, "is_gated=False: got situ"),
     ({"is_gated": 1}, ConfigurationError, "is_gated"),
     ({"layer": "mlp"}, ConfigurationError, "layer"),
     ({"params_dtype": "bfloat16"}, ConfigurationError, "params_dtype"),

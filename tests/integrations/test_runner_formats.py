@@ -50,7 +50,9 @@ def test_a_wrong_format_raises_with_both_names() -> None:
     with pytest.raises(ConfigurationError) as caught:
         MoeRunner("triton", OUT, fused=False).run(given, info_of(weights))
     assert (caught.value.got, caught.value.need) == ("deepep_ll", "standard")
-    with pytest.raises(ConfigurationError, match="got tuple, no dispatch output, need standard"):
+    with pytest.raises(
+        ConfigurationError, match="got tuple, which is not a dispatch output, need standard"
+    ):
         MoeRunner("torch", OUT).run((x_TH, routing), info_of(weights))  # type: ignore[arg-type]
 
 

@@ -173,7 +173,7 @@ def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) 
     write(tmp_path, kinds, quantization, attention={0: "awq"})
     message = (
         r"layers.0.self_attn.o_proj.qweight: got qweight of int32, "
-        "need an unquantized weight, as its quantization_config says"
+        "need an unquantized weight, as in its quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)
@@ -187,7 +187,7 @@ def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     message = (
         r"o_proj.qweight: got qweight of int32 and no scales, "
-        r"need a weight of int4\S+ \(awq\), as its quantization_config says"
+        r"need a weight of int4\S+ \(awq\), as in its quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
         loaded(tmp_path)

@@ -156,14 +156,14 @@ def test_parts_follow_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_compatibility_check_decides() -> None:
     both = "TorchExperts", "NaiveBatchedExperts"
-    assert layers.serving_part(BASE, both, CPU, batched=False) == "TorchExperts"
-    assert layers.serving_part(BASE, both, CPU, batched=True) == "NaiveBatchedExperts"
+    assert layers.select_part(BASE, both, CPU, batched=False) == "TorchExperts"
+    assert layers.select_part(BASE, both, CPU, batched=True) == "NaiveBatchedExperts"
     with pytest.raises(UnsupportedError, match="batched_experts format"):
-        layers.serving_part(BASE, ("TorchExperts",), CPU, batched=True)
+        layers.select_part(BASE, ("TorchExperts",), CPU, batched=True)
     with pytest.raises(IncompatibleError, match="TritonExperts"):
-        layers.serving_part(BASE, ("TritonExperts",), CPU, batched=False)
+        layers.select_part(BASE, ("TritonExperts",), CPU, batched=False)
     with pytest.raises(UnknownPartError, match="TorchExperts"):
-        layers.serving_part(BASE, ("TorchExpert",), CPU, batched=False)
+        layers.select_part(BASE, ("TorchExpert",), CPU, batched=False)
 
 
 def test_scales_are_brought_into_shape() -> None:
@@ -300,8 +300,8 @@ def test_the_variable_turns_it_off(
 class FakeOracle:
     """An oracle of a module whose function `first` selects, and `second` follows."""
 
-    selecting: tuple[str, ...] = ("first",)
-    following: tuple[str, ...] = ("second",)
+    select_functions: tuple[str, ...] = ("first",)
+    later_functions: tuple[str, ...] = ("second",)
 
     def __init__(self, module: str, missing: tuple[str, ...] = ()) -> None:
         self.module, self._missing = module, missing
@@ -380,7 +380,7 @@ def test_nothing_is_replaced_if_something_is_missing(
     before = dict(vars(owner)), dict(vars(user))
     oracle = FakeOracle(owner.__name__, ("Some.Enum",) if gone == "an internal" else ())
     if gone == "a function":
-        oracle.following = ("third",)
+        oracle.later_functions = ("third",)
     if gone == "the module of the version":
         monkeypatch.setitem(sys.modules, "fake_version", None)
         hooks._install_into("fp8", "fake_version")

@@ -57,8 +57,8 @@ def test_oracles_have_what_is_replaced(name: str) -> None:
     oracle = version.ORACLES[name]
     module = import_module(oracle.module)
     assert oracle.missing(module) == []
-    for function in oracle.selecting + oracle.following:
-        assert hasattr(getattr(module, function), hooks._MARK), function
+    for function in oracle.select_functions + oracle.later_functions:
+        assert hasattr(getattr(module, function), hooks.ORIGINAL_ATTRIBUTE), function
 
 
 @pytest.mark.parametrize("name", ["apply", "workspace_shapes", "__init__", "activation_format"])
@@ -83,8 +83,10 @@ def test_every_following_function_is_called_with_the_arguments_that_are_read() -
         },
     }  # fmt: skip
     for oracle in version.ORACLES.values():
-        for function in oracle.following:
-            original = getattr(getattr(import_module(oracle.module), function), hooks._MARK)
+        for function in oracle.later_functions:
+            original = getattr(
+                getattr(import_module(oracle.module), function), hooks.ORIGINAL_ATTRIBUTE
+            )
             assert needed[function] <= set(inspect.signature(original).parameters)
 
 
@@ -160,7 +162,7 @@ def test_a_name_that_moved_leaves_vllm_alone(
 ) -> None:
     oracle = version.ORACLES["int8"]
     module = import_module(oracle.module)
-    original = getattr(module.select_int8_moe_backend, hooks._MARK)
+    original = getattr(module.select_int8_moe_backend, hooks.ORIGINAL_ATTRIBUTE)
     monkeypatch.setattr(module, "select_int8_moe_backend", original)
     monkeypatch.delattr(module, "Int8MoeBackend")
     logging.getLogger("vllm").propagate = True
