@@ -174,9 +174,9 @@ def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (quark(dtype="int4"), "need fp8 by tensor"),
-        (quark(group_size=64), "need fp8 by tensor"),
-        (quark(is_dynamic=True), "need fp8 by tensor"),
+        (quark(dtype="int4"), "need fp8 per tensor"),
+        (quark(group_size=64), "need fp8 per tensor"),
+        (quark(is_dynamic=True), "need fp8 per tensor"),
         (quark(symmetric=False), "weight.symmetric = False"),
         (quark(is_scale_quant=True), "weight.is_scale_quant = True"),
         (quark(rotated=1), "weight.rotated = 1"),

@@ -223,7 +223,7 @@ def test_what_is_no_file_is_a_typed_error(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="model"):
             problem_fields_of_file(str(path))
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match="no JSON"):
+    with pytest.raises(ConfigurationError, match="invalid JSON"):
         problem_fields_of_file(str(tmp_path))
 
 
