@@ -20,19 +20,19 @@ _LOGGED: set["ProcessState"] = set()
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The status of one setting.
+    """The state of one setting.
 
-    status: one word, such as "on". why: the reason, if another status would be better for the user;
-    else "". is_warning: whether to log it as a warning.
+    word: the state in one word, such as "on". why: the reason, if another state would be better for
+    the user; otherwise "". loud: whether to log it as a warning.
     """
 
     name: str
-    status: str
+    word: str
     why: str = ""
-    is_warning: bool = False
+    loud: bool = False
 
     def __str__(self) -> str:
-        return f"{self.status}: {self.why}" if self.why else self.status
+        return f"{self.word}: {self.why}" if self.why else self.word
 
 
 def replay() -> ProcessState:
@@ -60,10 +60,10 @@ def interpreter() -> ProcessState:
         reason = (
             "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
         )
-        return ProcessState("interpreter", "on", reason, is_warning=True)
+        return ProcessState("interpreter", "on", reason, loud=True)
     if requested:
         return (
-            ProcessState("interpreter", "off", reason, is_warning=True)
+            ProcessState("interpreter", "off", reason, loud=True)
             if reason
             else ProcessState("interpreter", "on")
         )
@@ -81,7 +81,7 @@ def packages() -> ProcessState:
         f"{package} by {path}" for package, path in shadows.items() if path is not None
     )
     if reason:
-        return ProcessState("packages", "shadowed", printable(reason), is_warning=True)
+        return ProcessState("packages", "shadowed", printable(reason), loud=True)
     return ProcessState("packages", "ours")
 
 
@@ -90,7 +90,7 @@ def compiler() -> ProcessState:
     if c_compiler() is not None:
         return ProcessState("C compiler", "found")
     reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay"
-    return ProcessState("C compiler", "missing", reason, is_warning=_on_gpu())
+    return ProcessState("C compiler", "missing", reason, loud=_on_gpu())
 
 
 def caches() -> ProcessState:
@@ -109,7 +109,7 @@ def variables() -> ProcessState:
         f"{v} (did you mean {suggestion}?)" if suggestion else v
         for v, suggestion in unknown.items()
     )
-    return ProcessState("variables", "unknown", printable(reason, max_chars=500), is_warning=True)
+    return ProcessState("variables", "unknown", printable(reason, max_chars=500), loud=True)
 
 
 def all_states() -> tuple[ProcessState, ...]:
@@ -127,7 +127,7 @@ def log_once(states: tuple[ProcessState, ...]) -> None:
     for state in states:
         if state.why and state not in _LOGGED:
             _LOGGED.add(state)
-            level = logging.WARNING if state.is_warning else logging.INFO
+            level = logging.WARNING if state.loud else logging.INFO
             _LOG.log(level, "%s %s", state.name, state)
 
 

@@ -55,8 +55,8 @@ one is near enough), or those of the heuristics ("regimes"). Whole planned layer
 and with the layer's own tuned tiles were verified against float64 and timed interleaved, with
 uniform routing and weights not in the cache (`tools/leave_one_out.py`). Ratios are to the time with
 the tuned tiles; `within` counts cells (a layer and a number of tokens) with a ratio of at most
-{bound:.2f}. Tiles differ in {timed} of {cells} cells, which were timed; the ratio of the others is 1.
-A ratio below 1 means that kernels became faster after the layer was tuned. The regimes were chosen
+{bound:.2f}. Tiles differ in {timed} of {cells} cells, which were timed; the others have ratio 1. A
+ratio below 1 means that kernels became faster after the layer was tuned. The regimes were chosen
 from the results of all tuned layers, including the one left out; those of mxfp4, for which few
 layers are tuned, come from these layers only. Measured {measured}.
 Raw rows: `{record}`."""

@@ -204,8 +204,7 @@ def _print_text(report: DoctorReport) -> None:
     if not gpus:
         output.line("No CUDA device.")
     states = [
-        (s.name, s.status, s.why or _EXPLANATIONS.get((s.name, s.status), ""))
-        for s in report.states
+        (s.name, s.word, s.why or _EXPLANATIONS.get((s.name, s.word), "")) for s in report.states
     ]
     output.table(("setting", "value", "meaning or reason"), states)
     links = report.peer_access
