@@ -1,4 +1,6 @@
-"""What `mk doctor`, the extras and the docs name is there: tied to the catalog and the source."""
+"""The packages, extras and parts that `mk doctor`, pyproject.toml and docs name exist in the
+catalog and source.
+"""
 
 import ast
 import re
@@ -28,7 +30,7 @@ NAME = re.compile(
 
 
 def imported() -> set[str]:
-    """Top-level names that the packages import anywhere."""
+    """Return the top-level names that the packages import anywhere."""
     found: set[str] = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -41,7 +43,7 @@ def imported() -> set[str]:
 
 
 def expanded(name: str) -> list[str]:
-    """DeepEP{HT,LL}X -> DeepEPHTX, DeepEPLLX."""
+    """Expand braces: DeepEP{HT,LL}X -> DeepEPHTX, DeepEPLLX."""
     match = re.search(r"\{([\w,]+)\}", name)
     if match is None:
         return [name]
@@ -49,7 +51,9 @@ def expanded(name: str) -> list[str]:
 
 
 def test_doctor_names_what_parts_need_and_what_is_imported() -> None:
-    """Of packages that no part needs it says what they give: so something must import them."""
+    """A package that no part needs must be imported somewhere, because doctor states what it is
+    used for.
+    """
     needed = packages_of(load_catalog())
     extras = set(doctor._EXTRAS)
     assert extras & needed == set(), "the catalog says it already"

@@ -1,4 +1,4 @@
-"""MoeRunnerConfig has the fields of SGLang's, and each is honored or refused by name."""
+"""MoeRunnerConfig has the fields of SGLang's, and each has an effect or is refused by name."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -51,7 +51,7 @@ SGLANG_FIELDS: dict[str, Any] = {
 
 
 class Backend:
-    """A backend's name as SGLang carries it."""
+    """A backend's name in the form in which SGLang passes it."""
 
     def __init__(self, value: str) -> None:
         self.value = value

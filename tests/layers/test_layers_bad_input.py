@@ -1,4 +1,4 @@
-"""FusedMoE, Router and their places: bad input is told before anything runs."""
+"""FusedMoE and Router refuse invalid arguments before anything runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -71,7 +71,7 @@ def test_bad_layers(options: dict[str, Any], message: str) -> None:
         ({"tp": 2}, "tp: got 2, need a tuple of an int and an int"),
     ],
 )
-def test_bad_places(fields: dict[str, Any], message: str) -> None:
+def test_bad_ranks(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LayerParallel(**fields)
 

@@ -1,4 +1,4 @@
-"""What the plugin relies on in vLLM, and which layers stay with vLLM."""
+"""The interfaces of vLLM that the plugin relies on, and which layers stay with vLLM."""
 
 import inspect
 import logging
@@ -53,7 +53,7 @@ def test_configurations_have_the_fields_that_are_read(cls: type, names: tuple[st
 
 
 @pytest.mark.parametrize("name", sorted(version.ORACLES))
-def test_oracles_have_what_is_replaced(name: str) -> None:
+def test_oracles_have_the_replaced_functions(name: str) -> None:
     oracle = version.ORACLES[name]
     module = import_module(oracle.module)
     assert oracle.missing(module) == []
@@ -63,14 +63,14 @@ def test_oracles_have_what_is_replaced(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["apply", "workspace_shapes", "__init__", "activation_format"])
 @pytest.mark.parametrize("experts", [version.StandardExperts, version.BatchedExperts])
-def test_methods_take_vllm_s_arguments(experts: type, name: str) -> None:
+def test_methods_accept_the_arguments_of_vllm(experts: type, name: str) -> None:
     theirs = inspect.signature(getattr(FusedMoEExpertsModular, name)).parameters
     ours = inspect.signature(getattr(experts, name)).parameters
     assert name == "__init__" or list(ours) == list(theirs)
     assert not getattr(experts, "__abstractmethods__", None)
 
 
-def test_every_following_function_is_called_with_the_arguments_that_are_read() -> None:
+def test_later_functions_are_called_with_the_arguments_that_are_read() -> None:
     needed = {
         "make_wna16_moe_kernel": {"experts_cls", "moe_config", "moe_quant_config"},
         "convert_to_wna16_moe_kernel_format": {
@@ -95,8 +95,8 @@ def served(problem: Problem, **options: Any) -> bool:
     return cls is not None and issubclass(cls, version.StandardExperts)  # None in 0.26 on a CPU
 
 
-def test_the_variable_decides_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, parts must be named: vLLM's own kernels are faster than the torch parts."""
+def test_the_variable_selects_parts_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, parts must be named, because vLLM's own kernels are faster than the torch parts."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     assert served(BASE)
     for value in ("0", "1"):
@@ -118,8 +118,8 @@ with vllm_process():
 """
 
 
-def test_switched_off_vllm_is_untouched() -> None:
-    """It selects the same class before and after the plugin was called."""
+def test_disabled_vllm_is_not_changed() -> None:
+    """It selects the same class before and after the plugin is called."""
     # The child finds the helpers, which pytest put on the path, and this checkout.
     variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = child_environment(interpreted=False) | variables
@@ -132,10 +132,10 @@ def test_switched_off_vllm_is_untouched() -> None:
     assert before.endswith("False")
 
 
-def test_a_layer_that_no_part_supports_is_left_to_vllm(
+def test_an_unsupported_layer_runs_on_vllm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With every reason, in one line for all layers that have it."""
+    """With every reason, in one log line for all such layers."""
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     hooks.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "vllm.modular_kernel"):
@@ -157,7 +157,7 @@ def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert oracle.offer("select_fp8_moe_backend", {"config": config}) is None
 
 
-def test_a_name_that_moved_leaves_vllm_alone(
+def test_a_moved_name_leaves_vllm_unchanged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     oracle = version.ORACLES["int8"]
