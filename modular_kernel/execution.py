@@ -161,7 +161,7 @@ class Execution:
     ) -> ExpertWeights:
         """Return the weights that the call reads: `weights`, or the kernel's prepared ones.
 
-        Raises the InputError for the first tensor that does not match the problem.
+        Raises a subclass of InputError for the first tensor that does not match the problem.
         """
         validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)

@@ -126,8 +126,8 @@ class Adapter:
         """Return the shard of one tensor-parallel rank. The results of all shards add up.
 
         A of w1 and B of w2 are replicated. B of w1 is split by rows, separately for gate and up;
-        A of w2 is split by columns. Each rank gets the columns of I that it holds of the weights,
-        padded with zeros if the weights are padded (`spec.intermediate_split`).
+        A of w2 is split by columns. Each rank gets the same columns of I as in its weights, padded
+        with zeros if the weights are padded (`spec.intermediate_split`).
 
         gated: whether w1 has gate rows before up rows. False if it has no gate, or if gate and up
         rows are interleaved; the rows are then split in one piece. quant: the scheme of the layer's

@@ -301,6 +301,6 @@ def test_int4_weights_with_8_bit_activations_are_refused(inputs: str) -> None:
     config = json.loads(json.dumps(CHECKPOINT_FORMATS["compressed int4"].config))
     activations = {"num_bits": 8, "type": inputs, "strategy": "token", "dynamic": True}
     config["config_groups"]["group_0"]["input_activations"] = activations
-    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': 8.*need .*int4 by group"
+    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': 8.*need .*int4 per group"
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)

@@ -11,7 +11,7 @@ from modular_kernel.select.cache import NO_CACHE_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-# As getpwuid answers for a user without an entry. Looking one up does not need the variable.
+# Path.home() asks getpwuid if HOME is not set; this one raises as for a user without an entry.
 HOMELESS = """
 import pwd, sys
 def unknown(uid):
@@ -65,7 +65,7 @@ def test_compose_caches_in_a_given_folder_and_reports_a_missing_one(
 ) -> None:
     words = ("compose", "--tokens-list", "2", "--experts", "2", "--hidden", "32", "--json")
     program = f"{HOMELESS}from modular_kernel.cli.main import run; run(sys.argv[1:])"
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # nothing interpreted is timed, or kept
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted parts are not timed
     found = json.loads(homeless(program, *words, "--budget", "0"))
     assert NO_CACHE_FOLDER in found["notes"]
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))

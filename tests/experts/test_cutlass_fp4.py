@@ -141,11 +141,11 @@ def test_reference_and_stand_in_agree() -> None:
     """The reference uses the definition of the layout, the stand-in the addresses that the kernel
     uses.
     """
-    twin, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
-    live = twin.isfinite().all(1)
+    reference, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
+    live = reference.isfinite().all(1)
     assert live.nonzero().flatten().tolist() == list(range(190))
     assert other[190:].isnan().all()
-    error = (twin[:190].float() - other[:190].float()).norm() / twin[:190].float().norm()
+    error = (reference[:190].float() - other[:190].float()).norm() / reference[:190].float().norm()
     assert error < 1e-4
 
 

@@ -264,8 +264,8 @@ def test_aligned_rows_equal_their_reference(space: IdSpace) -> None:
         workspace = Workspace(aligned_specs(130, 2, 6), torch.device("cpu"), poison=True)
         found.append((*aligned(routing, 128, num_local=6, workspace=workspace), invalid))
         workspace.check_red_zones()
-    for kernels, twins in zip(*found, strict=True):
-        assert torch.equal(kernels, twins)
+    for kernels, references in zip(*found, strict=True):
+        assert torch.equal(kernels, references)
     rows_TK, ends, invalid = found[0]
     assert int(invalid) == 1  # the 7
     assert ends.tolist() == [0, 129, 256, 257, 512, 512]

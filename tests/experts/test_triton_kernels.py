@@ -62,10 +62,10 @@ def made_for(counts: list[int], rows: int) -> tuple[torch.Tensor, TileMaps]:
 @pytest.mark.parametrize("counts", [[0, 129, 0, 1, 128, 0], [3], [0], [0, 0, 5], [17] * 40])
 def test_tile_maps_equal_their_reference(counts: list[int]) -> None:
     starts, made = made_for(counts, sum(counts) + 2)
-    _, twin = made_for(counts, sum(counts) + 2)
+    _, reference = made_for(counts, sum(counts) + 2)
     write_tile_maps(starts, made)
-    tile_maps_ref(starts, twin)
-    for kernel, torch_s in zip(vars(made).values(), vars(twin).values(), strict=True):
+    tile_maps_ref(starts, reference)
+    for kernel, torch_s in zip(vars(made).values(), vars(reference).values(), strict=True):
         assert torch.equal(kernel, torch_s)
     for place, size in enumerate(SIZES):
         tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]

@@ -152,7 +152,7 @@ def test_the_harness_compares_a_fused_part_with_its_staged_part(dtype: torch.dty
 
 
 class Fused(TritonExperts):
-    twin = StagedTritonExperts
+    staged = StagedTritonExperts
 
 
 def test_our_staged_part_has_the_declarations_of_triton_experts() -> None:

@@ -52,7 +52,7 @@ ROWS = {
         f"{PARTS}::test_our_staged_part_equals_the_fused_one",
         f"{WEIGHTS}::test_flags_or_a_name_give_the_scheme",
     )),
-    "R9": Row('the fused ("none", "triton") and its staged twin', (
+    "R9": Row('the fused ("none", "triton") and its staged part', (
         f"{PARTS}::test_our_staged_part_has_the_declarations_of_triton_experts",
         f"{PARTS}::test_our_staged_part_equals_the_fused_one",
     )),

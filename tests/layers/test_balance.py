@@ -72,7 +72,7 @@ def test_any_load_on_any_slots(data: st.DataObject) -> None:
     assert all(1 <= len(held) <= size for held, size in zip(placement.slots, slots, strict=True))
     if len(set(slots)) == 1:
         assert sum(map(len, placement.slots)) == min(sum(slots), experts * world)
-    # What is moved where it says is the new placement.
+    # Making all moves in the old placement gives the new one.
     old = rebalance(load[::-1], slots)
     new = rebalance(load, slots, old)
     assert sorted(map(sorted, new.slots)) == sorted(map(sorted, placement.slots))
@@ -193,7 +193,7 @@ def test_loads_are_those_of_pairs_that_go_to_the_nearest_copies(per_host: int | 
         ids = torch.arange(tokens)[:, None] % 6
         load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
         near = rank_tiers(rank, per_host)
-        for first in range(6):  # turns even out
+        for first in range(6):  # over six first tokens, all copies get equal shares
             chosen, _, _ = pairs_to_slots(ids, placement.tables(tiers=near), first_token=first)
             counted = [n + int((chosen == at).sum()) for at, n in enumerate(counted)]
     expected = rank_loads(load, placement, ranks_per_host=per_host)

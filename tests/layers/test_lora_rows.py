@@ -88,7 +88,7 @@ ROWS = {
         "test_adapter_cost::test_the_branch_is_timed_in_its_two_configurations",
         f"{BRANCH}::test_the_specified_configurations",
     ), "no time of it is published"),
-    "L18": Row("each step by itself, with a torch twin", (
+    "L18": Row("each step by itself, with a torch reference", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
         f"{STEPS}::test_the_fused_kernel",
     )),
