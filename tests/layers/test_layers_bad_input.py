@@ -47,7 +47,7 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
       "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies, need a prepare/finalize part"),
     ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the max"),
     ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
-    ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor if and"),
+    ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor if"),
     ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor if and only"),
     ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
     ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
