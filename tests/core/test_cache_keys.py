@@ -162,7 +162,7 @@ TILE_CHANGES: dict[str, Any] = {
 }
 
 
-def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
+def test_a_tile_file_is_named_by_every_field_in_a_folder_per_triton() -> None:
     """The architecture has no field, because the device's name implies it."""
     assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
     base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))

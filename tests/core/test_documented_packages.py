@@ -50,7 +50,7 @@ def expanded(name: str) -> list[str]:
     return [name.replace(match[0], word) for word in match[1].split(",")]
 
 
-def test_doctor_names_what_parts_need_and_what_is_imported() -> None:
+def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
     """A package that no part needs must be imported somewhere, because doctor states what it is
     used for.
     """
@@ -73,7 +73,7 @@ def extras() -> dict[str, list[str]]:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("extra", sorted(set(extras()) - TOOLS))
-def test_an_extra_installs_what_a_part_needs_or_what_is_imported(extra: str) -> None:
+def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None:
     wanted = imported() | packages_of(load_catalog())
     for requirement in extras()[extra]:
         name = re.split(r"[<>=;\s\[]", requirement)[0]

@@ -65,7 +65,7 @@ def test_two_instances_compose(pair: tuple[Any, Any]) -> None:
     assert_right(call(kernel, inputs), inputs)
 
 
-def test_classes_and_names_compose_alike() -> None:
+def test_classes_and_names_compose_equally() -> None:
     inputs = inputs_for(BASE)
     by_name = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE, machine=CPU)
     by_class = make_kernel(*PAIRS[0], BASE, machine=CPU)
@@ -292,7 +292,7 @@ def test_two_plans_may_be_in_use_together() -> None:
     assert_right(other, second)
 
 
-def test_a_plan_for_fewer_tokens_is_smaller_and_takes_no_more() -> None:
+def test_a_plan_for_fewer_tokens_is_smaller_and_refuses_more_tokens() -> None:
     kernel = composed(PAIRS[1])
     plan = kernel.plan(BASE.with_tokens(4))
     assert plan.nbytes < kernel.plan().nbytes
@@ -356,7 +356,7 @@ def unwritten(values: torch.Tensor) -> torch.Tensor:
     return ~(values.abs() < 20)
 
 
-def test_poison_shows_what_was_not_written() -> None:
+def test_poison_reveals_unwritten_rows() -> None:
     kernel, inputs = composed((MoEPrepareAndFinalizeNoEP, Forgetful), poison=True), inputs_for(BASE)
     plan, seen = kernel.plan(), set()
     for run in (kernel, kernel, plan, plan, plan):
@@ -388,7 +388,7 @@ def test_poison_overwrites_the_results_of_the_previous_call() -> None:
         assert bool(unwritten(call(plan, inputs)[-1]).all())
 
 
-def test_every_pairing_of_the_catalog_composes_here(machine: Machine) -> None:
+def test_every_pairing_of_the_catalog_composes(machine: Machine) -> None:
     for pf, experts in pairings(machine, "smoke"):
         kernel = make_kernel(pf, experts, BASE, machine=machine)
         inputs = make_inputs(BASE, "uniform", torch.device(machine.device))

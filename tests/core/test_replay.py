@@ -192,7 +192,7 @@ class Half(Prepare):
 
 
 @pytest.mark.parametrize("experts", [Copying, Inheriting])
-def test_what_cannot_be_replayed_runs_each_time(experts: type[AddExperts]) -> None:
+def test_parts_that_cannot_be_replayed_run_in_every_call(experts: type[AddExperts]) -> None:
     plan, part = planned(experts=experts)
     args = inputs()
     first = plan(*args).clone()

@@ -121,7 +121,7 @@ def test_few_tokens_take_it() -> None:
         assert heuristics(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
 
-def test_packed_weights_and_odd_groups_are_not_served() -> None:
+def test_packed_weights_and_odd_groups_are_not_supported() -> None:
     assert gemv_config.serves(replace(BASE, quant="fp8_w8a8_block"))
     assert gemv_config.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
     assert not gemv_config.serves(replace(BASE, quant="int4_w4a16_group"))
@@ -139,7 +139,7 @@ def test_every_default_can_be_launched() -> None:
                 assert not list(violations(tile, replace(gemm, group_k=0), Device()))
 
 
-def test_a_step_may_span_groups_here_alone() -> None:
+def test_only_this_path_allows_a_step_over_several_groups() -> None:
     problem = replace(BASE, hidden=256, intermediate=256, quant="fp8_w8a8_block", dtype=_BF16)
     wide = LaunchConfig(16, 16, 256, 1, 4, 1)
     with override_config(MoEConfig(wide, wide, "gemv")):

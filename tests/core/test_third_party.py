@@ -36,7 +36,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("site")
-def test_list_shows_them_and_what_is_broken() -> None:
+def test_list_shows_working_and_broken_parts() -> None:
     code, listed = mk("list")
     assert code == 0
     parts = {part["name"]: part for part in listed["parts"]}

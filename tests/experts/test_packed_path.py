@@ -221,7 +221,7 @@ def test_the_smallest_width_of_the_second_gemm(quant: str) -> None:
         (_INT4, 4096, 1536, 8, 1, (16, 256, 8)),
     ],
 )
-def test_where_the_second_gemm_takes_8_columns(
+def test_layers_whose_second_gemm_uses_8_columns(
     quant: str, hidden: int, intermediate: int, top_k: int, tokens: int, tile: tuple[int, int, int]
 ) -> None:
     problem = replace(

@@ -103,7 +103,7 @@ def test_a_file_of_the_same_or_an_unknown_triton_is_not_logged(
     assert not caplog.records
 
 
-def test_vllm_s_spelling_is_found_and_ours_goes_first(tmp_path: Path) -> None:
+def test_vllm_names_are_found_after_ours(tmp_path: Path) -> None:
     stem = NAME.removesuffix(".json") + ",dtype=fp8_w8a8,block_shape="
     theirs = write(tmp_path / f"{stem}[128,128].json", {"1": launch()})
     assert store(theirs.parent).source(BLOCK_FP8).origin == str(theirs)

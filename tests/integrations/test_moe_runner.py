@@ -58,7 +58,7 @@ def test_backends_are_usual_names_registered_ones_and_parts() -> None:
             MoeRunner(backend, OUT, fused=False)
 
 
-def test_there_is_one_config() -> None:
+def test_both_interfaces_share_one_config() -> None:
     assert MoeRunnerConfig is fused_moe_options.MoeRunnerConfig
     seeds = (
         "num_experts num_local_experts hidden_size intermediate_size_per_partition top_k "

@@ -42,7 +42,7 @@ ROWS = {
     )),
     "R6": Row("typed state of one call", (f"{PARTS}::test_every_call_has_its_own_state",)),
     "R7": Row("every field of MoeRunnerConfig reaches the Problem or is refused", (
-        f"{RUNNER}::test_there_is_one_config",
+        f"{RUNNER}::test_both_interfaces_share_one_config",
         f"{RUNNER}::test_every_field_reaches_the_problem",
         f"{RUNNER}::test_fields_without_a_meaning_are_refused",
         "test_runner_config::test_the_config_has_sglang_s_fields_and_one_more",

@@ -186,7 +186,7 @@ def test_pairs_of_a_host_without_a_copy_are_distributed_over_all_copies() -> Non
 
 
 @pytest.mark.parametrize("per_host", [None, 2])
-def test_loads_are_those_of_pairs_that_go_to_the_nearest_copies(per_host: int | None) -> None:
+def test_loads_assume_that_pairs_go_to_the_nearest_copies(per_host: int | None) -> None:
     placement = Placement.linear(6, 4).with_copies({0: (1, 2, 3), 2: (3,), 5: (0,)})
     tokens, load, counted = 60, [0.0] * 6, [0] * 4
     for rank in range(4):

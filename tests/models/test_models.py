@@ -60,7 +60,7 @@ def test_a_name_gives_its_layer(name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_pairing_serves_every_model(name: str) -> None:
+def test_every_model_has_a_compatible_pairing(name: str) -> None:
     problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
     for machine in (Machine(), Machine("cuda", (9, 0), frozenset({"triton"}))):
         assert any(check_all(problem, machine)), problem

@@ -327,7 +327,7 @@ def test_buffers_have_few_sizes() -> None:
         ("none", False),
     ],
 )
-def test_what_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> None:
+def test_schemes_that_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> None:
     problem = replace(BASE, quant=quant)
     assert deepep_ll.quantized_by_library(problem) is by_library
     part = _unmade(DeepEPLLPrepareAndFinalize, problem)
