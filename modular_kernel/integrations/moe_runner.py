@@ -307,12 +307,12 @@ class MoeRunner:
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.get_fused_func(A2A[format], self.runner_backend)
-            description = "one part"
+            description = "without stages"
             if op is not None and FORMATS[format] is op.unfused.requires.activation_format:
                 staged = self._parts[format] is op.unfused
-                description = "stages" if staged else f"fused, in place of {op.unfused.__name__}"
+                description = "staged" if staged else f"fused, in place of {op.unfused.__name__}"
             elif (self.runner_backend, format) in PERMUTES.parts:
-                description = "stages"
+                description = "staged"
             lines.append(f"{format}: {self._parts[format].__name__}, {description}; {verdict}")
         lines += [f"{format}: no part" for format in A2A if format not in self._parts]
         return "\n".join(lines)

@@ -150,7 +150,7 @@ def test_switches_by_their_usual_names() -> None:
 def test_an_environment_variable_disables_fused_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "1")
     runner = MoeRunner("triton", SIZES, dtype=torch.float32)
-    assert "standard: StagedTritonExperts, by stages" in runner.explain()
+    assert "standard: StagedTritonExperts, staged" in runner.explain()
     x_TH, weights, routing = layer(BASE, DEVICE)
     close(ran(runner, BASE), oracle(x_TH, weights, routing, BASE), 1e-6)
     # An argument takes precedence, and a backend without stages keeps its part.
@@ -179,11 +179,9 @@ def test_unsupported_configs_are_refused_at_construction() -> None:
 def test_explain_states_which_part_runs_and_why_others_do_not() -> None:
     told = MoeRunner("triton", SIZES, dtype=torch.float32).explain()
     assert "standard: TritonExperts, fused, in place of StagedTritonExperts; " in told
-    assert "deepep_ll: BatchedTritonExperts, by one part; " in told
+    assert "deepep_ll: BatchedTritonExperts, without stages; " in told
     told = MoeRunner("toy", SIZES, fused=False).explain("int8_w8a8_channel")
-    assert (
-        "standard: ToyExperts, by stages; MoEPrepareAndFinalizeNoEP x ToyExperts: refused" in told
-    )
+    assert "standard: ToyExperts, staged; MoEPrepareAndFinalizeNoEP x ToyExperts: refused" in told
     assert "[quant] ToyExperts / problem" in told
     assert "deepep_ll: no part" in told
     with pytest.raises(ConfigurationError, match="num_experts, hidden_size"):

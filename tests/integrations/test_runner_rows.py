@@ -20,7 +20,7 @@ RUNNER, WEIGHTS = "test_moe_runner", "test_runner_weights"
 FORMATS, ROUTING = "test_runner_formats", "test_runner_routing"
 STAGES, PARTS = "test_runner_stages", "test_runner_parts"
 ROWS = {
-    "R1": Row("MoeRunner.run, fused or by stages", (
+    "R1": Row("MoeRunner.run, fused or staged", (
         f"{RUNNER}::test_fused_and_staged_parts_compute_the_same",
         f"{RUNNER}::test_a_call_equals_that_of_the_kernel",
     )),
