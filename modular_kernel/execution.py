@@ -227,7 +227,7 @@ class Execution:
             specs[EXPERT_OUTPUT] = full_shapes.output
         return specs
 
-    def make_output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+    def output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
         """Return the tensor that a call writes: x, `out` or a new one.
 
         None if the part allocates its output.

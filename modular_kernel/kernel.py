@@ -197,7 +197,7 @@ class FusedMoEModularKernel(Execution):
         self.call_counters.add(OWN_WORKSPACE, x_TH.shape[0])
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison, fills=self.fills)
-        output = self.make_output(x_TH, out)
+        output = self.output(x_TH, out)
         if self.poison:
             self.poison_output(output, workspace.fill)
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
